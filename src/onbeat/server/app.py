@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Scope
 
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
@@ -28,13 +30,13 @@ from onbeat.server.messages import message_routes
 from onbeat.server.middleware import (
     DOCS_FILES,
     OPEN_PATHS,
-    ApiKeys,
-    BodyLimit,
-    HostCheck,
-    PathCheck,
+    Checks,
     RateLimits,
     RequestLog,
     RootPath,
+    check_host,
+    check_key,
+    check_path,
 )
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
@@ -95,8 +97,8 @@ def create_app(
 
     Notes
     -----
-    `app.state` has what `server.run` needs of the application: `lifecycle`, `fleet`,
-    `telemetry`, and `warm_up`, which does ahead what first requests would wait for.
+    `app.state` has what `server.run` needs of the application: `lifecycle`, `fleet`, `telemetry`, and
+    `warm_up`, which does ahead what first requests would wait for; and `max_body_bytes`, for `body`.
     """
     lifecycle = Lifecycle()
     info, prefix = engine.info, config.prefix
@@ -147,6 +149,7 @@ def create_app(
     app.state.lifecycle = lifecycle
     app.state.fleet = fleet
     app.state.telemetry = telemetry
+    app.state.max_body_bytes = config.max_body_bytes
     app.state.warm_up = services.grammars.warm_up
     routes = [
         chat_routes(services),
@@ -171,13 +174,14 @@ def create_app(
 
 def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) -> None:
     """Wrap the application, from the inside out."""
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     if limits := {key: its.limits for key, its in config.slo.keys.items() if its.limits != NO_LIMITS}:
         app.add_middleware(RateLimits, limits=limits, on_limited=telemetry.exporter.server.count_rate_limited)
-    app.add_middleware(ApiKeys, keys=config.guarding_keys)
-    app.add_middleware(PathCheck)
+    checks: list[Callable[[Scope], None]] = [check_path]
     if (names := config.answered_hosts) is not None:
-        app.add_middleware(HostCheck, names=names)
+        checks.insert(0, partial(check_host, names=names))
+    if config.guarding_keys:
+        checks.append(partial(check_key, keys=config.guarding_keys))
+    app.add_middleware(Checks, checks=checks)
     app.add_middleware(
         RequestLog,
         endpoints=ENDPOINTS,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import Callable, Collection
-from typing import Annotated, Any, TypeVar
+from collections.abc import Collection
+from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.errors import ClientGone
+from onbeat.server.errors import ClientGone, too_large
 from onbeat.server.fair_threads import Turns
 from onbeat.server.fields import check_fields, refuse_unknown, validated
 from onbeat.server.json_reader import JsonReader, has_many_marks, num_bytes_of
@@ -21,42 +20,6 @@ from onbeat.server.middleware import context_of
 from onbeat.server.server_config import MAX_JSON_LEVELS, MAX_QUOTED
 
 _Model = TypeVar("_Model", bound=BaseModel)
-
-
-class _AlsoText:
-    """Lets a number or a boolean be written as text, as pydantic does unless it is strict; no other type.
-
-    Parameters
-    ----------
-    pattern : of the texts that are taken.
-    read : makes a value of one.
-    """
-
-    def __init__(self, pattern: str, read: Callable[[str], object]) -> None:
-        self._pattern = re.compile(pattern)
-        self._read = read
-
-    def _value(self, value: object) -> object:
-        if isinstance(value, str):
-            return self._read(value) if self._pattern.fullmatch(value) else value
-        # some languages have no integers: 5.0; above, a float may stand for one that it cannot hold
-        is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-        return int(value) if is_whole and self._read is int else value  # type: ignore[call-overload]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        return BeforeValidator(self._value).__get_pydantic_core_schema__(source, handler)
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> Any:
-        text = {"type": "string", "pattern": f"^({self._pattern.pattern})$"}
-        return {"anyOf": [handler(schema), text]}
-
-
-WHOLE = _AlsoText(r"[+-]?[0-9]{1,19}", int)
-"""Of integers, which may be written as 5.0 or "5"."""
-NUMBER = _AlsoText(r"[+-]?[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,2})?", float)
-"""Of other numbers, which may be written as "0.5"."""
-Flag = Annotated[bool, _AlsoText("[Tt]rue|[Ff]alse|TRUE|FALSE|[01]", lambda text: text[0] in "tT1")]
-"""A boolean, which may be written as "true"."""
 
 
 async def read_body(request: Request, model: type[_Model], *, unused: Collection[str] = ()) -> _Model:
@@ -128,6 +91,10 @@ def is_nested_too_deep(value: dict[str, Any]) -> bool:
 
 
 async def _read_body(request: Request) -> bytearray:
+    most = request.app.state.max_body_bytes
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > most:
+        raise too_large(most)
     body = bytearray()  # pieces of a list may be of two bytes each, and take thirty times as much
     more = True
     while more:
@@ -136,6 +103,10 @@ async def _read_body(request: Request) -> bytearray:
             raise ClientGone
         body += message.get("body", b"")
         more = message.get("more_body", False)
+        if len(body) > most:
+            raise too_large(most)
+    if (allowance := context_of(request.scope).allowance) is not None:
+        allowance.take_body(len(body))
     return body
 
 

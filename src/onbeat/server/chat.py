@@ -16,12 +16,13 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request as EngineRequest
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_report import SLOReport, Usage
-from onbeat.server.body import WHOLE, Flag, read_body
+from onbeat.server.body import read_body
 from onbeat.server.chat_messages import ChatMessages
 from onbeat.server.chat_prompt import continued_text, render_chat
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken, TextOptions
 from onbeat.server.engine_requests import engine_requests
 from onbeat.server.errors import ErrorBody, ErrorReply
+from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.generation_request import (
     GenerationRequest,
     as_server_has_it,

@@ -18,11 +18,11 @@ from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import TokenLogprobs
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_report import SLOReport, Usage
-from onbeat.server.body import WHOLE, Flag, read_body
+from onbeat.server.body import read_body
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.engine_requests import engine_requests
 from onbeat.server.errors import ErrorBody, ErrorReply, unsupported
-from onbeat.server.fields import OF_TEMPLATES
+from onbeat.server.fields import OF_TEMPLATES, WHOLE, Flag
 from onbeat.server.generation_request import (
     GenerationRequest,
     as_server_has_it,

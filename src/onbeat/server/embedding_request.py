@@ -18,10 +18,11 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.answer import cancelled_on_disconnect, note_choices
 from onbeat.server.answer_report import SLOReport, slo_report, worst_report
-from onbeat.server.body import WHOLE, Flag, read_body
+from onbeat.server.body import read_body
 from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.errors import error_reply
 from onbeat.server.fair_threads import Turns
+from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.generation import MOST_EMBEDDED
 from onbeat.server.generation_request import check_priority, truncate_to
 from onbeat.server.middleware import HttpContext, context_of

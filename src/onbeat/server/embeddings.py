@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.answer import cancelled_on_disconnect, prediction_header
-from onbeat.server.body import WHOLE, Flag
 from onbeat.server.chat_messages import ChatMessages
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import TOKEN_IDS_SCHEMA, checked_prompts
@@ -30,6 +29,7 @@ from onbeat.server.embedding_request import (
     read_texts,
 )
 from onbeat.server.errors import unsupported
+from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes
 from onbeat.server.pen import AnswerHead

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.errors import unsupported
@@ -105,6 +105,42 @@ _LIKENESS = 0.8
 
 _MOST_UNKNOWN = 32
 """Unknown names in one place of a request: each is compared with all known ones, and named in a header."""
+
+
+class _AlsoText:
+    """Lets a number or a boolean be written as text, as pydantic does unless it is strict; no other type.
+
+    Parameters
+    ----------
+    pattern : of the texts that are taken.
+    read : makes a value of one.
+    """
+
+    def __init__(self, pattern: str, read: Callable[[str], object]) -> None:
+        self._pattern = re.compile(pattern)
+        self._read = read
+
+    def _value(self, value: object) -> object:
+        if isinstance(value, str):
+            return self._read(value) if self._pattern.fullmatch(value) else value
+        # some languages have no integers: 5.0; above, a float may stand for one that it cannot hold
+        is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+        return int(value) if is_whole and self._read is int else value  # type: ignore[call-overload]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return BeforeValidator(self._value).__get_pydantic_core_schema__(source, handler)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> Any:
+        text = {"type": "string", "pattern": f"^({self._pattern.pattern})$"}
+        return {"anyOf": [handler(schema), text]}
+
+
+WHOLE = _AlsoText(r"[+-]?[0-9]{1,19}", int)
+"""Of integers, which may be written as 5.0 or "5"."""
+NUMBER = _AlsoText(r"[+-]?[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,2})?", float)
+"""Of other numbers, which may be written as "0.5"."""
+Flag = Annotated[bool, _AlsoText("[Tt]rue|[Ff]alse|TRUE|FALSE|[01]", lambda text: text[0] in "tT1")]
+"""A boolean, which may be written as "true"."""
 
 
 def check_fields(

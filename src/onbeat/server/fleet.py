@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaLimits, ReplicaView, ScalingView
 from onbeat.core.protocols import FleetView
-from onbeat.server.body import WHOLE, read_body
+from onbeat.server.body import read_body
 from onbeat.server.errors import ApiError
+from onbeat.server.fields import WHOLE
 from onbeat.server.middleware import bearer_key
 from onbeat.server.openapi import Routes
 from onbeat.server.pieces import json_response

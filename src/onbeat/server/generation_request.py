@@ -17,10 +17,9 @@ from pydantic import (
 
 from onbeat.core.errors import InvalidRequest, counted, first_of, quoted
 from onbeat.core.protocols import EngineInfo
-from onbeat.server.body import NUMBER, WHOLE, Flag
 from onbeat.server.choices import TextOptions
 from onbeat.server.errors import ApiError
-from onbeat.server.fields import with_one_unknown
+from onbeat.server.fields import NUMBER, WHOLE, Flag, with_one_unknown
 from onbeat.server.objectives import ObjectiveFields
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.server_config import (

@@ -6,12 +6,11 @@ Each call gets its share of its job's time before the engine hears of it.
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.datastructures import Headers
@@ -24,7 +23,7 @@ from onbeat.metrics.counts import JobCounts
 from onbeat.server.answer_report import JobState, SLOReport, unjudged_report
 from onbeat.server.choices import Choice
 from onbeat.server.errors import job_unattainable, milliseconds
-from onbeat.server.fields import refuse_unknown, validated
+from onbeat.server.fields import NUMBER, WHOLE, refuse_unknown, validated
 
 LONGEST_ID = 128
 MOST_CALLS_LEFT = 10_000
@@ -39,8 +38,11 @@ JOB_HEADERS = {
 """Headers that say the same as the object `slo.job`."""
 _CLOCK_STEP = 0.1
 """Seconds by which two clocks part if one was set anew, or the machine has slept."""
-_NUMBERS = ("deadline_ms", "e2e_ms")
-_NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?", re.ASCII)
+
+
+Milliseconds = Annotated[
+    float, Field(ge=SHORTEST_OBJECTIVE * 1e3, le=LONGEST_OBJECTIVE * 1e3, allow_inf_nan=False), NUMBER
+]
 
 
 class JobFields(BaseModel):
@@ -50,14 +52,11 @@ class JobFields(BaseModel):
 
     id: str = Field(min_length=1, max_length=LONGEST_ID)
     """The same in all calls of the job; another caller's job may have the same."""
-    deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] | None = None
     """When the last call is to have ended, milliseconds since 1970."""
-    e2e_ms: (
-        Annotated[float, Field(ge=SHORTEST_OBJECTIVE * 1e3, le=LONGEST_OBJECTIVE * 1e3, allow_inf_nan=False)]
-        | None
-    ) = None
+    e2e_ms: Milliseconds | None = None
     """The same, from the arrival of the job's first call."""
-    calls_left: Annotated[int, Field(ge=0, le=MOST_CALLS_LEFT)] | None = None
+    calls_left: Annotated[int, Field(ge=0, le=MOST_CALLS_LEFT), WHOLE] | None = None
     """Calls that follow this one, one after another; 0 is the last. Learnt from earlier jobs if absent."""
     job_class: str | None = Field(None, alias="class", min_length=1, max_length=LONGEST_ID)
     """Jobs of a class are expected to be alike."""
@@ -79,8 +78,7 @@ def stated_job(fields: JobFields | None, headers: Headers, tenant: str | None) -
     ------
     InvalidRequest : a header is wrong.
     """
-    given = {name: headers[header].strip() for header, name in JOB_HEADERS.items() if header in headers}
-    of_headers = _of_headers(given) if given else None  # wrong ones are told even where the body counts
+    of_headers = stated_by_headers(JobFields, JOB_HEADERS, headers)  # wrong ones are told in any case
     fields = fields or of_headers
     if fields is None:
         return None
@@ -94,33 +92,32 @@ def stated_job(fields: JobFields | None, headers: Headers, tenant: str | None) -
     )
 
 
-def _of_headers(given: dict[str, str]) -> JobFields:
-    if "id" not in given:
-        raise InvalidRequest(
-            "headers of a job are given without x-slo-job-id; send it too, or none of them",
-            param="x-slo-job-id",
-            code="invalid_value",
-        )
-    read: dict[str, Any] = dict(given)
-    for header, name in JOB_HEADERS.items():
-        text = given.get(name)
-        if text is None:
-            continue
-        if name in _NUMBERS and _NUMBER.fullmatch(text):
-            read[name] = float(text)
-        elif name == "calls_left" and text.isascii() and text.isdecimal() and len(text) < 10:
-            read[name] = int(text)
-        elif name in (*_NUMBERS, "calls_left"):
-            raise InvalidRequest(
-                f"the header {header} is {text[:40]!r}; it should be a number",
-                param=header,
-                code="invalid_value",
-            )
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def stated_by_headers(model: type[_Model], names: Mapping[str, str], headers: Headers) -> _Model | None:
+    """Return an object whose fields headers state; None where none does.
+
+    Parameters
+    ----------
+    model : of the object.
+    names : of headers -> of the fields; of two headers of one field the later counts.
+    headers : the request's.
+
+    Raises
+    ------
+    InvalidRequest : a header is wrong, or one is missing.
+    """
+    given = {name: headers[header].strip() for header, name in names.items() if header in headers}
+    if not given:
+        return None
     try:
-        return validated(JobFields, read, [])
+        return validated(model, given, [])
     except InvalidRequest as error:
-        header = next(header for header, name in JOB_HEADERS.items() if name == error.param)
-        raise InvalidRequest(f"the header {header}: {error}", param=header, code=error.code) from error
+        stating = [header for header, name in names.items() if name == error.param]
+        header = next((each for each in reversed(stating) if each in headers), stating[0])
+        error.param, error.field, error.code = header, f"the header {header}", "invalid_value"
+        raise
 
 
 class JobCalls:

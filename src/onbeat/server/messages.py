@@ -15,10 +15,11 @@ from starlette.responses import Response
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.answer import AnswerResponse
 from onbeat.server.answer_report import SLOReport, TokenCounts, counts_up_to
-from onbeat.server.body import WHOLE, read_body
+from onbeat.server.body import read_body
 from onbeat.server.chat import ChatCompletionRequest, chat_prompt, chat_requests
 from onbeat.server.choices import ChoiceDelta, ShownToken
 from onbeat.server.errors import AnthropicErrorBody, ErrorReply, anthropic_error, unsupported
+from onbeat.server.fields import WHOLE
 from onbeat.server.generation_request import GenerationRequest, StopString
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes

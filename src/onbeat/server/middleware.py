@@ -1,7 +1,7 @@
 """What happens to every HTTP request, and what is known of it, as plain ASGI: no task, no copy per message.
 
 From the outside in: `RootPath`, Starlette's CORS, `RequestLog` (id, access log, counters, last resort for
-bugs), `HostCheck`, `PathCheck`, `ApiKeys`, `RateLimits`, `BodyLimit`.
+bugs), `Checks` (host, path, key), `RateLimits`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from onbeat.core.errors import InvalidRequest
+from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.request import Grammar
 from onbeat.jobs.call import JobCall
 from onbeat.server.connection import refusal_of
@@ -28,7 +28,6 @@ from onbeat.server.errors import (
     ApiError,
     ClientGone,
     error_response,
-    too_large,
 )
 from onbeat.server.rate_limits import KeyAllowance, KeyMeter
 from onbeat.server.server_config import MAX_QUOTED
@@ -251,50 +250,75 @@ def _access_line(method: str, context: HttpContext) -> str:
     return " ".join(parts)
 
 
-class PathCheck:
-    """Refuses paths with control characters: a guard and a router may disagree on where such a path ends."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _CONTROL.search(scope["path"]):
-            await self._app(scope, receive, send)
-            return
-        error = InvalidRequest(
-            f"the path {scope['path'][:MAX_QUOTED]!r} holds a control character; send it without",
-            code="invalid_path",
-        )
-        await error_response(error, scope["path"])(scope, receive, send)
-
-
-class HostCheck:
-    """Refuses requests for another host than this server; see `ServerConfig.answered_hosts`.
+class Checks:
+    """Lets checks look at a request before the application does; what one of them raises is the answer.
 
     Parameters
     ----------
     app : the next application.
-    names : further ones.
+    checks : in their order.
     """
 
-    def __init__(self, app: ASGIApp, *, names: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, *, checks: Sequence[Callable[[Scope], None]]) -> None:
         self._app = app
-        self._names = names
+        self._checks = checks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
-        name = _PORT.sub("", host).strip("[]").rstrip(".").lower()
-        if _OURS.fullmatch(name) or name in self._names:
-            await self._app(scope, receive, send)
-            return
-        error = ApiError(
+        if scope["type"] == "http":
+            try:
+                for check in self._checks:
+                    check(scope)
+            except RequestRejected as error:
+                context_of(scope).error_code = error.code
+                await error_response(error, scope["path"])(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def check_path(scope: Scope) -> None:
+    """Refuse a path with control characters: a guard and a router may disagree on where it ends.
+
+    Raises
+    ------
+    InvalidRequest : it has some.
+    """
+    if _CONTROL.search(scope["path"]):
+        raise InvalidRequest(
+            f"the path {scope['path'][:MAX_QUOTED]!r} holds a control character; send it without",
+            code="invalid_path",
+        )
+
+
+def check_host(scope: Scope, *, names: frozenset[str]) -> None:
+    """Refuse a request for another host than this server; see `ServerConfig.answered_hosts`.
+
+    Parameters
+    ----------
+    names : further ones.
+
+    Raises
+    ------
+    ApiError : it is for another (403).
+    """
+    name = _PORT.sub("", Headers(scope=scope).get("host", "")).strip("[]").rstrip(".").lower()
+    if not (_OURS.fullmatch(name) or name in names):
+        raise ApiError(
             403,
             f"this server does not answer for the host {name[:MAX_QUOTED]!r}; ask for localhost, or start it "
             "with --allowed-hosts and that name (or *), or with an API key",
             code="host_not_allowed",
         )
-        context_of(scope).error_code = error.code
-        await error_response(error, scope["path"])(scope, receive, send)
+
+
+def check_key(scope: Scope, *, keys: Sequence[str]) -> None:
+    """Refuse who carries none of the keys, but on `OPEN_PATHS`, and note which key it is.
+
+    Raises
+    ------
+    ApiError : there is no key, or a wrong one (401).
+    """
+    if not _is_open(scope["path"]):
+        context_of(scope).key_digest = key_digest(bearer_key(Headers(scope=scope), keys, name="API key"))
 
 
 def _is_open(path: str) -> bool:
@@ -328,54 +352,6 @@ def bearer_key(headers: Headers, keys: Sequence[str], *, name: str) -> str:
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
-
-
-class ApiKeys:
-    """Lets in only those who carry a key, where keys are set, but for `OPEN_PATHS`."""
-
-    def __init__(self, app: ASGIApp, *, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._keys or scope["type"] != "http" or _is_open(scope["path"]):
-            await self._app(scope, receive, send)
-            return
-        try:
-            key = bearer_key(Headers(scope=scope), self._keys, name="API key")
-        except ApiError as error:
-            await error_response(error, scope["path"])(scope, receive, send)
-            return
-        context_of(scope).key_digest = key_digest(key)
-        await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """Refuses bodies over a limit, by their announced length or, where there is none, as they arrive."""
-
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced) > self._max_bytes:
-            await error_response(too_large(self._max_bytes), scope["path"])(scope, receive, send)
-            return
-        num_bytes = 0
-
-        async def receive_counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise too_large(self._max_bytes)
-            return message
-
-        await self._app(scope, receive_counted, send)
 
 
 class RateLimits:
@@ -420,16 +396,6 @@ class RateLimits:
                 headers.update(dict(meter.headers(self._clock())))
             await send(message)
 
-        num_bytes = 0
-
-        async def receive_counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if message["type"] == "http.request" and not message.get("more_body"):
-                allowance.take_body(num_bytes)
-            return message
-
         length = Headers(scope=scope).get("content-length", "")
         try:
             announced = int(length) if length.isdecimal() else 0
@@ -439,6 +405,6 @@ class RateLimits:
             await error_response(error, scope["path"])(scope, receive, send_told)
             return
         try:
-            await self._app(scope, receive_counted, send_told)
+            await self._app(scope, receive, send_told)
         finally:
             allowance.end(context.status, context.num_prompt_tokens, context.num_output_tokens)

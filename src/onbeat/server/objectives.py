@@ -17,7 +17,6 @@ unless the server's owner lets the key name others.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Protocol
@@ -26,30 +25,30 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.datastructures import Headers
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO, ShedMode
+from onbeat.core.slo import SLO, ShedMode
 from onbeat.jobs.call import JobCall
-from onbeat.server.fields import near_match, refuse_unknown
-from onbeat.server.jobs import JOB_HEADERS, JobFields, stated_job
+from onbeat.server.fields import NUMBER, Flag, near_match, refuse_unknown
+from onbeat.server.jobs import JOB_HEADERS, JobFields, Milliseconds, stated_by_headers, stated_job
 from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefaults, SLODefaults
 
 TTFT_HEADER = "x-llm-d-slo-ttft-ms"
 TBT_HEADER = "x-llm-d-slo-tpot-ms"
-OLD_NAMES = {TTFT_HEADER: "x-slo-ttft-ms", TBT_HEADER: "x-slo-tpot-ms"}
-"""As the first versions of llm-d's gateway had them; clients such as inference-perf still send these."""
+_STATED_BY_HEADERS = {
+    # as the first versions of llm-d's gateway had them; clients such as inference-perf still send these
+    "x-slo-ttft-ms": "ttft_ms",
+    "x-slo-tpot-ms": "tbt_ms",
+    TTFT_HEADER: "ttft_ms",
+    TBT_HEADER: "tbt_ms",
+}
+"""Headers that say the same as fields of `slo`."""
 RESUME_HEADER = "x-onbeat-resume"
 """Whether the request goes on elsewhere where its replica is lost: `on`, as without it, or `off`."""
 TENANT_HEADER = "x-llm-d-inference-fairness-id"
 LONGEST_TENANT = 128
 
-_NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
-
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "standard_only"]
 _CLASS_OF_TIER: dict[ServiceTier, str] = {"priority": "interactive", "default": "standard", "flex": "batch"}
 """OpenAI's service tiers that name a class; the others, and Anthropic's `standard_only`, name none."""
-
-Milliseconds = Annotated[
-    float, Field(ge=SHORTEST_OBJECTIVE * 1e3, le=LONGEST_OBJECTIVE * 1e3, allow_inf_nan=False)
-]
 
 
 class SLOFields(BaseModel):
@@ -65,11 +64,11 @@ class SLOFields(BaseModel):
     """From arrival to the last delivery."""
     slo_class: str | None = Field(None, alias="class")
     """One of the server's classes; it gives the objectives that nobody states."""
-    weight: float | None = Field(None, gt=0, le=LARGEST_WEIGHT, allow_inf_nan=False)
+    weight: Annotated[float, Field(gt=0, le=LARGEST_WEIGHT, allow_inf_nan=False), NUMBER] | None = None
     """Worth beside other requests; the larger, the more important."""
     job: JobFields | None = None
     """Which job it is a call of; the job's deadline then gives it objectives, too."""
-    shed: bool | None = None
+    shed: Flag | None = None
     """If TTFT is predicted to be missed: true refuses the request at once, false serves it when it can."""
 
     @model_validator(mode="before")
@@ -92,7 +91,7 @@ class ObjectiveFields(BaseModel):
 
     slo: SLOFields | None = None
     service_tier: ServiceTier | None = None
-    resume: bool | None = None
+    resume: Flag | None = None
     """Whether it goes on elsewhere where the replica that has it is lost; true if absent."""
     user: str | None = None
     """Who shares the server fairly with others, where neither a gateway nor an API key says so."""
@@ -151,8 +150,8 @@ def request_objectives(
     body = fields.slo or _NOTHING_STATED
     of_key = defaults.keys.get(caller.key_digest or "", _NO_KEY_DEFAULTS)
     named = _class_of_body(fields, defaults.classes) or of_key.slo_class
-    slo = SLO(ttft=_seconds(body.ttft_ms), tbt=_seconds(body.tbt_ms), e2e=_seconds(body.e2e_ms))
-    slo = _filled(slo, SLO(ttft=_header(headers, TTFT_HEADER), tbt=_header(headers, TBT_HEADER)))
+    of_headers = stated_by_headers(SLOFields, _STATED_BY_HEADERS, headers)
+    slo = _filled(_slo_of(body), _slo_of(of_headers or _NOTHING_STATED))
     if named is None:
         slo, named = _filled(slo, defaults.slo), defaults.slo_class
     of_class = _NO_CLASS_DEFAULTS if named is None else defaults.classes[named]
@@ -176,24 +175,16 @@ def metadata_objectives(metadata: Mapping[str, Any] | None) -> dict[str, Any] | 
 
     Parameters
     ----------
-    metadata : keys such as `slo_ttft_ms`, `slo_class` and `slo_job_id`; numbers and booleans may be text, as
-        OpenAI's metadata must be. Other keys are the caller's own.
+    metadata : keys such as `slo_ttft_ms`, `slo_class` and `slo_job_id`. Other keys are the caller's own.
     """
     stated = {name[4:]: value for name, value in (metadata or {}).items() if name.startswith("slo_")}
-    for name, value in stated.items():
-        if isinstance(value, str) and name not in ("class", "job_id", "job_class"):
-            stated[name] = {"true": True, "false": False}.get(value, value)
-            if _NUMBER.fullmatch(value):
-                stated[name] = float(value)
     job = {name[4:]: stated.pop(name) for name in list(stated) if name.startswith("job_")}
-    left = job.get("calls_left")
-    if isinstance(left, float) and left.is_integer():
-        job["calls_left"] = int(left)
     return (stated | {"job": job} if job else stated) or None
 
 
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
+def _slo_of(stated: SLOFields) -> SLO:
+    in_ms = {"ttft": stated.ttft_ms, "tbt": stated.tbt_ms, "e2e": stated.e2e_ms}
+    return SLO(**{name: value / 1e3 for name, value in in_ms.items() if value is not None})
 
 
 def _filled(slo: SLO, other: SLO) -> SLO:
@@ -271,25 +262,6 @@ def _tenant(fields: ObjectiveFields, headers: Headers, caller: Caller, of_key: K
     if fields.user:
         return f"user:{hashlib.sha256(fields.user.encode(errors='backslashreplace')).hexdigest()[:16]}"
     return None
-
-
-def _header(headers: Headers, name: str) -> float | None:
-    """Return the objective that a header states, seconds.
-
-    Whatever a gateway makes of its own mistakes (0, a negative number, an overflow), it never becomes the
-    most urgent request.
-    """
-    if name not in headers:
-        name = OLD_NAMES[name]
-    if name not in headers:
-        return None
-    text = headers[name].strip()
-    value = float(text) / 1e3 if _NUMBER.fullmatch(text) else None
-    if value is None or not SHORTEST_OBJECTIVE <= value <= LONGEST_OBJECTIVE:
-        raise _wrong(
-            name, f"{text[:40]!r}; it should be milliseconds, from 1 to {LONGEST_OBJECTIVE * 1e3:.0f}"
-        )
-    return value
 
 
 def _wrong(name: str, what: str) -> InvalidRequest:

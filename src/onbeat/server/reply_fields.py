@@ -18,8 +18,7 @@ from pydantic import (
 )
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.body import Flag
-from onbeat.server.fields import ignorable
+from onbeat.server.fields import Flag, ignorable
 from onbeat.text.reply.grammar import WantedCalls
 
 MAX_TOOLS = 128

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest, quoted
-from onbeat.server.body import WHOLE, Flag
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.errors import unsupported
+from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.server_config import MAX_MESSAGES
 from onbeat.server.translation import PlacedMessages, as_chat, function_tools, text_field, tool_choice_of

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import prediction_header
-from onbeat.server.body import WHOLE, Flag
 from onbeat.server.embedding_request import (
     Embedded,
     TextsAnswer,
@@ -25,6 +24,7 @@ from onbeat.server.embedding_request import (
     read_texts,
 )
 from onbeat.server.fair_threads import Turns
+from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.openapi import Routes
 from onbeat.server.pieces import PiecesResponse, gathered, list_of
 from onbeat.server.services import Services

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.request import Grammar
 from onbeat.metrics.counts import GrammarCounts
-from onbeat.server.body import Flag
 from onbeat.server.errors import ApiError, unsupported
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
+from onbeat.server.fields import Flag
 from onbeat.server.json_reader import JsonReader
 from onbeat.server.middleware import HttpContext
 from onbeat.server.server_config import MAX_QUOTED

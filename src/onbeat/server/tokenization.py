@@ -11,11 +11,12 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import cancelled_on_disconnect
-from onbeat.server.body import WHOLE, Flag, read_body
+from onbeat.server.body import read_body
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_messages import ChatMessages
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import CompletionRequest
+from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.generation_request import truncate_to
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes

@@ -228,7 +228,6 @@ def test_no_header_out_of_range_becomes_an_objective(value: float) -> None:
             "NaN",
             "inf",
             "-5",
-            "+5",
             "0x10",
             "1_000",
             "1,5",
@@ -249,7 +248,7 @@ def test_a_header_that_is_no_number_in_range_is_named(text: str) -> None:
 
 
 def test_a_wrong_header_is_refused_even_where_the_body_goes_before_it() -> None:
-    with pytest.raises(InvalidRequest, match="'-1'"):
+    with pytest.raises(InvalidRequest, match="-1"):
         held_to({"slo": {"ttft_ms": 100}}, {"x-llm-d-slo-ttft-ms": "-1"})
 
 
