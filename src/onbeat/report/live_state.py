@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-HISTORY_LENGTH = 240
-"""Looks at the server that are kept to be drawn."""
 LATENCY_SECONDS = 60.0
 """Classes and errors of predictions are over so long: the numbers of one row are all of one time."""
 ANY = "*"
@@ -86,23 +84,14 @@ class StateHistory:
 
     def __init__(self) -> None:
         self._seen: deque[State] = deque()
-        self.attainment: deque[float | None] = deque(maxlen=HISTORY_LENGTH)
-        """Share of good requests of late, of all classes, at each look; None where none had ended."""
-        self.step_seconds: deque[float | None] = deque(maxlen=HISTORY_LENGTH)
-        """Mean step time since the look before; None without a step."""
 
     def add(self, state: State) -> None:
         """Take in a look at the server."""
-        last = self._seen[-1] if self._seen else None
-        if last is not None and last["start_time"] != state["start_time"]:
+        if self._seen and self._seen[-1]["start_time"] != state["start_time"]:
             self._seen.clear()
-            last = None
         self._seen.append(state)
         while len(self._seen) > 2 and self._seen[1]["unix_time"] <= state["unix_time"] - LATENCY_SECONDS:
             self._seen.popleft()
-        if last is not None:
-            self.step_seconds.append(Window(last, state).mean("step_seconds"))
-            self.attainment.append(self.window(LATENCY_SECONDS).attainment())
 
     def window(self, seconds: float) -> Window:
         """Return the latest so many seconds, or as much as was seen; all its life if it was seen once."""

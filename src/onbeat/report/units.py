@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-BARS = "▁▂▃▄▅▆▇█"
 NOTHING = "-"
 
 
@@ -76,13 +74,3 @@ def against(value: float | None, objective: float | None) -> str:
     if value is None:
         return f"≤ {limit}"
     return f"{short(value * scale)} {'≤' if value <= objective else '>'} {limit}"
-
-
-def sparkline(values: Sequence[float | None], *, low: float, high: float) -> str:
-    """Return one bar for each value, from `low` (the lowest bar) to `high`; a blank for None."""
-    top = len(BARS) - 1
-    span = high - low
-    return "".join(
-        " " if value is None else BARS[min(max(round((value - low) / span * top), 0), top) if span > 0 else 0]
-        for value in values
-    )

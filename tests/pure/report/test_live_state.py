@@ -27,7 +27,6 @@ def test_the_first_look_is_at_all_there_was() -> None:
     assert (seen.value("requests_running"), seen.value("requests_waiting")) == (0, 1)
     assert seen.rate("requests_total") == pytest.approx(0.1)
     assert seen.rate("output_tokens_total") == pytest.approx(0.2)
-    assert (list(history.attainment), list(history.step_seconds)) == ([], [])
 
 
 def test_a_window_is_what_happened_in_it() -> None:
@@ -81,18 +80,6 @@ def test_the_rates_and_the_attainment_of_a_class_are_of_one_time() -> None:
         assert rates[1] is not None
         assert seen.attainment("chat") == pytest.approx(rates[1] / rates[0])
     assert rates == pytest.approx([2.0, 0.75], rel=0.03)
-
-
-def test_history_has_one_value_for_each_look() -> None:
-    server, history = FakeServer(), StateHistory()
-    history.add(server.state(0.0))
-    server.serve("good", 0.0, [0.5])
-    server.step(0.0, 0.25)
-    history.add(server.state(1.0))
-    server.serve("late", 0.0, [1.5])
-    history.add(server.state(2.0))
-    assert list(history.attainment) == [1.0, 0.5]
-    assert list(history.step_seconds) == [0.25, None]
 
 
 def test_a_server_that_was_started_anew_begins_anew() -> None:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from onbeat.report.units import BARS, against, duration, percent, short, significant, sparkline
+from onbeat.report.units import against, duration, percent, short, significant
 
 
 @pytest.mark.parametrize(
@@ -64,15 +62,3 @@ def test_a_latency_beside_its_objective(value, objective, text: str) -> None:
 
 def test_shares_are_in_percent() -> None:
     assert (percent(0.982), percent(1.0), percent(None)) == ("98.2 %", "100 %", "-")
-
-
-def test_a_sparkline_spans_its_range() -> None:
-    assert sparkline([0.0, 0.5, None, 1.0, 2.0, -1.0], low=0.0, high=1.0) == "▁▅ ██▁"
-    assert sparkline([3.0, 3.0], low=3.0, high=3.0) == "▁▁"
-
-
-@given(st.lists(st.none() | st.floats(-10, 10)))
-def test_a_sparkline_has_one_place_for_each_value(values: list[float | None]) -> None:
-    line = sparkline(values, low=-1.0, high=1.0)
-    assert len(line) == len(values)
-    assert set(line) <= {*BARS, " "}
