@@ -27,6 +27,8 @@ CHAT = BenchLoad(input_len=350, random_range_ratio=5 / 7, output_len=60, random_
 REQUEST_TIMEOUT = 300.0
 MAX_FAILED_SHARE = 0.05
 """With more failures than this a study ends; up to it they are counted, as requests that are not good."""
+RAMP_STEPS = 16
+"""In which a ramp's rate grows."""
 
 
 class Quiet:
@@ -70,12 +72,8 @@ class Load:
     def config(self) -> BenchLoad:
         arrivals: dict[str, Any] = {"request_rate": self.rate, "arrivals": "poisson"}
         if self.ramp is not None:
-            start, end = self.ramp
-            arrivals = {
-                "ramp_up_strategy": "linear",
-                "ramp_up_start_rps": start,
-                "ramp_up_end_rps": end,
-            }
+            rates = np.linspace(*self.ramp, RAMP_STEPS)
+            arrivals = {"rate_steps": ",".join(f"{rate:g}:{self.seconds / RAMP_STEPS:g}" for rate in rates)}
         if self.concurrency is not None:
             arrivals = {"max_concurrency": self.concurrency}
         return replace(

@@ -14,13 +14,13 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, counted
-from onbeat.core.options import changed, option
+from onbeat.core.options import changed, option, settings_of
 from onbeat.files import read_lines
 from onbeat.typed import Text
-from onbeat.workload.class_traces import have_traces
+from onbeat.workload.arrivals import Arrivals
 from onbeat.workload.lengths import MOST_TOKENS, check_length
 from onbeat.workload.load import FILE_LOADS, CountTokens, Load, SharedName
-from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.offered import OfferedLoad, have_traces
 from onbeat.workload.prompts import (
     BlockPrompts,
     FreshPrompts,
@@ -264,10 +264,4 @@ class RunConfig:
 
 
 _NO_SWEEP: dict[str, Any] = {"sweep_rate": (), "sweep_concurrency": ()}
-_ARRIVALS = frozenset(
-    {
-        *("request_rate", "arrivals", "burstiness", "arrival_cv", "burst_on_sec", "burst_off_sec"),
-        *("rate_steps", "rate_scale", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"),
-        "max_concurrency",
-    }
-)
+_ARRIVALS = frozenset(each.name for each in settings_of(Arrivals))

@@ -280,7 +280,7 @@ def _header(bench: BenchConfig, run: RunConfig, model: str) -> RunHeader:
         dataset_name=load.dataset_name or "random",
         num_prompts=load.num_prompts,
         arrivals=arrivals,
-        burstiness=load.shape,
+        burstiness=load.burstiness,
         level=Level(request_rate=timing.rate if timing else inf, max_concurrency=load.max_concurrency),
     )
 

@@ -198,8 +198,8 @@ def plan_task(
             f"--objective {planned.objective}: a plan promises a share of good requests; give "
             "attainment:SHARE"
         )
-    if options.rate_steps is not None or options.ramp_up_strategy is not None:
-        raise ConfigError("a plan is for one rate: leave out --rate-steps and --ramp-up-strategy")
+    if options.rate_steps is not None:
+        raise ConfigError("a plan is for one rate: leave out --rate-steps")
     if rate is None or not 0 < rate < inf:
         raise ConfigError("a plan needs a request rate, in requests per second; give --rate")
     if options.max_concurrency is not None:

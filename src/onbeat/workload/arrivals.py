@@ -19,8 +19,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import changed, option
 
 Offsets = NDArray[np.float64]
-RampShape = Literal["linear", "exponential"]
-ArrivalKind = Literal["poisson", "gamma", "constant", "burst", "steps", "replay"]
+ArrivalKind = Literal["poisson", "gamma", "constant", "steps", "replay"]
 
 _load = partial(option, group="load")
 
@@ -52,22 +51,6 @@ def constant_arrivals(num_requests: int, *, rate: float) -> Offsets:
     """Return evenly spaced arrivals, the last at num_requests / rate."""
     _require_positive("request rate", rate)
     return np.arange(1, num_requests + 1) / rate
-
-
-def burst_arrivals(
-    num_requests: int, *, rate: float, on_seconds: float, off_seconds: float, rng: np.random.Generator
-) -> Offsets:
-    """Return arrivals that come in bursts: Poisson for `on_seconds`, then nothing for `off_seconds`.
-
-    The busy phases are as much faster as makes the mean `rate`. Time without arrivals is cut out first:
-    what is left is a Poisson process, rescaled as `gamma_arrivals`.
-    """
-    _require_positive("length of a burst", on_seconds)
-    _require_positive("time between bursts", off_seconds)
-    _require_positive("request rate", rate)
-    period = on_seconds + off_seconds
-    busy = poisson_arrivals(num_requests, rate=rate * period / on_seconds, rng=rng)
-    return np.asarray(busy + np.floor(busy / on_seconds) * off_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,30 +88,6 @@ def step_arrivals(
     cycles, within = np.divmod(expected, per_cycle)
     inside = np.interp(within, np.cumsum(np.append(0.0, counts)), np.append(0.0, ends))
     return np.asarray(cycles * ends[-1] + inside)
-
-
-def ramp_arrivals(
-    num_requests: int,
-    *,
-    start_rate: float,
-    end_rate: float,
-    shape: RampShape,
-    burstiness: float,
-    rng: np.random.Generator,
-) -> Offsets:
-    """Return arrivals whose rate moves from `start_rate` to `end_rate` over the requests.
-
-    Request i of n arrives at rate start + (end - start) i/n (linear) or start (end/start)^(i/n)
-    (exponential). There is no rescaling: the length of the run follows from the rates.
-    """
-    for name, value in (("ramp-up start", start_rate), ("ramp-up end", end_rate), ("burstiness", burstiness)):
-        _require_positive(name, value)
-    progress = np.arange(num_requests) / max(1, num_requests)
-    if shape == "linear":
-        rates = start_rate + (end_rate - start_rate) * progress
-    else:
-        rates = start_rate * (end_rate / start_rate) ** progress
-    return np.cumsum(rng.gamma(shape=burstiness, scale=1 / burstiness, size=num_requests) / rates)
 
 
 def replay_arrivals(times: ArrayLike, *, rate_scale: float = 1.0) -> Offsets:
@@ -186,23 +145,14 @@ class Arrivals:
     max_concurrency: int | None = _load(None, metavar="N", at_least=1, help="most requests open at once")
     arrivals: ArrivalKind | None = _load(
         None,
-        help="process of arrivals: constant, poisson, burst (on and off), steps (--rate-steps); gamma: the "
-        "default, Poisson at --burstiness 1; replay: a trace's own times, stretched to --request-rate "
-        "if given",
+        help="process of arrivals: constant, poisson, steps (--rate-steps); gamma: the default, Poisson at "
+        "--burstiness 1; replay: a trace's own times, stretched to --request-rate if given",
     )
     burstiness: float = _load(1.0, help="shape of the gamma distribution of gaps; below 1 is burstier")
-    arrival_cv: float | None = _load(
-        None, metavar="CV", help="the same as a coefficient of variation: 1/sqrt(shape)"
-    )
-    burst_on_sec: float = _load(5.0, metavar="S", help="busy phases of burst")
-    burst_off_sec: float = _load(15.0, metavar="S", help="pauses of burst")
     rate_steps: str | None = _load(
-        None, metavar="R:S,...", help="rates, each with its seconds; the list repeats"
+        None, metavar="R:S,...", help="rates, each with its seconds; the list repeats; 0:S pauses"
     )
     rate_scale: float = _load(1.0, metavar="X", help="replay at X times the recorded rate")
-    ramp_up_strategy: RampShape | None = _load(None, help="how the rate changes during the run")
-    ramp_up_start_rps: float | None = _load(None, metavar="R", help="rate at the start, requests/s")
-    ramp_up_end_rps: float | None = _load(None, metavar="R", help="rate at the end, requests/s")
 
     @property
     def has_times(self) -> bool:
@@ -216,8 +166,6 @@ class Arrivals:
         Of a trace it is known once the load is `named`.
         """
         kind, rate = self._kind, self.request_rate
-        if self.ramp_up_strategy is not None:
-            return Timing("gamma", inf)
         if kind is None and rate is None:
             if self.max_concurrency is not None:
                 return None
@@ -232,22 +180,11 @@ class Arrivals:
     def _kind(self) -> ArrivalKind | None:
         return "steps" if self.arrivals is None and self.rate_steps is not None else self.arrivals
 
-    @property
-    def shape(self) -> float:
-        """Shape of the gamma distribution of gaps: 1 / (coefficient of variation)^2."""
-        return self.burstiness if self.arrival_cv is None else self.arrival_cv**-2
-
     def __post_init__(self) -> None:
         if not (self.request_rate is None or self.request_rate > 0):
             raise ConfigError(f"--request-rate must be above 0 (or inf), got {self.request_rate:g}")
         if not (isfinite(self.rate_scale) and self.rate_scale > 0):
             raise ConfigError(f"--rate-scale must be a finite number above 0, got {self.rate_scale:g}")
-        if self.arrival_cv is not None:
-            if self.burstiness != 1.0:
-                raise ConfigError("--arrival-cv and --burstiness say the same: leave one out")
-            if not 1e-3 <= self.arrival_cv <= 1e3:
-                raise ConfigError(f"--arrival-cv must be from 0.001 to 1,000, got {self.arrival_cv:g}")
-        self._check_ramp()
 
     def _check_kind(self) -> None:
         timing = self.timing
@@ -265,29 +202,14 @@ class Arrivals:
         if timing is None:
             return
         kind, rate = timing
-        if kind in {"constant", "burst"} and not isfinite(rate):
-            raise ConfigError(f"--arrivals {kind} needs a finite --request-rate")
+        if kind == "constant" and not isfinite(rate):
+            raise ConfigError("--arrivals constant needs a finite --request-rate")
         if kind == "replay" and isfinite(rate) and self.rate_scale != 1.0:
             raise ConfigError("--rate-scale and --request-rate both set the rate of a replay: leave one out")
         if kind == "steps" and self.rate_steps is None:
             raise ConfigError("--arrivals steps needs rates: give --rate-steps RATE:SECONDS,...")
         if kind == "steps" and isfinite(rate):
             raise ConfigError("--request-rate sets the rate too: leave out --rate-steps or --request-rate")
-
-    @property
-    def _ramp(self) -> tuple[RampShape | None, float | None, float | None]:
-        return self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps
-
-    def _check_ramp(self) -> None:
-        given = [each is not None for each in self._ramp]
-        if any(given) and not all(given):
-            raise ConfigError(
-                "--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps go together: give all or none"
-            )
-        if any(given) and (self.request_rate is not None or self._kind is not None):
-            raise ConfigError(
-                "--ramp-up-strategy sets the rate itself: leave out --request-rate and --arrivals"
-            )
 
     def offsets(
         self, num_requests: int, *, seed: int, times: NDArray[np.float64] | None = None
@@ -301,24 +223,16 @@ class Arrivals:
         if self.timing is None:
             return None
         (kind, rate), rng = self.timing, np.random.default_rng([seed, 1])
-        shape, start, end = self._ramp
-        if shape is not None and start is not None and end is not None:
-            return ramp_arrivals(
-                num_requests, start_rate=start, end_rate=end, shape=shape, burstiness=self.shape, rng=rng
-            )
         if kind == "replay":
             return self._replayed(times, rate)
         if kind == "steps":
             steps = read_steps(self.rate_steps or "")
-            return step_arrivals(num_requests, steps=steps, burstiness=self.shape, rng=rng)
+            return step_arrivals(num_requests, steps=steps, burstiness=self.burstiness, rng=rng)
         if not isfinite(rate):
             return np.zeros(num_requests)
         if kind == "constant":
             return constant_arrivals(num_requests, rate=rate)
-        if kind == "burst":
-            phases = {"on_seconds": self.burst_on_sec, "off_seconds": self.burst_off_sec}
-            return burst_arrivals(num_requests, rate=rate, rng=rng, **phases)
-        return gamma_arrivals(num_requests, rate=rate, burstiness=self.shape, rng=rng)
+        return gamma_arrivals(num_requests, rate=rate, burstiness=self.burstiness, rng=rng)
 
     def _replayed(self, times: NDArray[np.float64] | None, rate: float) -> Offsets:
         if times is None:
@@ -334,9 +248,6 @@ class Arrivals:
 _SPREADING: dict[str, tuple[str, ...]] = {
     "rate_scale": ("replay",),
     "burstiness": ("gamma", "steps"),
-    "arrival_cv": ("gamma", "steps"),
-    "burst_on_sec": ("burst",),
-    "burst_off_sec": ("burst",),
     "rate_steps": ("steps",),
 }
 """Settings of arrivals, and the kinds that have them."""

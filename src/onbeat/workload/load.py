@@ -18,13 +18,12 @@ from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import changed, check, option, part
 from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES
 from onbeat.workload.arrivals import Arrivals
-from onbeat.workload.class_traces import have_traces
 from onbeat.workload.job import Job
 from onbeat.workload.job_file import read_jobs
 from onbeat.workload.job_kinds import JOB_KINDS, LANE_CLASSES, LANES, JobKind, draw_jobs, lane_load
 from onbeat.workload.job_load import given_starts, job_load
 from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, ZipfLength, check_length
-from onbeat.workload.offered import OfferedLoad, Overlong, check_num_requests
+from onbeat.workload.offered import OfferedLoad, Overlong, check_num_requests, have_traces
 from onbeat.workload.sharegpt import read_sharegpt, sharegpt_load
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.slo_config import built_in_slo, read_slo_config

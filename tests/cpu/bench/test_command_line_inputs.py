@@ -102,8 +102,6 @@ def test_custom_prompts(server: Background, tmp_path: Path) -> None:
         (["--trace", "/nowhere/trace.csv"], "/nowhere/trace.csv"),
         (["--dataset-name", "prefix_repetition", "--input-len", "4"], "--input-len is for"),
         (["--rate-scale", "2"], "--rate-scale"),
-        (["--ramp-up-strategy", "linear"], "all or none"),
-        (["--ramp-up-start-rps", "1"], "all or none"),
         (["--result-dir", "x", "--num-prompts", "1"], "--result-dir needs --save-result"),
         (["--num-prompts", "0"], "--num-prompts"),
         (["--base-url", "localhost"], "--base-url"),

@@ -72,15 +72,13 @@ def test_differing_settings_are_said(tmp_path: Path) -> None:
 
 
 def test_differing_lengths_and_loads_are_said(tmp_path: Path) -> None:
-    slow, quick = (
-        BenchLoad(ramp_up_strategy="linear", ramp_up_start_rps=1.0, ramp_up_end_rps=end) for end in (2.0, 8.0)
-    )
+    slow, quick = (BenchLoad(rate_steps=f"1:10,{rate}:10") for rate in (2, 8))
     short = saved(tmp_path / "a.json", make_result(load=slow))
     long = saved(tmp_path / "b.json", make_result(load=replace(quick, input_len=10)))
     [comparison] = quickly(short, long)
 
     assert comparison.differences == (
-        "load.ramp_up_end_rps: 2.0 against 8.0",
+        "load.rate_steps: 1:10,2:10 against 1:10,8:10",
         "load.input_len: None against 10",
     )
 

@@ -37,9 +37,6 @@ def test_a_rate_sweep_keeps_the_rest_of_the_load() -> None:
     assert (closed.load.timing, opened.load.timing) == (None, ("constant", 2.0))
 
 
-RAMP = {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 2.0}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -50,11 +47,8 @@ RAMP = {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps
         ({"burstiness": 0.5, "arrivals": "constant", "request_rate": 1.0}, "--burstiness"),
         ({"arrivals": "constant"}, "finite --request-rate"),
         ({"arrivals": "replay", "request_rate": 2.0, "rate_scale": 3.0}, "rate-scale"),
-        ({"arrivals": "burst"}, "finite --request-rate"),
         ({"arrivals": "poisson", "burstiness": 0.5, "request_rate": 1.0}, "--burstiness"),
         ({"arrivals": "steps"}, "--rate-steps"),
-        ({**RAMP, "request_rate": 2.0}, "ramp-up"),
-        ({"ramp_up_strategy": "linear"}, "all or none"),
         ({"random_long_share": 1.0}, "--random-long-share"),
         ({"sweep_concurrency": (4, 0)}, "sweep_concurrency"),
     ],

@@ -8,11 +8,9 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.workload.arrivals import (
     RateStep,
-    burst_arrivals,
     constant_arrivals,
     gamma_arrivals,
     poisson_arrivals,
-    ramp_arrivals,
     replay_arrivals,
     step_arrivals,
 )
@@ -53,23 +51,6 @@ def test_replay_starts_at_zero_and_scales_the_rate() -> None:
     np.testing.assert_allclose(replay_arrivals([12.0, 10.0, 16.0], rate_scale=2.0), [0.0, 1.0, 3.0])
 
 
-@pytest.mark.parametrize(("shape", "middle"), [("linear", 5.5), ("exponential", np.sqrt(10.0))])
-def test_ramp_moves_the_rate_over_the_requests(shape: str, middle: float) -> None:
-    offsets = ramp_arrivals(
-        40_000,
-        start_rate=1.0,
-        end_rate=10.0,
-        shape=shape,  # type: ignore[arg-type]
-        burstiness=1.0,
-        rng=rng(),
-    )
-
-    gaps = gaps_of(offsets)
-    assert 1 / gaps[:1000].mean() == pytest.approx(1.0, rel=0.15)
-    assert 1 / gaps[19_000:21_000].mean() == pytest.approx(middle, rel=0.15)
-    assert 1 / gaps[-1000:].mean() == pytest.approx(10.0, rel=0.15)
-
-
 @pytest.mark.parametrize("rate", [0.0, -1.0, np.inf, np.nan])
 def test_bad_rates_are_refused(rate: float) -> None:
     with pytest.raises(ConfigError, match="request rate"):
@@ -80,18 +61,6 @@ def test_equal_seeds_give_equal_arrivals() -> None:
     np.testing.assert_array_equal(
         poisson_arrivals(9, rate=1.0, rng=rng()), poisson_arrivals(9, rate=1.0, rng=rng())
     )
-
-
-def test_bursts_keep_the_mean_rate_and_are_silent_between() -> None:
-    offsets = burst_arrivals(30_000, rate=10.0, on_seconds=5.0, off_seconds=15.0, rng=rng())
-    phase = np.mod(offsets, 20.0)
-
-    assert phase.max() < 5.0 + 1e-6
-    assert offsets[-1] == pytest.approx(3000.0, abs=16.0)
-    assert (np.diff(offsets) >= 0).all()
-    busy = np.diff(offsets)[np.diff(offsets) < 10.0]
-    assert busy.mean() == pytest.approx(1 / 40.0, rel=0.02)
-    assert busy.std() / busy.mean() == pytest.approx(1.0, rel=0.03)
 
 
 def test_steps_have_their_rates_and_repeat() -> None:
@@ -113,8 +82,6 @@ def test_steps_have_their_rates_and_repeat() -> None:
         lambda: RateStep(-1.0, 5.0),
         lambda: RateStep(1.0, 0.0),
         lambda: step_arrivals(5, steps=[RateStep(0.0, 5.0)], burstiness=1.0, rng=rng()),
-        lambda: burst_arrivals(5, rate=1.0, on_seconds=0.0, off_seconds=1.0, rng=rng()),
-        lambda: burst_arrivals(5, rate=1.0, on_seconds=1.0, off_seconds=-1.0, rng=rng()),
     ],
 )
 def test_bad_shapes_are_refused(make: Callable[[], object]) -> None:

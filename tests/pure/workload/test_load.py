@@ -126,7 +126,6 @@ def test_lengths_have_no_times_to_replay(tmp_path: Path) -> None:
     [
         ({"request_rate": 0.0}, "--request-rate"),
         ({"arrivals": "poisson", "burstiness": 2.0}, "--burstiness"),
-        ({"arrivals": "burst", "request_rate": math.inf}, "finite --request-rate"),
         ({"arrivals": "constant", "request_rate": math.inf}, "finite --request-rate"),
         ({"rate_scale": 2.0, "request_rate": 1.0}, "--rate-scale"),
         ({"arrivals": "replay", "request_rate": 1.0, "rate_scale": 2.0}, "leave one out"),
@@ -147,8 +146,6 @@ def test_contradictory_arrivals_are_refused(options: dict[str, Any], message: st
         ({"request_rate": 4.0, "burstiness": 0.25}, 4.0, 2.0),
         ({"arrivals": "constant", "request_rate": 4.0}, 4.0, 0.0),
         ({"rate_steps": STEPS}, 2.5, None),
-        ({"arrivals": "burst", "request_rate": 4.0}, 4.0, None),
-        ({"ramp_up_strategy": "linear", "ramp_up_start_rps": 2.0, "ramp_up_end_rps": 6.0}, 3.64, None),
     ],
 )
 def test_every_plan_offers_its_rate(options: dict[str, Any], rate: float, deviation: float | None) -> None:

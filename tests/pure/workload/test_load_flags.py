@@ -64,12 +64,6 @@ def test_a_trace_is_replayed_unless_a_rate_is_given(trace: str) -> None:
 def test_other_arrivals() -> None:
     assert load_of("--request-rate", "inf").rate == float("inf")
     assert load_of("--rate-steps", "1:10,3:10").rate == pytest.approx(2.0, rel=0.2)
-    assert load_of("--arrivals", "burst", "--request-rate", "2", "--burst-on-sec", "1").rate is not None
-    wild = load_of("--request-rate", "2", "--arrival-cv", "2", "--num-prompts", "2000")
-    tame = load_of("--request-rate", "2", "--burstiness", "0.25", "--num-prompts", "2000")
-    assert wild.arrivals is not None
-    assert tame.arrivals is not None
-    assert wild.arrivals.tolist() == tame.arrivals.tolist()
 
 
 def test_objectives_of_flags_are_one_class() -> None:
@@ -107,15 +101,10 @@ def test_overlong_requests_are_counted_or_left_out(trace: str) -> None:
         (("--output-len", "0"), "a length must be at least 1 token"),
         (("--request-rate", "0"), "--request-rate"),
         (("--request-rate", "nan"), "--request-rate"),
-        (("--arrival-cv", "0", "--request-rate", "1"), "--arrival-cv"),
-        (("--arrival-cv", "2", "--burstiness", "2"), "leave one out"),
-        (("--burst-on-sec", "2"), "--arrivals burst"),
         (("--rate-steps", "2:a"), "RATE:SECONDS"),
         (("--rate-scale", "2"), "--rate-scale"),
         (("--max-concurrency", "4", "--rate-scale", "2"), "closed loop"),
         (("--max-concurrency", "4", "--burstiness", "0.2"), "--burstiness spreads arrivals.*closed loop"),
-        (("--max-concurrency", "4", "--arrival-cv", "2"), "--arrival-cv spreads arrivals"),
-        (("--max-concurrency", "4", "--burst-on-sec", "3"), "--burst-on-sec spreads arrivals"),
         (("--zipf-exponent", "1"), "zipf"),
         (("--dataset-name", "zipf", "--random-range-ratio", "0.5"), "--random-range-ratio"),
         (("--random-range-ratio", "1.5"), "range ratio"),

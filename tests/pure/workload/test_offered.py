@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES
-from onbeat.workload.class_traces import assign_classes
-from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.offered import OfferedLoad, assign_classes
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.slo_config import read_slo_config
 

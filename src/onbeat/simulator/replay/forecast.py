@@ -22,8 +22,7 @@ from onbeat.simulator.replay.model import learning_model
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import SimulationConfig
-from onbeat.workload.class_traces import ClassIds
-from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.offered import ClassIds, OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 
 _WINDOW = 32
