@@ -10,22 +10,13 @@ from typing import Any
 
 from onbeat.cli.answers import COST, LIMIT, cost_text, gpus_text, promise_text, third_person
 from onbeat.cli.outputs import shown_settings
-from onbeat.planner.plan_charts import (
-    bucket_figure,
-    cost_figure,
-    mix_figure,
-    objective_figure,
-    units_figure,
-    use_figure,
-)
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.planner.prices import Prices
-from onbeat.planner.units import device_text
 from onbeat.report.objectives import classes_text
+from onbeat.report.plot import CATEGORIES, COLOURS, MISSED_COLOUR, Figure, bars, figure, series, trace
 from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table
 from onbeat.report.units import significant
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.resolve import POOL_BANDWIDTH
 
 SHORT_RUN = 30.0
 """Seconds."""
@@ -38,7 +29,7 @@ LEAST_HEADROOM = 0.1
 """Of the promised rate: with less, errors of predicted step times break the promise (docs/plan.md)."""
 ROOM_CURE = "more --repeats narrow the interval, and a higher --headroom plans with room"
 MOST_FAILED = 8
-"""Rows of the table of fleets that do not do."""
+"""Fleets that do not do, in a table and in a figure."""
 LIMITS = {
     "TTFT": ("first token", "the time to the first token (TTFT)"),
     "TBT": ("later tokens", "the time between tokens (TBT)"),
@@ -46,6 +37,7 @@ LIMITS = {
     "refused": ("queue", "a place in the queue: they are refused"),
 }
 """What requests miss, as `Fleet.binds` names it, for a cell and for a sentence."""
+PER_HOUR = "$ an hour"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +50,6 @@ class PlanReport:
     task: PlanTask
     plan: FleetPlan
     prices: Prices
-
-    @property
-    def title(self) -> str:
-        return f"A fleet for {self.args.model}"
 
     @property
     def promise(self) -> str:
@@ -77,11 +65,11 @@ class PlanReport:
         return (
             f"{self.promise}; {load.name} load, mean {load.num_prompt_tokens.mean():.0f} tokens in and "
             f"{load.num_output_tokens.mean():.0f} out; each fleet is simulated whole, {len(runs)} run(s) of "
-            f"{len(runs[0])} requests, with the live router and scheduler"
+            f"{len(runs[0])} requests, with the live router and scheduler."
         )
 
 
-# ---- tables ----
+# ---- tables and figures ----
 
 
 def _range(low: float, high: float) -> str:
@@ -150,29 +138,25 @@ def unit_values(plan: FleetPlan) -> Iterator[dict[str, Any]]:
 def plan_result(report: PlanReport) -> Result:
     """Return what is shown and saved."""
     plan = report.plan
-    fleets = [] if plan.best is None else [plan.best, *plan.alternatives]
-    kept, failed = ([fleet_values(each, plan.rate) for each in own] for own in (fleets, plan.failed))
-    dearest = sorted(failed, key=lambda fleet: -fleet["usd_per_hour"])[:MOST_FAILED]
-    units = Table("", UNIT_COLUMNS, list(unit_values(plan)), key="units")
-    keeping = Table("", FLEET_COLUMNS, kept, caption=FLEET_LEGEND)
-    costs = Plots([objective_figure(plan, *_shown_objective(report)), cost_figure(plan)], per_row=2)
-    mixes = Plots([mix_figure(plan), use_figure(plan)], per_row=2)
-    folded: dict[str, list[Part]] = {
-        "Kinds of replica, alone": [units, Plots([units_figure(plan)], per_row=2)],
-        "Fleets that do not keep the promise": [Table("", FAILED_COLUMNS, dearest)],
-        "Fleets that keep the promise": [keeping, mixes],
-        "What the search says": [Lines(conclusions(report))],
-        "The load": [Plots([bucket_figure(plan)], per_row=2)],
+    kept = [fleet_values(each, plan.rate) for each in plan.kept]
+    failed = [fleet_values(each, plan.rate) for each in plan.failed]
+    dearest = failed[::-1][:MOST_FAILED]
+    figures = Plots([objective_figure(report), fleets_figure(plan)], per_row=2)
+    folded: dict[str, Part] = {
+        "Kinds of replica, alone": Table("", UNIT_COLUMNS, list(unit_values(plan)), key="units"),
+        "Fleets that do not keep the promise": Table("", FAILED_COLUMNS, dearest),
+        "Fleets that keep the promise": Table("", FLEET_COLUMNS, kept, caption=FLEET_LEGEND),
+        "What the search says": Lines(conclusions(report)),
     }
     return Result(
         kind="plan",
-        title=report.title,
-        answer=[answer_of(report)],
+        title=f"A fleet for {report.args.model}",
+        answer=answer_of(report),
         follows=facts_of(report),
         sections=[
-            Section("", [costs]),
-            *(Section(title, parts, is_folded=True) for title, parts in folded.items()),
-            Section("How it was found", [Lines([f"{report.lead}."])], "page"),
+            Section("", [figures]),
+            *(Section(title, [part], is_folded=True) for title, part in folded.items()),
+            Section("How it was found", [Lines([report.lead])], "page"),
         ],
         warnings=[*_short_run(report), *warnings_of(report)],
         settings=shown_settings(report.args, hidden=("json", "report", "config", "output")),
@@ -198,87 +182,99 @@ def _values(
     }
 
 
-def _shown_objective(report: PlanReport) -> tuple[float | None, str]:
-    """Return the objective that an axis shows: the TBT of the only class, else its TTFT, else none."""
-    classes = report.task.load.classes
-    if len(classes) != 1:
-        return None, ""
+def objective_figure(report: PlanReport) -> Figure | None:
+    """Return the cost over the objectives as steps, by the estimates, and the fleet that was simulated.
+
+    The axis shows the TBT of the only class, else its TTFT, else how much longer all objectives are.
+    """
+    plan, classes = report.plan, report.task.load.classes
+    if len(plan.costs) < 2 or plan.best is None:
+        return None
     slo = classes[0].slo
-    return (slo.tbt, "TBT") if slo.tbt is not None else (slo.ttft, "TTFT")
+    limit, name = (slo.tbt, "TBT") if slo.tbt is not None else (slo.ttft, "TTFT")
+    unit, title = 1.0, "objectives, of the promised ones"
+    if len(classes) == 1 and limit is not None:
+        unit, title = limit * 1e3, f"{name} objective (ms); others in proportion"
+    look = {"customdata": [each.fleet for each in plan.costs], "line": {"shape": "hv"}, "marker": {"size": 6}}
+    xs, ys = [each.scale * unit for each in plan.costs], [each.usd_per_hour for each in plan.costs]
+    steps = series("by the estimates", 0, xs, ys, hover="%{customdata}: $%{y:.2f}", **look)
+    marker = {"color": COLOURS[1], "size": 9}
+    best = trace("simulated", [unit], [plan.best.usd_per_hour], "markers", hover="$%{y:.2f}", marker=marker)
+    return figure("Cost over the objective", [steps, best], title, PER_HOUR)
+
+
+def fleets_figure(plan: FleetPlan) -> Figure | None:
+    """Return the cost of the fleets that were simulated, and whether they keep the promise."""
+    kinds = (
+        ("keeps the promise", COLOURS[0], plan.kept),
+        ("does not keep it", MISSED_COLOUR, plan.failed[::-1][:MOST_FAILED]),
+    )
+    data = [
+        bars(
+            [each.name for each in fleets],
+            [each.usd_per_hour for each in fleets],
+            colour,
+            "$%{x:.2f}: %{customdata}",
+            name=name,
+            customdata=[each.reason for each in fleets],
+            marker={"color": colour},
+        )
+        for name, colour, fleets in kinds
+        if fleets
+    ]
+    if not data:
+        return None
+    height = max(240, 110 + 40 * sum(len(each["y"]) for each in data))
+    return figure("Fleets that were simulated", data, PER_HOUR, CATEGORIES, height=height, barmode="stack")
 
 
 # ---- sentences ----
 
 
-def answer_of(report: PlanReport) -> str:
-    """Return the answer in a sentence."""
+def answer_of(report: PlanReport) -> list[str]:
+    """Return the answer in a sentence; of no fleet, why, and what could be kept instead."""
     plan, task = report.plan, report.task
-    promise = promise_text(task.objective, {each.name: each.slo for each in task.load.classes})
     if plan.best is None:
-        return f"No fleet of these GPUs can serve {plan.rate:g} requests/s and {promise}: {plan.infeasible}."
+        nearest = [f"Nearest promises that would be kept: {'; or '.join(plan.nearest)}"]
+        return [f"INFEASIBLE: {plan.infeasible}", *(nearest if plan.nearest else [])]
     gpus = " and ".join(
         gpus_text(unit.device, unit.num_devices * count)
         + (f" ({count} replicas of {unit.num_devices})" if unit.num_devices > 1 and count > 1 else "")
         for unit, count in plan.best.parts
     )
-    is_one = plan.best.num_replicas == 1 and plan.best.parts[0][0].num_devices == 1
+    promise = promise_text(task.objective, {each.name: each.slo for each in task.load.classes})
     does = f"serve {plan.rate:g} requests/s", promise
+    is_one = plan.best.num_replicas == 1 and plan.best.parts[0][0].num_devices == 1
     serve, keep = map(third_person, does) if is_one else does
-    return f"{gpus} {serve} and {keep}; ${plan.best.usd_per_hour:,.2f} an hour."
+    return [f"{gpus} {serve} and {keep}; ${plan.best.usd_per_hour:,.2f} an hour."]
 
 
 def facts_of(report: PlanReport) -> list[tuple[str, str]]:
-    """Return what follows, as (question, answer); of no fleet, what could be kept instead."""
+    """Return what follows, as (question, answer); nothing of no fleet."""
     plan, best = report.plan, report.plan.best
     if best is None:
-        return [("What could be kept", "; or ".join(plan.nearest) + ".")] if plan.nearest else []
+        return []
     tokens = plan.rate * float(report.task.load.num_output_tokens.mean())
     cost = f"{cost_text(best.usd_per_hour, tokens)} The GPUs draw at most {best.watts:,.0f} watts."
     return [(COST, cost), (LIMIT, limit_of(best, plan.rate))]
 
 
 def conclusions(report: PlanReport) -> list[str]:
-    """Return what follows, in sentences."""
-    plan = report.plan
-    if plan.best is None:
-        lines = [f"INFEASIBLE: {plan.infeasible}"]
-        if plan.nearest:
-            lines.append("Nearest promises that would be kept: " + "; or ".join(plan.nearest))
-        return lines
-    best = plan.best
+    """Return what follows, in sentences; nothing of no fleet."""
+    plan, best = report.plan, report.plan.best
+    if best is None:
+        return []
     lines = [
-        f"Plan: {best.name}, which is {_spelled(best)}. "
-        f"The cost is ${best.usd_per_hour:.2f} an hour, and the GPUs draw at most {best.watts:,.0f} watts.",
+        f"Plan: {best.name}. The cost is ${best.usd_per_hour:.2f} an hour, and the GPUs draw at most "
+        f"{best.watts:,.0f} watts.",
         _verified(report, best),
         limit_of(best, plan.rate),
+        *_classes(best, report.task.objective.share),
     ]
-    lines += _classes(best, report.task.objective.share)
-    alone = [fleet for fleet in plan.alternatives if len(fleet.parts) == 1]
-    apart = [fleet for fleet in plan.failed if fleet.pools is not None]
-    if best.pools is not None:
-        other = next(fleet for fleet in plan.alternatives if fleet.pools is None)
-        saved = 1 - best.usd_per_hour / other.usd_per_hour
+    if plan.alternatives:
+        other = plan.alternatives[0]
         lines.append(
-            f"Prompts and generation on replicas of their own cost {saved * 100:.0f} % less than "
-            f"{other.name}, the cheapest fleet that does both everywhere, over a link of "
-            f"{POOL_BANDWIDTH * 8e-9:g} Gbit/s."
-        )
-    elif best.num_replicas == 1:
-        others = min((fleet.usd_per_hour for fleet in plan.alternatives), default=None)
-        more = "" if others is None else f" The next fleet that keeps the promise costs ${others:.2f}."
-        lines.append(f"This one replica is cheaper than every mix that keeps the promise.{more}")
-    elif len(best.parts) > 1 and alone:
-        saved = 1 - best.usd_per_hour / alone[0].usd_per_hour
-        lines.append(
-            f"The mix costs {saved * 100:.0f} % less than {alone[0].name}, the cheapest of equal replicas."
-        )
-    elif len(best.parts) > 1:
-        lines.append("No fleet of equal replicas was found that keeps the promise.")
-    elif len(plan.units) > 1:
-        lines.append("No cheaper mix that was simulated keeps the promise.")
-    if apart and best.pools is None:
-        lines.append(
-            f"Prompts and generation apart do not keep it with one replica fewer; {len(apart)} tried."
+            f"The next cheapest fleet that keeps the promise is {other.name}, at ${other.usd_per_hour:.2f}."
         )
     lines.append(
         "By the estimates, no cheaper fleet is left to try."
@@ -291,15 +287,29 @@ def conclusions(report: PlanReport) -> list[str]:
 
 def warnings_of(report: PlanReport) -> list[str]:
     """Return why the chosen fleet may break its promise, in sentences."""
-    best = report.plan.best
+    best, rate, share = report.plan.best, report.plan.rate, report.task.objective.share
     if best is None:
         return []
-    beyond = [run.beyond for run in best.runs if run.beyond]
-    return [
-        *beyond[:1],
-        *_scarce(best, report.plan.rate),
-        *_unsure(best, report.plan.rate, report.task.objective.share),
-    ]
+    lines = [run.beyond for run in best.runs if run.beyond][:1]
+    unsure = "the promise is not sure: the 95 % interval of the"
+    if best.capacity is not None:
+        most, low, high = best.capacity
+        if most < rate * (1 + LEAST_HEADROOM) - 1e-9:
+            lines.append(
+                f"the headroom is {(most / rate - 1) * 100:.0f} %, below {LEAST_HEADROOM * 100:g} %. Steps "
+                f"that take a little longer than predicted would break the promise; {ROOM_CURE}"
+            )
+        if low < rate:
+            lines.append(
+                f"{unsure} rate that the fleet keeps up, {_range(low, high)} requests/s, begins below the "
+                f"promised {rate:g}; {ROOM_CURE}"
+            )
+    if best.attainment is not None and best.attainment[1] < share:
+        lines.append(
+            f"{unsure} good requests, {_ends(best.attainment)} %, begins below the promised "
+            f"{share * 100:g} %; {ROOM_CURE}"
+        )
+    return lines
 
 
 def _short_run(report: PlanReport) -> list[str]:
@@ -312,34 +322,6 @@ def _short_run(report: PlanReport) -> list[str]:
         f"at {rate:g} requests/s a run lasts {seconds:.0f} s, in which queues hardly grow; "
         "raise --num-prompts"
     ]
-
-
-def _scarce(fleet: Fleet, rate: float) -> list[str]:
-    """Say that a fleet has little headroom, if it has."""
-    if fleet.capacity is None or fleet.capacity[0] >= rate * (1 + LEAST_HEADROOM) - 1e-9:
-        return []
-    return [
-        f"the headroom is {(fleet.capacity[0] / rate - 1) * 100:.0f} %, below {LEAST_HEADROOM * 100:g} %. "
-        f"Steps that take a little longer than predicted would break the promise; {ROOM_CURE}"
-    ]
-
-
-def _unsure(fleet: Fleet, rate: float, share: float) -> list[str]:
-    """Say which intervals reach below what is promised."""
-    lines = []
-    if fleet.capacity is not None and fleet.capacity[1] < rate:
-        interval = _range(fleet.capacity[1], fleet.capacity[2])
-        lines.append(
-            f"the promise is not sure: the 95 % interval of the rate that the fleet keeps up, {interval} "
-            f"requests/s, begins below the promised {rate:g}; {ROOM_CURE}"
-        )
-    if fleet.attainment is not None and fleet.attainment[1] < share:
-        low, high = (each * 100 for each in fleet.attainment[1:])
-        lines.append(
-            f"the promise is not sure: the 95 % interval of the good requests, {low:.1f} to {high:.1f} %, "
-            f"begins below the promised {share * 100:g} %; {ROOM_CURE}"
-        )
-    return lines
 
 
 def _classes(best: Fleet, share: float) -> list[str]:
@@ -355,27 +337,17 @@ def _classes(best: Fleet, share: float) -> list[str]:
     return [f"In time by class: {each}{note}."]
 
 
-def _spelled(fleet: Fleet) -> str:
-    """Return a fleet in words: `3 replicas of 2 L4 each`."""
-    return " and ".join(
-        f"{count} replica{'s' * (count > 1)} of {unit.num_devices} {device_text(unit.device)}"
-        + " each" * (count > 1)
-        for unit, count in fleet.parts
-    )
-
-
 def _verified(report: PlanReport, fleet: Fleet) -> str:
     attainment = fleet.attainment
     assert attainment is not None, "a fleet that keeps the promise has finished its runs"
-    mean, low, high = (share * 100 for share in attainment)
     runs = len(fleet.runs)
     where = (
-        f"The 95 % interval over {runs} runs is {low:.1f} to {high:.1f} %."
-        if runs > 1
-        else "This is one run."
+        f"The 95 % interval over {runs} runs is {_ends(attainment)} %." if runs > 1 else "This is one run."
     )
-    promised = report.task.objective.share * 100
-    return f"Simulated, {mean:.1f} % of the requests are in time; {promised:g} % are promised. {where}"
+    return (
+        f"Simulated, {attainment[0] * 100:.1f} % of the requests are in time; "
+        f"{report.task.objective.share * 100:g} % are promised. {where}"
+    )
 
 
 def limit_of(fleet: Fleet, rate: float) -> str:

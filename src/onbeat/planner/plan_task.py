@@ -192,6 +192,11 @@ class FleetPlan:
     costs: tuple[CostAt, ...] = ()
     """Over objectives that are shorter and longer."""
 
+    @property
+    def kept(self) -> list[Fleet]:
+        """The fleets that keep the promise, the best one first."""
+        return [] if self.best is None else [self.best, *self.alternatives]
+
 
 def interval_of(values: Sequence[float], *, most: float = inf) -> tuple[float, float, float]:
     """Return the mean and its interval by Student's t, within [0, most]; of one value, the value itself."""

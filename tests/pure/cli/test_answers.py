@@ -126,10 +126,9 @@ def test_promises_have_words(objective: str, words: str) -> None:
 
 def test_a_plan_answers_before_it_explains() -> None:
     report = report_of(fleet_of([12.0], [0.97]))
-    assert (
-        " serve 10 requests/s and keep 90 % of the answers within 1 s to the first token; $2.00 an hour."
-        in (plan_output.answer_of(report))
-    )
+    (answer,) = plan_output.answer_of(report)
+    serves = " serve 10 requests/s and keep 90 % of the answers within 1 s to the first token; $2.00 an hour."
+    assert answer.endswith(serves)
     facts = dict(plan_output.facts_of(report))
     assert facts["What limits it"] == (
         "The fleet keeps the promise up to 12 requests/s, 20 % more than asked for. "
@@ -145,8 +144,7 @@ def test_a_plan_is_told_in_plain_words() -> None:
     report = report_of(best)
     lines = conclusions(report)
     assert lines[:3] == [
-        "Plan: 3 \u00d7 (2 L4), which is 3 replicas of 2 L4 each. The cost is $4.20 an hour, and the GPUs "
-        "draw at most 432 watts.",
+        "Plan: 3 \u00d7 (2 L4). The cost is $4.20 an hour, and the GPUs draw at most 432 watts.",
         "Simulated, 96.5 % of the requests are in time; 90 % are promised. The 95 % interval over 2 runs is "
         "90.1 to 100.0 %.",
         "The fleet keeps the promise up to 13.7 requests/s, 37 % more than asked for. Beyond that, most late "
