@@ -19,13 +19,6 @@ T = TypeVar("T")
 
 FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
 """Exit codes that several commands share."""
-GROUPS = {
-    "fleet": (
-        *("replicas", "router", "launcher", "ray-address", "fleet-port", "start-timeout", "kinds"),
-        *("disaggregate", "kv-transport", "autoscale", "autoscale-policy", "scale-down-seconds"),
-    )
-}
-"""Mappings that a configuration file may put flags in, and which."""
 FOR_OTHERS = ("plan",)
 """Mappings of a configuration file that are not for the command: a plan's promise."""
 JSON = "JSON"
@@ -181,7 +174,7 @@ def read_config_flags(path: Path, command: argparse.ArgumentParser, given: Colle
         raise ConfigError(f"{path} must be a mapping of flags to values, such as 'max-model-len: 4096'")
     flags: list[str] = []
     taking_json, repeatable = json_flags(command), repeatable_flags(command)
-    for key, value in _ungrouped(content, path):
+    for key, value in _ungrouped(content, command):
         flag = "--" + str(key).replace("_", "-")
         if flag == "--config":
             raise ConfigError(f"{path}: a configuration file cannot name another ({key!r})")
@@ -202,28 +195,14 @@ def read_config_flags(path: Path, command: argparse.ArgumentParser, given: Colle
     return flags
 
 
-def _ungrouped(content: Mapping[Any, Any], path: Path) -> Iterator[tuple[Any, Any]]:
-    """Yield the keys and values of a file, those of its groups as well: `fleet: {replicas: 2}`.
-
-    Raises
-    ------
-    ConfigError : a group is no mapping, or holds a flag that is not of it.
-    """
+def _ungrouped(content: Mapping[Any, Any], command: argparse.ArgumentParser) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys and values of a file, those of its groups as well: `fleet: {replicas: 2}`."""
     for name, value in content.items():
-        if name in FOR_OTHERS and isinstance(value, dict):
-            continue
-        known = GROUPS.get(str(name))
-        if known is None:
+        flag = "--" + str(name).replace("_", "-")
+        if not isinstance(value, dict) or flag in command._option_string_actions:
             yield name, value
-            continue
-        if not isinstance(value, dict):
-            raise ConfigError(
-                f"{path}: {name!r} is {quoted(value)}; it takes a mapping of {', '.join(known)}"
-            )
-        for key, each in value.items():
-            if str(key).replace("_", "-") not in known:
-                raise ConfigError(f"{path}: {name!r} has no {key!r}; it takes {', '.join(known)}")
-            yield key, each
+        elif name not in FOR_OTHERS:
+            yield from value.items()
 
 
 def _as_json(mapping: dict[Any, Any], what: str) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 
 from onbeat.bench.bench_load import RunConfig
 from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
+from onbeat.cli.outputs import progress_bar
 
 
 class BenchProgress:
@@ -21,16 +22,7 @@ class BenchProgress:
     """
 
     def __init__(self, console: Console, *, is_quiet: bool, num_runs: int) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            disable=is_quiet,
-            refresh_per_second=2,  # drawing takes time from the client
-        )
+        self._bar = progress_bar(console, is_quiet=is_quiet, refresh_per_second=2)
         self._num_runs = num_runs
         self._num_started = 0
         self._num_not_completed = 0

@@ -9,14 +9,20 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from onbeat.cli.answers import promise_text
 from onbeat.cli.args import INFEASIBLE, INTERRUPTED
 from onbeat.cli.capacity_cases import VARIABLE_NAMES, PlannedCase, plan_cases
 from onbeat.cli.capacity_output import CapacityReport, capacity_result
 from onbeat.cli.options import add_options, read_options
-from onbeat.cli.outputs import ResultOptions, StudyOptions, check_writable, deliver, shown_settings
+from onbeat.cli.outputs import (
+    ResultOptions,
+    StudyOptions,
+    check_writable,
+    deliver,
+    progress_bar,
+    shown_settings,
+)
 from onbeat.cli.simulate_options import add_simulation_arguments
 from onbeat.core.extras import require
 from onbeat.core.options import option, part
@@ -100,17 +106,8 @@ def _search(
         for repeat, load in enumerate(each.loads)
         if not each.error
     ]
-    bar = Progress(
-        TextColumn("searching"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-        console=console,
-        disable=options.output.disable_tqdm or not console.is_terminal,
-        refresh_per_second=4,
-    )
-    row = bar.add_task("", total=len(tasks), note="")
+    bar = progress_bar(console, is_quiet=options.output.disable_tqdm or not console.is_terminal)
+    row = bar.add_task("searching", total=len(tasks), note="")
 
     def on_trial(index: int, trial: Trial) -> None:
         met = "kept" if trial.verdict.is_met else "missed"

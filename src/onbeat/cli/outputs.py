@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
@@ -34,6 +35,25 @@ def result_console(**options: Any) -> Console:
     """Return where results are printed; a file or a pipe has no width to respect."""
     console = _Results(**options)
     return console if console.is_terminal else _Results(width=160, **options)
+
+
+def progress_bar(console: Console, *, is_quiet: bool = False, refresh_per_second: float = 4) -> Progress:
+    """Return a bar of counted work for a terminal; each task has a `note`.
+
+    Parameters
+    ----------
+    refresh_per_second : drawing takes time from what is measured.
+    """
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=console,
+        disable=is_quiet,
+        refresh_per_second=refresh_per_second,
+    )
 
 
 def is_given(value: Any) -> bool:
