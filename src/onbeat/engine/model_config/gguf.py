@@ -7,28 +7,51 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config.architecture import Experts, ModelConfig, RopeConfig, unsupported_architecture
-from onbeat.engine.model_config.families import GGUF_FAMILIES
+from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig, unsupported_architecture
+from onbeat.engine.model_config.families import FAMILIES, GGUF_FAMILIES, Family, read_model
 from onbeat.engine.model_config.hf_rope import RopeSizes, longrope
 from onbeat.engine.model_config.values import Values
 
+_KEYS: Mapping[str, str] = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "norm_topk_prob": "expert_weights_norm",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+"""What the format calls the keys of a config.json, behind the architecture's name."""
+_PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+"""Sizes that may be given once or for each layer."""
 _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
+    "num_local_experts": (0,),
+    "norm_topk_prob": (True,),
+    "expert_gating_func": (1,),  # llama.cpp's number for a softmax
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
-    "logit_scale": (1.0,),
-    "attention.scale": (),
+    "logits_scaling": (1.0,),
+    "attention_multiplier": (),
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
-    "residual_scale": (1.0,),
-    "embedding_scale": (1.0,),
+    "residual_multiplier": (1.0,),
+    "embedding_multiplier": (1.0,),
     "use_parallel_residual": (False,),
 }
 _POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 """llama.cpp's numbers (`llama_pooling_type`); 0 is none."""
-_SOFTMAX = 1
-"""llama.cpp's number for a router whose weights are a softmax."""
 
 
 class RopeFactors(NamedTuple):
@@ -78,71 +101,54 @@ def model_config_from_gguf(
     family = GGUF_FAMILIES[name]
     rules = family.gguf
     assert rules is not None, "the table has no others"
-    values = Values(metadata, source="the GGUF file", prefix=f"{name}.")
-    for key, neutral in _MUST_BE_NEUTRAL.items():
-        if key not in rules.reads:
-            values.refuse_unless(key, *neutral)
-    hidden_size, num_heads = values.size("embedding_length"), _per_layer(values, "attention.head_count")
-    head_dim = values.size("attention.key_length", hidden_size // num_heads)
-    values.refuse_unless("attention.value_length", head_dim)
-    if "rope.dimension_count" not in rules.reads:
-        values.refuse_unless("rope.dimension_count", head_dim)
-    if "attention.sliding_window" not in rules.reads:
+    values = _values(metadata, f"{name}.")
+    if rules.with_experts is not None and values.raw("num_local_experts"):
+        family = FAMILIES[rules.with_experts]
+    if not rules.has_windows:
         _refuse_window(values, name)
-    context = values.size("context_length")
-    sizes = RopeSizes(head_dim=head_dim, context=context, served=min(served_len or context, context))
     pooling = _POOLING.get(values.raw("pooling_type"))
     tokens = Values(metadata, source="the GGUF file", prefix="tokenizer.ggml.")
-    common = ModelConfig(
-        family=family.name,
-        architecture=family.architecture,
-        vocab_size=values.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=values.num_layers("block_count"),
-        num_heads=num_heads,
-        num_kv_heads=_per_layer(values, "attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        intermediate_size=_per_layer(values, "feed_forward_length"),
-        max_position_embeddings=context,
-        rms_norm_eps=values.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(values, rules.theta, rope_factors, sizes),
+    return read_model(
+        family,
+        values,
+        lambda sizes: _ropes(values, family, rules.theta, rope_factors, sizes),
+        neutral=_MUST_BE_NEUTRAL,
+        served_len=served_len,
         tie_word_embeddings="output.weight" not in tensor_names,
         has_head=pooling is None or "output.weight" in tensor_names,
         pooling=pooling,
         attention_bias="blk.0.attn_q.bias" in tensor_names,
         attention_output_bias="blk.0.attn_output.bias" in tensor_names,
-        experts=_experts(values),
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         eos_token_ids=tuple(
             dict.fromkeys(tokens.token_ids("eos_token_id") + tokens.token_ids("eot_token_id"))
         ),
     )
-    return rules.complete(common, values)
 
 
-def _experts(values: Values) -> Experts | None:
-    if not values.raw("expert_count"):
-        return None
-    if not values.flag("expert_weights_norm", default=True):
-        raise values.wrong("expert_weights_norm", values.raw("expert_weights_norm"), "true")
-    values.refuse_unless("expert_gating_func", _SOFTMAX)
-    return Experts(
-        num_experts=values.size("expert_count"),
-        num_per_token=values.size("expert_used_count"),
-        intermediate_size=values.size(
-            "expert_feed_forward_length", _per_layer(values, "feed_forward_length")
-        ),
-    )
+def _values(metadata: Mapping[str, Any], prefix: str) -> Values:
+    """Return what a file says of its model, with what is said for each layer said once."""
+    values = Values(metadata, source="the GGUF file", prefix=prefix, keys=_KEYS)
+    table = {f"{prefix}expert_weights_norm": True, **metadata}
+    for key in _PER_LAYER:
+        value = values.raw(key)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise values.wrong(key, value, "the same for every layer")
+            table[prefix + key] = value[0]
+    if not values.raw("sliding_window"):
+        table.pop(f"{prefix}attention.sliding_window", None)  # llama.cpp writes 0 for none
+    return Values(table, source="the GGUF file", prefix=prefix, keys=_KEYS)
 
 
-def _per_layer(values: Values, key: str, default: int | None = None) -> int:
-    """Return a size that GGUF may give once or for each layer."""
-    value = values.raw(key)
-    if not isinstance(value, list):
-        return values.size(key, default)
-    if len(set(value)) != 1:
-        raise values.wrong(key, value, "the same for every layer")
-    return Values({key: value[0]}, source="the GGUF file").size(key)
+def _ropes(
+    values: Values, family: Family, theta: float, factors: RopeFactors, sizes: RopeSizes
+) -> tuple[RopeConfig, RopeConfig | None]:
+    values.refuse_unless("attention.value_length", sizes.head_dim)
+    if not family.rope.is_partial:
+        values.refuse_unless("rope.dimension_count", sizes.head_dim)
+    local = RopeConfig(theta=values.number("rope.freq_base_swa", 10_000.0))
+    return _rope(values, theta, factors, sizes), local if family.rope.per_layer_type else None
 
 
 def _rope(values: Values, default_theta: float, factors: RopeFactors, sizes: RopeSizes) -> RopeConfig:

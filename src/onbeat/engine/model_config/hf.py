@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from onbeat.engine.model_config.architecture import ModelConfig, unsupported_architecture
-from onbeat.engine.model_config.families import FAMILIES, Family
-from onbeat.engine.model_config.families.gemma3 import text_part
-from onbeat.engine.model_config.hf_rope import RopeSizes, read_rope
+from onbeat.engine.model_config.families import FAMILIES, Family, read_model
+from onbeat.engine.model_config.hf_rope import read_rope
 from onbeat.engine.model_config.values import Values
 
 _BY_MODEL_TYPE = {family.model_type: name for name, family in FAMILIES.items()}
@@ -30,6 +29,7 @@ _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "num_experts": (0,),
     "num_local_experts": (0, 1),
+    "sliding_window": (),
 }
 """Keys that change a model's output, with the values that leave it as onbeat computes it."""
 
@@ -53,41 +53,41 @@ def model_config_from_hf(
     ------
     ModelLoadError : an unsupported architecture or option, or a missing or wrong value.
     """
-    values = Values(text_part(config), source="the model")
+    values = Values(_text_part(config), source="the model")
     family, has_head = _family(values)
-    for key, neutral in _MUST_BE_NEUTRAL.items():
-        if key not in family.reads:
-            values.refuse_unless(key, *neutral)
+    values = values.over({"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.defaults})
     values.refuse_unless(family.activation_key, family.activation)
-    hidden_size, num_heads = values.size("hidden_size"), values.size("num_attention_heads")
-    head_dim = values.size("head_dim", family.head_dim or hidden_size // num_heads)
-    context = values.size("max_position_embeddings", family.context)
-    sizes = RopeSizes(head_dim=head_dim, context=context, served=min(served_len or context, context))
-    rope, local_rope = read_rope(values, family.rope, sizes)
     generation = Values(generation_config or {}, source="generation_config.json")
-    common = ModelConfig(
-        family=family.name,
-        architecture=family.architecture,
-        vocab_size=values.size("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=values.num_layers("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=values.size("num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        intermediate_size=values.size("intermediate_size"),
-        max_position_embeddings=context,
-        rms_norm_eps=values.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        local_rope=local_rope,
-        hidden_activation=family.activation,
-        tie_word_embeddings=not has_head
-        or values.flag("tie_word_embeddings", default=family.ties_embeddings),
+    has_biases = family.may_have_biases and values.flag("attention_bias", default=False)
+    biases = {"attention_bias": True, "attention_output_bias": True} if has_biases else {}
+    return read_model(
+        family,
+        values,
+        lambda sizes: read_rope(values, family.rope, sizes),
+        neutral=_MUST_BE_NEUTRAL,
+        served_len=served_len,
+        tie_word_embeddings=not has_head or values.flag("tie_word_embeddings", default=False),
         has_head=has_head,
         dtype=_dtype(values),
         bos_token_id=next(iter(values.token_ids("bos_token_id")), None),
         eos_token_ids=generation.token_ids("eos_token_id") or values.token_ids("eos_token_id"),
+        **biases,
     )
-    return family.from_hf(common, values)
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of a multimodal model's text; that of any other model as it is."""
+    names = config.get("architectures")
+    family = next(
+        (each for each in FAMILIES.values() if each.multimodal and names == [each.multimodal]), None
+    )
+    if family is None:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise Values(config, source="the model").wrong("text_config", text, "a table")
+    shared = {key: config[key] for key in ("eos_token_id", "dtype", "torch_dtype") if key in config}
+    return {**text, **shared, "architectures": [family.architecture]}
 
 
 def _family(values: Values) -> tuple[Family, bool]:

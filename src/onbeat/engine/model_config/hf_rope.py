@@ -17,8 +17,6 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 class RopeRules:
     """What a family says of its rotary embedding."""
 
-    theta: float = 10_000.0
-    """Where a configuration has none."""
     kinds: tuple[str, ...] = ("default", "linear", "llama3")
     """Kinds of scaling that it knows."""
     is_partial: bool = False
@@ -47,7 +45,7 @@ def read_rope(values: Values, rules: RopeRules, sizes: RopeSizes) -> tuple[RopeC
     if nested and not rules.per_layer_type:
         raise values.wrong("rope_parameters", parameters, "one table for all layers in this architecture")
     common = {
-        "rope_theta": values.number("rope_theta", rules.theta),
+        "rope_theta": values.number("rope_theta"),
         "partial_rotary_factor": values.raw("partial_rotary_factor"),
     }
     if not rules.per_layer_type:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -21,23 +22,32 @@ class Values:
     table : key to plain value; a value of None counts as absent.
     source : what the table is, for messages ("config.json").
     prefix : put before every key (GGUF keys start with the architecture).
+    keys : what the table calls some of them.
     """
 
-    def __init__(self, table: Mapping[str, Any], *, source: str, prefix: str = "") -> None:
+    def __init__(
+        self,
+        table: Mapping[str, Any],
+        *,
+        source: str,
+        prefix: str = "",
+        keys: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._table = table
         self._source = source
         self._prefix = prefix
+        self._keys = keys
 
     def __contains__(self, key: str) -> bool:
-        return self._table.get(self._prefix + key) is not None
+        return self.raw(key) is not None
 
-    def names(self, key: str) -> bool:
-        """Whether the key stands in the table at all, be its value null."""
-        return self._prefix + key in self._table
+    def over(self, defaults: Mapping[str, Any]) -> Values:
+        """Return the table with values where it has no such key, not even for null."""
+        return Values({**defaults, **self._table}, source=self._source)
 
     def raw(self, key: str) -> Any:
         """Return the value as it stands, or None."""
-        return self._table.get(self._prefix + key)
+        return self._table.get(self._name(key))
 
     def size(self, key: str, default: int | None = None) -> int:
         """Return a positive whole number."""
@@ -75,21 +85,24 @@ class Values:
             wanted = " or ".join(["absent", *(repr(choice) for choice in neutral)])
             cure = "; serve a GGUF file of the model instead" * key.startswith(("quantiz", "compression"))
             raise ModelLoadError(
-                f"{self._source} sets {self._prefix + key} to {value!r}, which onbeat does not support "
+                f"{self._source} sets {self._name(key)} to {value!r}, which onbeat does not support "
                 f"(it must be {wanted}){cure}"
             )
 
     def wrong(self, key: str, value: Any, wanted: str) -> ModelLoadError:
         """Return the error for a value of the wrong kind."""
-        return ModelLoadError(f"{self._source}: {self._prefix + key} is {value!r}; it must be {wanted}")
+        return ModelLoadError(f"{self._source}: {self._name(key)} is {value!r}; it must be {wanted}")
+
+    def _name(self, key: str) -> str:
+        return self._prefix + self._keys.get(key, key)
 
     def _take(self, kind: Any, key: str, default: Any) -> Any:
         try:
-            value = take(kind, self._table, self._prefix + key, self._source)
+            value = take(kind, self._table, self._name(key), self._source)
         except ConfigError as error:
             raise ModelLoadError(str(error)) from error
         if value is None and default is None:
             raise ModelLoadError(
-                f"{self._source} lacks {self._prefix + key}; the model cannot be built without it"
+                f"{self._source} lacks {self._name(key)}; the model cannot be built without it"
             )
         return default if value is None else value

@@ -59,10 +59,9 @@ class SafetensorsCheckpoint:
     """
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
-        self._renamed = FAMILIES[config.architecture].hf_names
+        self._family = FAMILIES[config.architecture]
         self._stored: dict[str, _Stored] = {}
         self._num_left_out = 0
-        self._is_gemma3 = config.family == "gemma3"
         shapes: dict[str, tuple[int, ...]] = {}
         for path in weight_files(directory):
             shapes |= self._open(path)
@@ -117,7 +116,7 @@ class SafetensorsCheckpoint:
         for stored_name, about in json.loads(data[8:start].tobytes()).items():
             if stored_name == "__metadata__":
                 continue
-            if self._is_gemma3 and _VISION_PART.match(stored_name):
+            if self._family.multimodal and _VISION_PART.match(stored_name):
                 self._num_left_out += 1
                 continue
             if about["dtype"] not in _FLOAT_TYPES:
@@ -133,9 +132,9 @@ class SafetensorsCheckpoint:
 
     def _own_name(self, stored_name: str) -> str:
         """Return what a tensor is called here, where its family's files have other names."""
-        for theirs, ours in self._renamed:
+        for theirs, ours in self._family.hf_names:
             stored_name = stored_name.replace(theirs, ours)
-        prefix = _TEXT_PART.match(stored_name) if self._is_gemma3 else None
+        prefix = _TEXT_PART.match(stored_name) if self._family.multimodal else None
         if prefix is None:
             return stored_name
         name = stored_name[prefix.end() :]

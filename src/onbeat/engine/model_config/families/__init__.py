@@ -1,20 +1,15 @@
-"""The model families, one file each, and the table of them."""
+"""The model families, and the table of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from onbeat.engine.model_config.families.base import Family, GgufRules
+from onbeat.engine.model_config.families.base import Family, GgufRules, read_model
 from onbeat.engine.model_config.families.gemma3 import GEMMA3
-from onbeat.engine.model_config.families.granite import GRANITE
-from onbeat.engine.model_config.families.llama import LLAMA
-from onbeat.engine.model_config.families.mistral import MISTRAL, MIXTRAL
-from onbeat.engine.model_config.families.olmo2 import OLMO2
-from onbeat.engine.model_config.families.phi3 import PHI3
+from onbeat.engine.model_config.families.llama import GRANITE, LLAMA, MISTRAL, MIXTRAL, OLMO2, PHI3, SMOLLM3
 from onbeat.engine.model_config.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from onbeat.engine.model_config.families.smollm3 import SMOLLM3
 
-__all__ = ["FAMILIES", "GGUF_FAMILIES", "Family", "GgufRules"]
+__all__ = ["FAMILIES", "GGUF_FAMILIES", "Family", "GgufRules", "read_model"]
 
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family

@@ -1,13 +1,17 @@
-"""What a family declares: how its models, and the files that they come in, differ from Llama's."""
+"""What a family declares: how its models, and the files that they come in, differ from Llama's.
+
+Values go by their names in a Hugging Face config.json, whichever file they come from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config.architecture import Activation, Experts, ModelConfig
-from onbeat.engine.model_config.hf_rope import RopeRules
+from onbeat.engine.model_config.architecture import Activation, Experts, ModelConfig, RopeConfig
+from onbeat.engine.model_config.hf_rope import RopeRules, RopeSizes
 from onbeat.engine.model_config.values import Values
 
 Complete = Callable[[ModelConfig, Values], ModelConfig]
@@ -25,11 +29,12 @@ class GgufRules:
 
     architecture: str
     """Its `general.architecture`."""
-    complete: Complete = unchanged
+    with_experts: str | None = None
+    """The Hugging Face class of its files that have experts, where that is another family's."""
     theta: float = 10_000.0
     """Where a file has none."""
-    reads: frozenset[str] = frozenset()
-    """Keys that `complete` takes in, which other families must leave at what changes nothing."""
+    has_windows: bool = False
+    """Whether llama.cpp keeps to a sliding window."""
     permutes: bool = False
     """Whether rows of queries and keys are in an order that suits interleaved rotary embedding."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -44,42 +49,105 @@ class Family:
     architecture: str
     """The Hugging Face class."""
     model_type: str
-    context: int
-    """`max_position_embeddings` where a configuration has none, tokens."""
-    head_dim: int | None = None
-    """Likewise; None: the hidden size over the heads."""
+    multimodal: str | None = None
+    """The class whose `text_config` is such a model."""
+    defaults: Mapping[str, Any]
+    """Of the class: what a config.json means that leaves keys out. Null is a value like any other."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ModelConfig` that all its models have alike."""
     rope: RopeRules = RopeRules()
     activation: Activation = "silu"
     activation_key: str = "hidden_act"
-    ties_embeddings: bool = False
+    may_have_biases: bool = True
+    """Whether `attention_bias` counts: for queries, keys, values and outputs alike."""
     reads: frozenset[str] = frozenset()
-    """Keys that `from_hf` takes in, which other families must leave at what changes nothing."""
-    from_hf: Complete = unchanged
+    """Keys that `complete` takes in, which other families must leave at what changes nothing."""
+    complete: Complete = unchanged
     gguf: GgufRules | None = None
     """None: another family's GGUF files are this one's, too."""
     hf_names: tuple[tuple[str, str], ...] = ()
     """Parts of parameters' names in its Hugging Face files, and what onbeat calls them."""
 
 
-def with_window(config: ModelConfig, window: int | None) -> ModelConfig:
-    """Return a model of which all layers slide over a window of tokens; None is no window."""
-    if window is None:
-        return config
-    return replace(config, sliding_window=window, sliding_layers=(True,) * config.num_layers)
-
-
-def experts_of(values: Values, *, count: str, intermediate_size: str, normalizes: bool) -> Experts:
-    """Read the experts of a config.json.
+def read_model(
+    family: Family,
+    values: Values,
+    ropes: Callable[[RopeSizes], tuple[RopeConfig, RopeConfig | None]],
+    *,
+    neutral: Mapping[str, tuple[Any, ...]],
+    served_len: int | None,
+    **own: Any,
+) -> ModelConfig:
+    """Return the model that a file describes.
 
     Parameters
     ----------
-    count, intermediate_size : the keys of these sizes.
+    ropes : reads the rotary embeddings, those of sliding layers second where they differ.
+    neutral : keys that change a model's output, with the values that leave it as onbeat computes it.
+    served_len : see `model_config_from_hf`.
+    own : fields that this kind of file has in a way of its own.
+
+    Raises
+    ------
+    ModelLoadError : an unsupported option, or a missing or wrong value.
+    """
+    for key, allowed in neutral.items():
+        if key not in family.reads:
+            values.refuse_unless(key, *allowed)
+    hidden_size, num_heads = values.size("hidden_size"), values.size("num_attention_heads")
+    head_dim = values.size("head_dim", hidden_size // num_heads)
+    context = values.size("max_position_embeddings")
+    rope, local_rope = ropes(
+        RopeSizes(head_dim=head_dim, context=context, served=min(served_len or context, context))
+    )
+    common: dict[str, Any] = {
+        "family": family.name,
+        "architecture": family.architecture,
+        "vocab_size": values.size("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_layers": values.num_layers("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": values.size("num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "intermediate_size": values.size("intermediate_size"),
+        "max_position_embeddings": context,
+        "rms_norm_eps": values.number("rms_norm_eps"),
+        "rope": rope,
+        "local_rope": local_rope,
+        "hidden_activation": family.activation,
+    }
+    return family.complete(ModelConfig(**common, **{**family.always, **own}), values)
+
+
+def with_window(config: ModelConfig, values: Values) -> ModelConfig:
+    """Return a model of which all layers slide over the window that a file has, if any."""
+    return with_layers(config, window_of(values), (True,) * config.num_layers)
+
+
+def with_layers(config: ModelConfig, window: int | None, layers: tuple[bool, ...]) -> ModelConfig:
+    """Return a model of which some layers slide over a window of tokens; None is no window."""
+    if window is None or not any(layers):
+        return config
+    return replace(config, sliding_window=window, sliding_layers=layers)
+
+
+def window_of(values: Values) -> int | None:
+    """Return the sliding window, tokens."""
+    return values.size("sliding_window") if "sliding_window" in values else None
+
+
+def experts_of(values: Values, *, count: str = "num_local_experts", normalizes: bool = True) -> Experts:
+    """Read the experts of a model.
+
+    Parameters
+    ----------
+    count : the key of their number.
     normalizes : see `Experts`.
     """
     return Experts(
         num_experts=values.size(count),
         num_per_token=values.size("num_experts_per_tok"),
-        intermediate_size=values.size(intermediate_size),
+        intermediate_size=values.size("moe_intermediate_size", values.size("intermediate_size")),
         normalizes=normalizes,
     )
 
@@ -105,8 +173,6 @@ def listed_layers(values: Values, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer_type == "sliding_attention" for layer_type in types)
 
 
-def window_of(values: Values, default: int | None) -> int | None:
-    """Return `sliding_window`; absent and null differ: the first is the class's own default."""
-    if not values.names("sliding_window"):
-        return default
-    return None if values.raw("sliding_window") is None else values.size("sliding_window")
+def every(period: int, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is the last of so many."""
+    return tuple((index + 1) % period == 0 for index in range(num_layers))

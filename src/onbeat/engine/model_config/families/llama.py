@@ -1,32 +1,151 @@
-"""Llama 2 and 3, Yi, SmolLM2: two norms in each layer, each before the block that it feeds."""
+"""Llama's kin: what differs is a constant, a factor, or a few layers.
+
+Llama 2 and 3, Yi and SmolLM2 have two norms in each layer, each before the block that it feeds. Mistral has a
+sliding window in all layers, Mixtral experts, and a window if it is asked for; GGUF files call both `llama`.
+Granite 3 has factors on embeddings, attention scores, what layers add, and logits. OLMo 2 has its norms after
+attention and feed-forward, and norms of queries and keys that span all heads. SmolLM3 has every fourth layer
+without positions (NoPE). In Phi-3, Phi-3.5 and Phi-4-mini a part of each head may turn, by angles that
+LongRoPE scales; files have queries, keys and values in one tensor, and gate and up in another.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from onbeat.engine.model_config.architecture import ModelConfig
-from onbeat.engine.model_config.families.base import Family, GgufRules
+from onbeat.engine.model_config.families.base import (
+    Family,
+    GgufRules,
+    every,
+    experts_of,
+    listed_layers,
+    window_of,
+    with_layers,
+    with_window,
+)
+from onbeat.engine.model_config.hf_rope import RopeRules
 from onbeat.engine.model_config.values import Values
-
-
-def _from_hf(config: ModelConfig, values: Values) -> ModelConfig:
-    # The class has no window; a configuration that asks for one was meant for another class.
-    values.refuse_unless("sliding_window")
-    has_bias = values.flag("attention_bias", default=False)
-    return replace(config, attention_bias=has_bias, attention_output_bias=has_bias)
-
-
-def _from_gguf(config: ModelConfig, values: Values) -> ModelConfig:  # noqa: ARG001
-    return config if config.experts is None else replace(config, architecture="MixtralForCausalLM")
-
 
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     model_type="llama",
-    context=2048,
-    from_hf=_from_hf,
-    gguf=GgufRules(
-        architecture="llama", complete=_from_gguf, permutes=True, reads=frozenset({"expert_count"})
+    defaults={"max_position_embeddings": 2048},
+    gguf=GgufRules(architecture="llama", with_experts="MixtralForCausalLM", permutes=True),
+)
+MISTRAL = Family(
+    name="llama",
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    defaults={"max_position_embeddings": 131_072, "sliding_window": 4096},
+    may_have_biases=False,
+    reads=frozenset({"sliding_window"}),
+    complete=with_window,
+)
+
+
+def _mixtral(config: ModelConfig, values: Values) -> ModelConfig:
+    return replace(with_window(config, values), experts=experts_of(values))
+
+
+MIXTRAL = Family(
+    name="llama",
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    defaults={"max_position_embeddings": 131_072, "rope_theta": 1_000_000.0},
+    may_have_biases=False,
+    reads=frozenset({"num_local_experts", "sliding_window"}),
+    complete=_mixtral,
+    hf_names=(
+        (".block_sparse_moe.", ".mlp."),
+        (".w1.", ".gate_proj."),
+        (".w2.", ".down_proj."),
+        (".w3.", ".up_proj."),
     ),
+)
+OLMO2 = Family(
+    name="olmo2",
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    defaults={"max_position_embeddings": 2048},
+    always={"norms": "after", "qk_norm": "all", "norm_rounds_once": True},
+    gguf=GgufRules(
+        architecture="olmo2",
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+)
+PHI3 = Family(
+    name="phi3",
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    defaults={"max_position_embeddings": 4096},
+    rope=RopeRules(kinds=("default", "longrope", "su", "yarn"), is_partial=True),
+    may_have_biases=False,
+    reads=frozenset({"sliding_window"}),
+    complete=with_window,
+    gguf=GgufRules(
+        architecture="phi3",
+        has_windows=True,
+        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+)
+
+
+def _granite(config: ModelConfig, values: Values) -> ModelConfig:
+    # GGUF's; llama.cpp: then nothing turns
+    values.refuse_unless("rope.scaling.finetuned", True)  # noqa: FBT003 -- one of the values that it may have
+    # A converter leaves out a factor of 0; attention's is then llama.cpp's own, by the width of a head.
+    has_multiplier = "attention_multiplier" in values
+    return replace(
+        config,
+        embedding_scale=values.number("embedding_multiplier", 1.0),
+        attention_multiplier=values.number("attention_multiplier") if has_multiplier else None,
+        residual_scale=values.number("residual_multiplier", 1.0),
+        logits_divisor=values.number("logits_scaling", 1.0),
+    )
+
+
+GRANITE = Family(
+    name="granite",
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    defaults={"max_position_embeddings": 2048, "attention_multiplier": 1.0},
+    reads=frozenset(
+        {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+    ),
+    complete=_granite,
+    gguf=GgufRules(architecture="granite", permutes=True),
+)
+
+
+def _smollm3(config: ModelConfig, values: Values) -> ModelConfig:
+    num_layers = config.num_layers
+    turning = values.raw("no_rope_layers")  # which has 1 where there is a rotary embedding
+    if turning is not None and (not isinstance(turning, list) or len(turning) < num_layers):
+        raise values.wrong("no_rope_layers", turning, f"a list of 0 and 1 for {num_layers} layers")
+    nope = (
+        every(values.size("no_rope_layer_interval", 4), num_layers)
+        if turning is None
+        else tuple(not turns for turns in turning[:num_layers])
+    )
+    window = window_of(values) if values.flag("use_sliding_window", default=False) else None
+    sliding = listed_layers(values, num_layers) or nope
+    return replace(with_layers(config, window, sliding), nope_layers=nope)
+
+
+SMOLLM3 = Family(
+    name="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    defaults={
+        "max_position_embeddings": 32_768,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
+    reads=frozenset({"sliding_window"}),
+    complete=_smollm3,
+    gguf=GgufRules(architecture="smollm3", permutes=True),
 )
