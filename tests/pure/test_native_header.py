@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from onbeat.engine.native import structures
-from onbeat.engine.native.structures import LayerStructure, ModelStructure, StepStructure
+from onbeat.engine.native import library
+from onbeat.engine.native.library import LayerStructure, ModelStructure, StepStructure
 
 HEADER = Path(__file__).parents[2] / "native/include/onbeat_native.h"
 TYPES: dict[str, Any] = {"int32_t": c_int32, "int64_t": c_int64, "float": c_float, "double": c_double}
@@ -50,14 +50,14 @@ def test_fields(header: str, name: str, structure: type[Structure]) -> None:
 
 def test_constants(header: str) -> None:
     constants = {name: int(value) for name, value in re.findall(r"\b(OB_\w+)(?: =)? (-?\d+)\b", header)}
-    for prefix, kinds in (("OB_STORE_", structures.Store), ("OB_SOURCE_", structures.Source)):
+    for prefix, kinds in (("OB_STORE_", library.Store), ("OB_SOURCE_", library.Source)):
         found = {name.removeprefix(prefix): constants[name] for name in constants if name.startswith(prefix)}
         assert found == {kind.name: kind.value for kind in kinds}
-    assert {kind.name: constants[f"OB_{kind.name}"] for kind in structures.Status} == {
-        kind.name: kind.value for kind in structures.Status
+    assert {kind.name: constants[f"OB_{kind.name}"] for kind in library.Status} == {
+        kind.name: kind.value for kind in library.Status
     }
-    assert constants["OB_ABI_VERSION"] == structures.ABI_VERSION
+    assert constants["OB_ABI_VERSION"] == library.ABI_VERSION
     assert {
         "silu": constants["OB_ACTIVATION_SILU"],
         "gelu_pytorch_tanh": constants["OB_ACTIVATION_GELU_TANH"],
-    } == structures.ACTIVATIONS
+    } == library.ACTIVATIONS

@@ -64,7 +64,7 @@ def _missing_weights(directory: Path) -> list[str]:
     if index.is_file():
         try:
             names = indexed_files(index)
-        except ModelLoadError:
+        except ConfigError:
             return []  # opening it says what is wrong
         missing = [name for name in names if not (directory / name).is_file()]
         return [*missing[:3], f"{len(missing) - 3} more weight files"] if len(missing) > 4 else missing
@@ -84,12 +84,9 @@ def indexed_files(index: Path) -> list[str]:
 
     Raises
     ------
-    ModelLoadError : it cannot be read, is damaged, or names a file outside of its directory.
+    ConfigError : it cannot be read, is damaged, or names a file outside of its directory.
     """
-    try:
-        names = sorted(set(read(_Index, index).weight_map.values()))
-    except ConfigError as error:
-        raise ModelLoadError(f"{error}; fetch the file again") from error
+    names = sorted(set(read(_Index, index, hint="; fetch the file again").weight_map.values()))
     for name in names:
         if Path(name).name != name:
             raise ModelLoadError(f"{index} names the file {name!r}, which is outside of its directory")

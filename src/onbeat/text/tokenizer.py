@@ -1,9 +1,13 @@
 """Text to token ids and back, for Hugging Face directories and GGUF files.
 
-How a vocabulary spells bytes: the byte alphabet of GPT-2, or SentencePiece's marks.
+How a vocabulary spells bytes (the byte alphabet of GPT-2, or SentencePiece's marks) is read off the
+tokenizer's decoder, so that joining the bytes of the tokens and decoding them as UTF-8 is what it does.
 
-Both are read off the tokenizer's decoder, so that joining the bytes of the tokens and decoding them as UTF-8
-is what the decoder does.
+Notes
+-----
+Of a Hugging Face directory the end-of-sequence tokens are tokenizer_config.json's `eos_token` and then those
+of generation_config.json, which names the end-of-turn token of chat models; config.json is asked only where
+there is no generation_config.json.
 """
 
 from __future__ import annotations
@@ -13,15 +17,167 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from tokenizers import Tokenizer
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import asdict
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from onbeat.core.errors import InvalidRequest, ModelLoadError
+from onbeat.files import read
 from onbeat.text.gguf_header import read_gguf_header
-from onbeat.text.gguf_tokenizer import build_gguf_tokenizer
-from onbeat.text.hf_directory import is_panic, read_hf_directory
+from onbeat.text.gguf_tokenizer import build_gguf_tokenizer, set_sequence_marks
+from onbeat.typed import Whole, take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialRoles:
+    """What a model's files say of its tokens beyond the vocabulary.
+
+    Parameters
+    ----------
+    bos_token_id : the beginning-of-sequence token.
+    eos_token_ids : the tokens that end an answer, the one that the vocabulary calls end-of-sequence first.
+    chat_template : jinja2 source.
+    """
+
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
+
+
+def _of_hf_directory(path: Path) -> tuple[Backend, SpecialRoles]:
+    """Read the tokenizer, its special tokens and the chat template."""
+    backend = _read_backend(path / "tokenizer.json")
+    config = _read_json(path / "tokenizer_config.json")
+    named = {**_read_json(path / "special_tokens_map.json"), **config}
+    _add_config_tokens(backend, _config_tokens(config))
+    bos = _token_id(backend, named, "bos_token")
+    eos = _token_id(backend, named, "eos_token")
+    _apply_mark_flags(backend, named)
+    ends = ([] if eos is None else [eos]) + _model_eos_ids(path)
+    return backend, SpecialRoles(
+        bos_token_id=bos,
+        eos_token_ids=tuple(dict.fromkeys(ends)),
+        chat_template=_chat_template(path, config),
+    )
+
+
+def _read_backend(path: Path) -> Backend:
+    if not path.is_file():
+        raise ModelLoadError(
+            f"{path.parent} has no tokenizer.json; save one there with "
+            "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        return Backend.from_file(str(path))
+    except BaseException as error:
+        # The tokenizers library raises bare exceptions, and panics of its own kind.
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        raise ModelLoadError(f"cannot read {path}: {error}; fetch the file again") from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether the tokenizers library has given up; what it raises then is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object, or an empty one where the (optional) file does not exist."""
+    if not path.is_file():
+        return {}
+    return read(dict[str, Any], path, hint=_HINT)
+
+
+class _AddedToken(Struct):
+    content: str
+    lstrip: bool | UnsetType = UNSET
+    rstrip: bool | UnsetType = UNSET
+    normalized: bool | UnsetType = UNSET
+    single_word: bool | UnsetType = UNSET
+    special: bool | UnsetType = UNSET
+
+
+class _Content(Struct):
+    content: str | None = None
+
+
+class _Template(Struct):
+    name: str
+    template: str | None = None
+
+
+_TOKEN_ID = Annotated[int, Meta(ge=0, lt=10**9)]
+_HINT = "; fetch the file again"
+
+
+def _take(kind: Any, table: dict[str, Any], key: str, file: str | Path = "tokenizer_config.json") -> Any:
+    return take(kind, table, key, str(file), hint=_HINT)
+
+
+def _config_tokens(config: dict[str, Any]) -> dict[int, AddedToken]:
+    """Return tokenizer_config.json's own tokens, by id."""
+    listed = _take(dict[_TOKEN_ID, _AddedToken], config, "added_tokens_decoder") or {}
+    return {
+        token_id: AddedToken(**{key: each for key, each in asdict(token).items() if each is not UNSET})
+        for token_id, token in listed.items()
+    }
+
+
+def _add_config_tokens(backend: Backend, tokens: dict[int, AddedToken]) -> None:
+    """Add the tokens that only tokenizer_config.json has, in the order of their ids."""
+    known = backend.get_added_tokens_decoder()
+    for token_id in sorted(tokens.keys() - known.keys()):
+        token = tokens[token_id]
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != token_id:
+            raise ModelLoadError(
+                f"tokenizer_config.json gives token {token.content!r} the id {token_id}, "
+                f"tokenizer.json {backend.token_to_id(token.content)}; fetch both files again"
+            )
+
+
+def _token_id(backend: Backend, config: dict[str, Any], key: str) -> int | None:
+    """Return the id of a token that is given by its name, or by an object with its name as `content`."""
+    token = _take(str | _Content, config, key)
+    name = token.content if isinstance(token, _Content) else token
+    return None if name is None else backend.token_to_id(name)
+
+
+def _apply_mark_flags(backend: Backend, config: dict[str, Any]) -> None:
+    """Let add_bos_token and add_eos_token, where given, decide what encoding adds."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    marks: dict[str, tuple[str, int] | None] = {"bos": None, "eos": None}
+    for mark in marks:
+        token_id = _token_id(backend, config, f"{mark}_token")
+        if config.get(f"add_{mark}_token") and token_id is not None:
+            marks[mark] = (str(backend.id_to_token(token_id)), token_id)
+    set_sequence_marks(backend, **marks)
+
+
+def _model_eos_ids(path: Path) -> list[int]:
+    generation = path / "generation_config.json"
+    file = generation if generation.is_file() else path / "config.json"
+    ids = _take(Whole | list[Whole], _read_json(file), "eos_token_id", file)
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
+    """Return chat_template.jinja, else tokenizer_config.json's template; of several the one named default."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"cannot read {file}: {error}; fetch the file again") from error
+    template: str | list[_Template] | None = _take(str | list[_Template], config, "chat_template")
+    if isinstance(template, list):
+        return {each.name: each.template for each in template}.get("default")
+    return template
+
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -83,7 +239,7 @@ class SentencePieceSpelling:
         return token.replace(_SPACE, " ").encode()
 
 
-def spelling_of(tokenizer: Tokenizer) -> Spelling:
+def spelling_of(tokenizer: Backend) -> Spelling:
     """Find out how a tokenizer spells bytes.
 
     Raises
@@ -126,22 +282,6 @@ def _strips_leading_space(step: dict[str, Any]) -> bool:
     if step["type"] == "Metaspace":
         return bool(step.get("prepend_scheme", "always") != "never")
     return bool(step["type"] == "Strip" and step["start"] == 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecialRoles:
-    """What a model's files say of its tokens beyond the vocabulary.
-
-    Parameters
-    ----------
-    bos_token_id : the beginning-of-sequence token.
-    eos_token_ids : the tokens that end an answer, the one that the vocabulary calls end-of-sequence first.
-    chat_template : jinja2 source.
-    """
-
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    chat_template: str | None
 
 
 class VocabularyTokenizer:
@@ -252,24 +392,20 @@ def load_tokenizer(path: Path) -> VocabularyTokenizer:
 
     Raises
     ------
-    ModelLoadError : the files are missing, damaged, or of a kind that is not supported.
+    ConfigError : the files are missing, damaged, or of a kind that is not supported.
     """
-    if path.is_dir():
-        return _from_hf_directory(path)
-    if path.suffix == ".gguf":
-        return _from_gguf(path)
-    raise ModelLoadError(f"no tokenizer at {path}: give a directory with a tokenizer.json, or a .gguf file")
+    if not path.is_dir() and path.suffix != ".gguf":
+        raise ModelLoadError(
+            f"no tokenizer at {path}: give a directory with a tokenizer.json, or a .gguf file"
+        )
+    backend, roles = _of_hf_directory(path) if path.is_dir() else _of_gguf(path)
+    try:
+        return VocabularyTokenizer(backend, roles)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{path}: {error}") from error
 
 
-def _from_hf_directory(path: Path) -> VocabularyTokenizer:
-    files = read_hf_directory(path)
-    roles = SpecialRoles(
-        bos_token_id=files.bos_token_id, eos_token_ids=files.eos_token_ids, chat_template=files.chat_template
-    )
-    return _checked(files.backend, roles, path)
-
-
-def _from_gguf(path: Path) -> VocabularyTokenizer:
+def _of_gguf(path: Path) -> tuple[Backend, SpecialRoles]:
     metadata = read_gguf_header(path).metadata
     backend = build_gguf_tokenizer(metadata, path)
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
@@ -280,11 +416,4 @@ def _from_gguf(path: Path) -> VocabularyTokenizer:
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if isinstance(end, int))),
         chat_template=template if isinstance(template, str) else None,
     )
-    return _checked(backend, roles, path)
-
-
-def _checked(backend: Backend, roles: SpecialRoles, path: Path) -> VocabularyTokenizer:
-    try:
-        return VocabularyTokenizer(backend, roles)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{path}: {error}") from error
+    return backend, roles

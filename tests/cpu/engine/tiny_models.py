@@ -39,7 +39,7 @@ from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.torch.types import torch_dtype
 from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights import parameter_shapes
-from onbeat.engine.weights.fused import find_rows
+from onbeat.engine.weights.parameters import find_rows
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,

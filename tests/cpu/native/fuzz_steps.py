@@ -15,17 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, NotLoaded, address, load_library
-from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
-from onbeat.engine.native.structures import (
+from onbeat.engine.native.library import (
     ACTIVATION_QUANTIZATIONS,
+    ERROR_BYTES,
     MOST_QKV,
     LayerStructure,
     ModelStructure,
+    NativeLibrary,
+    NotLoaded,
     Source,
     StepStructure,
     Store,
+    address,
+    load_library,
 )
+from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
 
 LAYOUTS = (
     MatrixLayout(Store.F32),

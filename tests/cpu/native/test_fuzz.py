@@ -15,8 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from onbeat.engine.native.library import VARIABLE, NativeLibrary
-from onbeat.engine.native.structures import Status
+from onbeat.engine.native.library import VARIABLE, NativeLibrary, Status
 from tests.cpu.native.amx_kernels import compile_units, emulated_units
 from tests.cpu.native.fuzz_steps import Engine, draw_sizes, draw_step, fuzz
 from tests.cpu.native.quant_kernels import hatch_build

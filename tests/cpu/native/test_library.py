@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from onbeat.engine.native import library
-from onbeat.engine.native.library import VARIABLE, NativeLibrary, NotLoaded, load_library
-from onbeat.engine.native.structures import ABI_VERSION
+from onbeat.engine.native.library import ABI_VERSION, VARIABLE, NativeLibrary, NotLoaded, load_library
 
 
 def reason() -> str:

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.native.layouts import INT8_LAYOUT, NATURAL_LAYOUTS
-from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.library import NativeLibrary, Source, Store
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
-from onbeat.engine.native.structures import Source, Store
 from tests.cpu.weights.ggml_blocks import DECODERS
 from tests.many_cases import each_case
 

@@ -16,13 +16,12 @@ from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.native.layouts import WeightLayouts
-from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.library import NativeLibrary, Store
 from onbeat.engine.native.matrix import PackedMatrix
 from onbeat.engine.native.packing import GatedWeights, NativeWeights
-from onbeat.engine.native.structures import Store
 from onbeat.engine.torch.types import numpy_dtype
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
-from onbeat.engine.weights.layer_norms import LAYER_NORMS
+from onbeat.engine.weights.parameters import LAYER_NORMS
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import pack
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model

@@ -19,9 +19,8 @@ from onbeat.engine.native import set_timer, weights_copy
 from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
 from onbeat.engine.native.instruction_sets import SetTimes, StepKind
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
-from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.library import NativeLibrary, Source, Store
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
-from onbeat.engine.native.structures import Source, Store
 from onbeat.engine.native.weights_copy import (
     copy_bytes,
     copy_kinds,

@@ -10,12 +10,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from onbeat.core.errors import ModelLoadError
+from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.torch.types import numpy_dtype
 from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import Checkpoint, open_checkpoint
-from onbeat.engine.weights.rounding import loading_remarks
+from onbeat.engine.weights.checkpoint import loading_remarks
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.tiny_models import random_prompt, to_array
@@ -182,8 +182,8 @@ def test_pickled_weights_are_refused(directory: Path, name: str) -> None:
 
 def test_missing_or_damaged_configuration(directory: Path) -> None:
     (directory / "config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         open_directory(directory)
     (directory / "config.json").unlink()
-    with pytest.raises(ModelLoadError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         open_directory(directory)

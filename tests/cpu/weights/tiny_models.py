@@ -13,7 +13,7 @@ import transformers
 
 from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.weights import parameter_shapes
-from onbeat.engine.weights.fused import find_rows
+from onbeat.engine.weights.parameters import find_rows
 
 COMMON: dict[str, Any] = dict(  # noqa: C408 -- as at the call
     vocab_size=96,

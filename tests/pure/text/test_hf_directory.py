@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from onbeat.core.errors import InvalidRequest, ModelLoadError
+from onbeat.core.errors import ConfigError, InvalidRequest, ModelLoadError
 from onbeat.text.tokenizer import VocabularyTokenizer, load_tokenizer
 from tests.pure.text.tiny_gguf import BYTE_ALPHABET
 
@@ -101,17 +101,17 @@ def test_tokens_with_gaps_between_ids_are_refused(tmp_path: Path):
 
 
 def test_damaged_files_are_named(tmp_path: Path):
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
     save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
@@ -166,7 +166,7 @@ def test_values_of_wrong_types_are_used_or_refused_in_words(tmp_path: Path, name
         file.write_text(json.dumps(mutant))
         try:
             load_tokenizer(tmp_path).encode("long <think> text")
-        except ModelLoadError as error:
+        except ConfigError as error:
             refusals.append(str(error))
     assert len(refusals) >= 10
     assert all("fetch the file" in refusal or "fetch both" in refusal for refusal in refusals)

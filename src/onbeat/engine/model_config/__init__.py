@@ -8,9 +8,9 @@ from onbeat.engine.model_config.architecture import (
     RopeConfig,
     RopeKind,
 )
-from onbeat.engine.model_config.frequencies import inverse_frequencies
 from onbeat.engine.model_config.gguf import RopeFactors, model_config_from_gguf
 from onbeat.engine.model_config.hf import model_config_from_hf
+from onbeat.engine.model_config.rope import inverse_frequencies
 
 __all__ = [
     "Activation",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig, unsupported_architecture
 from onbeat.engine.model_config.families import FAMILIES, GGUF_FAMILIES, Family, read_model
-from onbeat.engine.model_config.hf_rope import RopeSizes, longrope
+from onbeat.engine.model_config.rope import RopeSizes, longrope
 from onbeat.engine.model_config.values import Values
 
 _KEYS: Mapping[str, str] = {

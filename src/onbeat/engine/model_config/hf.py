@@ -7,7 +7,7 @@ from typing import Any
 
 from onbeat.engine.model_config.architecture import ModelConfig, unsupported_architecture
 from onbeat.engine.model_config.families import FAMILIES, Family, read_model
-from onbeat.engine.model_config.hf_rope import read_rope
+from onbeat.engine.model_config.rope import read_rope
 from onbeat.engine.model_config.values import Values
 
 _BY_MODEL_TYPE = {family.model_type: name for name, family in FAMILIES.items()}

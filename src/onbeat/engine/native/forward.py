@@ -23,18 +23,20 @@ from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.model_config import ModelConfig, inverse_frequencies
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
-from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, address
-from onbeat.engine.native.matrix import PackedMatrix
-from onbeat.engine.native.packing import ExpertWeights, FloatArray, GatedWeights, LayerWeights, NativeWeights
-from onbeat.engine.native.structures import (
+from onbeat.engine.native.library import (
     ACTIVATION_QUANTIZATIONS,
     ACTIVATIONS,
+    ERROR_BYTES,
     MOST_QKV,
     LayerStructure,
     ModelStructure,
+    NativeLibrary,
     Status,
     StepStructure,
+    address,
 )
+from onbeat.engine.native.matrix import PackedMatrix
+from onbeat.engine.native.packing import ExpertWeights, FloatArray, GatedWeights, LayerWeights, NativeWeights
 from onbeat.engine.sampler import BestTokens
 from onbeat.perfmodel.product_rates import ROW_COUNTS
 

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, address
-from onbeat.engine.native.structures import Source, Status, Store
+from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, Source, Status, Store, address
 
 
 class MatrixLayout(NamedTuple):

@@ -22,7 +22,7 @@ from onbeat.engine.torch.kernels import LayerSpec, Norm
 from onbeat.engine.torch.parameters import parameter_on
 from onbeat.engine.torch.types import device_of
 from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.engine.weights.layer_norms import LAYER_NORMS
+from onbeat.engine.weights.parameters import LAYER_NORMS
 
 
 class Layer(NamedTuple):

@@ -19,8 +19,7 @@ from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_fr
 from onbeat.engine.model_config.families import FAMILIES, GgufRules
 from onbeat.engine.model_config.values import Values
 from onbeat.engine.weights.checkpoint import QuantizedRows, check_parameters
-from onbeat.engine.weights.fused import find_rows, shapes_of
-from onbeat.engine.weights.parameters import parameter_shapes
+from onbeat.engine.weights.parameters import find_rows, parameter_shapes, shapes_of
 from onbeat.hub.gguf_files import parts_of
 from onbeat.text.gguf_header import GgufTensor, Metadata, read_gguf_header
 

@@ -6,14 +6,55 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onbeat.core.errors import ConfigError, ModelLoadError
+import msgspec
+
+from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
-from onbeat.engine.model_config.pooling import hf_pooling
 from onbeat.engine.weights.checkpoint import Checkpoint
 from onbeat.engine.weights.gguf_file import GgufCheckpoint
 from onbeat.engine.weights.safetensors_dir import SafetensorsCheckpoint
 from onbeat.files import read
 from onbeat.hub.files import ModelFiles
+
+_HINT = "; fetch the file again"
+_NAMES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
+_HARMLESS = ("Transformer", "Pooling", "Normalize")
+"""Modules that change nothing about the direction of a vector, pooling aside."""
+
+
+class _Module(msgspec.Struct):
+    type: str = ""
+
+
+def hf_pooling(directory: Path) -> str | None:
+    """Return how `1_Pooling/config.json` pools: `last`, `mean`, or what is not supported; None without one.
+
+    Raises
+    ------
+    ModelLoadError : `modules.json` puts more behind the model than pooling and a norm.
+    """
+    modules = directory / "modules.json"
+    for module in read(list[_Module], modules, hint=_HINT) if modules.is_file() else ():
+        kind = module.type.rpartition(".")[2]
+        if kind not in _HARMLESS:
+            raise ModelLoadError(
+                f"{modules} puts a module {kind!r} behind the model, which is not supported; supported: "
+                f"{', '.join(_HARMLESS)}"
+            )
+    path = directory / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return None
+    config = read(dict[str, Any], path)
+    modes = [config["pooling_mode"]] if "pooling_mode" in config else _modes(config)
+    name = "+".join(_NAMES.get(mode, mode) for mode in modes) or "none"
+    return name if config.get("include_prompt", True) else f"{name} without prompts"
+
+
+def _modes(config: dict[str, Any]) -> list[str]:
+    prefix = "pooling_mode_"
+    return [
+        key.removeprefix(prefix) for key, value in config.items() if key.startswith(prefix) and value is True
+    ]
 
 
 def open_checkpoint(files: ModelFiles, *, served_len: int | None = None) -> Checkpoint:
@@ -47,15 +88,8 @@ def read_model_config(files: ModelFiles, *, served_len: int | None = None) -> Mo
         return GgufCheckpoint(files.path, served_len).config
     generation = files.path / "generation_config.json"
     config = model_config_from_hf(
-        _read_json(files.path / "config.json"),
-        _read_json(generation) if generation.exists() else None,
+        read(dict[str, Any], files.path / "config.json", hint=_HINT),
+        read(dict[str, Any], generation, hint=_HINT) if generation.exists() else None,
         served_len=served_len,
     )
     return replace(config, pooling=hf_pooling(files.path))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return read(dict[str, Any], path)
-    except ConfigError as error:
-        raise ModelLoadError(f"{error}; fetch the file again") from error

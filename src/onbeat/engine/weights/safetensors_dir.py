@@ -18,8 +18,7 @@ from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_config.families import FAMILIES
 from onbeat.engine.weights.checkpoint import check_parameters
-from onbeat.engine.weights.fused import find_rows, shapes_of
-from onbeat.engine.weights.parameters import parameter_shapes
+from onbeat.engine.weights.parameters import find_rows, parameter_shapes, shapes_of
 from onbeat.hub.files import WEIGHT_INDEX, indexed_files
 
 _PREFIX = "model."

@@ -19,8 +19,15 @@ from typing import Any, NamedTuple
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.text.grammar.limits import check_schema, check_size, schemas_in
-from onbeat.text.grammar.patterns import DATA, changed, with_rust_patterns
-from onbeat.text.grammar.source import JsonStyle, Schema, embedded_json, lark_text
+from onbeat.text.grammar.source import (
+    DATA,
+    JsonStyle,
+    Schema,
+    changed,
+    embedded_json,
+    lark_text,
+    with_rust_patterns,
+)
 
 _TOKEN = re.compile(
     r'\s+|#[^\n]*|(::=|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\{\s*\d*\s*(?:,\s*\d*\s*)?\}|[\w-]+|[|()*+?.])',

@@ -11,7 +11,7 @@ from typing import Any
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config.architecture import Activation, Experts, ModelConfig, RopeConfig
-from onbeat.engine.model_config.hf_rope import RopeRules, RopeSizes
+from onbeat.engine.model_config.rope import RopeRules, RopeSizes
 from onbeat.engine.model_config.values import Values
 
 Complete = Callable[[ModelConfig, Values], ModelConfig]

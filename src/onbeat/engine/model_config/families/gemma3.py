@@ -16,7 +16,7 @@ from onbeat.engine.model_config.families.base import (
     window_of,
     with_layers,
 )
-from onbeat.engine.model_config.hf_rope import RopeRules
+from onbeat.engine.model_config.rope import RopeRules
 from onbeat.engine.model_config.values import Values
 
 _27B_LAYERS = 62

@@ -23,7 +23,7 @@ from onbeat.engine.model_config.families.base import (
     with_layers,
     with_window,
 )
-from onbeat.engine.model_config.hf_rope import RopeRules
+from onbeat.engine.model_config.rope import RopeRules
 from onbeat.engine.model_config.values import Values
 
 LLAMA = Family(
