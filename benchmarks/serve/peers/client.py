@@ -14,7 +14,7 @@ from onbeat.bench.objectives import SendSLO, choose_transport
 from onbeat.bench.payload import Api, PayloadBuilder
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
 from onbeat.bench.result import group_errors, summarise_groups
-from onbeat.bench.runner import LoadOutcome
+from onbeat.bench.runner import LoadOutcome, LoadRunner
 from onbeat.bench.session import RequestOffer
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
@@ -136,11 +136,11 @@ class LoadClient:
             if self._classes:
                 load = workload.load.with_classes(self._classes, seed=self._seed)
                 workload = replace(workload, load=load)
-            offer = RequestOffer(workload, concurrency)
-            if limit is None:
-                await offer.prepare()
+            offer = RequestOffer(workload)
+            items = await offer.items(limit)
+            runner = LoadRunner(client.send, offsets=offer.starts, max_concurrency=concurrency)
             with settled_memory():
-                return await offer.run(client.send, lambda _record: None, asyncio.Event(), limit=limit)
+                return await runner.run(items, offer.begin, asyncio.Event())
 
 
 def _chosen(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

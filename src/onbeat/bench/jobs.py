@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -13,7 +13,7 @@ from onbeat.bench.bench_config import BenchConfig
 from onbeat.bench.bench_load import BenchLoad, PromptTools
 from onbeat.bench.payload import Conversation, Message
 from onbeat.bench.record import JobOfCall, SentRequest, Status
-from onbeat.bench.runner import LoadOutcome, LoadRunner, OnEnd, Send
+from onbeat.bench.runner import LoadRunner
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.jobs import JobSummary
 from onbeat.workload.job import Call, Job
@@ -51,24 +51,17 @@ class JobOffer:
     ----------
     load : the calls as rows; `arrivals` has the start of each job, None begins them as slots come free.
     writer : makes the words of inputs.
-    max_concurrency : most calls open at once; None sets no limit.
     keeps_text : whether answers stay in the records.
     """
 
-    needs_answers = True
-
-    def __init__(
-        self,
-        load: OfferedLoad,
-        writer: PromptWriter,
-        *,
-        max_concurrency: int | None = None,
-        keeps_text: bool = False,
-    ) -> None:
+    def __init__(self, load: OfferedLoad, writer: PromptWriter, *, keeps_text: bool = False) -> None:
         assert load.jobs is not None
-        self._load, self._rows, self._writer = load, load.jobs, writer
-        self._max_concurrency, self._keeps_text = max_concurrency, keeps_text
-        self.num_prompts, self.num_requests = len(load.jobs.jobs), len(load)
+        self.load, self._rows, self._writer, self._keeps_text = load, load.jobs, writer, keeps_text
+        self.num_prompts = len(load.jobs.jobs)
+        self.starts = None if load.arrivals is None else load.arrivals[load.jobs.firsts]
+        # not the ids of another run with the same words: a server may still know these
+        salt = f"{writer.salt}/{time.time_ns()}"
+        self._name = hashlib.blake2b(salt.encode(), digest_size=8).hexdigest()
 
     @classmethod
     def make(cls, bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> JobOffer:
@@ -79,49 +72,20 @@ class JobOffer:
                 "a job of this load has a call that embeds a text (output_tokens 0), and bench sends none; "
                 "leave such calls out, or simulate the load"
             )
-        return cls(offered, tools.writer, max_concurrency=load.max_concurrency, keeps_text=bench.keep_text)
+        return cls(offered, tools.writer, keeps_text=bench.keep_text)
 
-    async def prepare(self) -> None:
-        """Do nothing: the words of a job are made as it begins, ahead of its calls."""
+    async def items(self, limit: int | None = None) -> AsyncIterator[int]:
+        """Return the numbers of the jobs, or of the first so many; words are made as a job begins."""
+        return _each(range(self.num_prompts)[:limit])
 
-    async def run(
-        self,
-        send: Send,
-        on_end: OnEnd,
-        stop: asyncio.Event,
-        *,
-        limit: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> LoadOutcome:
-        """Send the jobs, or the first so many."""
-        starts = self._load.arrivals
-        runner = LoadRunner(
-            send,
-            offsets=None if starts is None else starts[self._rows.firsts],
-            max_concurrency=self._max_concurrency,
-            on_end=on_end,
-            clock=clock,
-        )
-        # not the ids of another run with the same words: a server may still know these
-        name = hashlib.blake2b(f"{self._writer.salt}/{time.time_ns()}".encode(), digest_size=8).hexdigest()
-
-        async def numbers() -> AsyncIterator[int]:
-            for number in range(self.num_prompts)[:limit]:
-                yield number
-
-        async def begin(number: int, start: float) -> None:
-            job, loop = self._rows.jobs[number], asyncio.get_running_loop()
-            ended: list[asyncio.Future[bool]] = [loop.create_future() for _ in job.calls]
-            state = _OpenJob(number, job, f"{name}-{number}", start, ended)
-            async with asyncio.TaskGroup() as group:
-                for index in range(len(job.calls)):
-                    group.create_task(self._call(runner, state, index))
-
-        return await runner.run(numbers(), begin, stop)
-
-    def jobs(self, records: Sequence[SentRequest]) -> Mapping[str, JobSummary]:
-        """Return what became of each kind of job."""
-        return summarise(self._rows, records)
+    async def begin(self, runner: LoadRunner, number: int, start: float) -> None:
+        """Send a job."""
+        job, loop = self._rows.jobs[number], asyncio.get_running_loop()
+        ended: list[asyncio.Future[bool]] = [loop.create_future() for _ in job.calls]
+        state = _OpenJob(number, job, f"{self._name}-{number}", start, ended)
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(job.calls)):
+                group.create_task(self._call(runner, state, index))
 
     async def _call(self, runner: LoadRunner, state: _OpenJob, index: int) -> None:
         call, ended = state.job.calls[index], state.ended[index]
@@ -161,7 +125,7 @@ class JobOffer:
         return (*before, Message("user", "\n\n".join([*quoted, own])))
 
     def _record(self, state: _OpenJob, index: int, due: float) -> SentRequest:
-        load, job = self._load, state.job
+        load, job = self.load, state.job
         record = SentRequest.of(load, int(self._rows.firsts[state.number]) + index)
         record.scheduled = None if load.arrivals is None else due
         if job.deadline < inf:
@@ -169,6 +133,11 @@ class JobOffer:
                 state.job_id, job.deadline, job.calls_left[index] if job.says_calls_left else None, job.kind
             )
         return record
+
+
+async def _each(numbers: Iterable[int]) -> AsyncIterator[int]:
+    for number in numbers:
+        yield number
 
 
 def summarise(rows: JobRows, records: Sequence[SentRequest]) -> Mapping[str, JobSummary]:

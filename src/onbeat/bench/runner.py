@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.bench.payload import Prompt
 from onbeat.bench.record import SentRequest, Status
-from onbeat.bench.speculation import DraftCounts
+from onbeat.bench.speculation import Drafts
 
-Item = TypeVar("Item")
 Send = Callable[[Prompt, SentRequest], Awaitable[SentRequest]]
 """Sends one request and fills in its record; must not raise."""
 OnEnd = Callable[[SentRequest], None]
@@ -36,8 +35,8 @@ class LoadOutcome:
     duration: float
     """From the start to the end of the last request, seconds."""
     interrupted: bool
-    drafts: DraftCounts | None = None
-    """What the server counted of speculation meanwhile; None where it does not say."""
+    drafts: Drafts = field(default_factory=Drafts)
+    """What the server counted of speculation meanwhile; empty where it does not say."""
 
 
 class LoadRunner:
@@ -65,15 +64,15 @@ class LoadRunner:
 
     async def run(
         self,
-        items: AsyncIterable[Item],
-        begin: Callable[[Item, float], Coroutine[None, None, None]],
+        items: AsyncIterable[Any],
+        begin: Callable[[LoadRunner, Any, float], Coroutine[None, None, None]],
         stop: asyncio.Event,
     ) -> LoadOutcome:
         """Offer all items; when `stop` is set, cancel what is open and return what is there.
 
         Parameters
         ----------
-        begin : sends an item by `serve`, given when it is due.
+        begin : sends an item by the runner's `serve`, given when it is due.
         """
         clock, records = self.clock, self._records
         start = clock()
@@ -106,8 +105,8 @@ class LoadRunner:
 
     async def _offer(
         self,
-        items: AsyncIterable[Item],
-        begin: Callable[[Item, float], Coroutine[None, None, None]],
+        items: AsyncIterable[Any],
+        begin: Callable[[LoadRunner, Any, float], Coroutine[None, None, None]],
         start: float,
     ) -> None:
         position, due = 0, start
@@ -121,7 +120,7 @@ class LoadRunner:
                     self._slots.release()
                     due = self.clock()
                 position += 1
-                group.create_task(begin(item, due))
+                group.create_task(begin(self, item, due))
                 await asyncio.sleep(0)  # let it take its slot
 
     async def _exchange(self, prompt: Prompt, record: SentRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -14,18 +14,17 @@ import aiohttp
 from onbeat.bench.bench_config import BenchConfig
 from onbeat.bench.bench_load import TEXT_DATASETS, BenchLoad, PromptTools, RunConfig, Workload, workload_of
 from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_session
-from onbeat.bench.jobs import JobOffer
+from onbeat.bench.jobs import JobOffer, summarise
 from onbeat.bench.objectives import choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
 from onbeat.bench.record import SentRequest, Status
 from onbeat.bench.result import BenchRun, build_result
-from onbeat.bench.runner import LoadOutcome, LoadRunner, OnEnd, Send
-from onbeat.bench.speculation import drafts_since, look_at_drafts
+from onbeat.bench.runner import LoadRunner, Send
+from onbeat.bench.speculation import look_at_drafts
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
-from onbeat.metrics.jobs import JobSummary
 from onbeat.workload.load import JOB_LOADS
 from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
 
@@ -101,85 +100,32 @@ class PromptFeed:
         return PlannedRequest(workload.prompts.text(index), record)
 
 
-class Offer(Protocol):
-    """What a run offers to a server."""
-
-    num_prompts: int
-    """As the run counts what it offers: requests, or jobs."""
-    num_requests: int
-    """That it sends at most."""
-    needs_answers: bool
-    """Whether later prompts contain what was answered, so that records must have the texts of answers."""
-
-    async def prepare(self) -> None:
-        """Make what should be ready before the clock starts."""
-        ...
-
-    async def run(
-        self,
-        send: Send,
-        on_end: OnEnd,
-        stop: asyncio.Event,
-        *,
-        limit: int | None = None,
-    ) -> LoadOutcome:
-        """Offer it, or the first so many of its prompts; when `stop` is set, return what is there."""
-        ...
-
-    def jobs(self, records: Sequence[SentRequest]) -> Mapping[str, JobSummary]:
-        """Return what became of each kind of job; nothing where there are none."""
-        ...
-
-
 class RequestOffer:
     """Requests that stand for themselves."""
 
-    needs_answers = False
-
-    def __init__(self, workload: Workload, max_concurrency: int | None) -> None:
-        self._workload, self._max_concurrency = workload, max_concurrency
-        self.num_prompts = self.num_requests = len(workload)
-        self._feed: PromptFeed | None = None
+    def __init__(self, workload: Workload) -> None:
+        self._workload, self.load = workload, workload.load
+        self.num_prompts = len(workload)
+        self.starts = self.load.arrivals
 
     @classmethod
     def make(cls, bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> RequestOffer:
         """Return the requests of a run."""
-        workload = workload_of(load, bench.slo_classes, tools)
-        return cls(workload, load.max_concurrency)
+        return cls(workload_of(load, bench.slo_classes, tools))
 
-    async def prepare(self) -> None:
-        """Make the first prompts."""
-        self._feed = PromptFeed(self._workload)
-        await self._feed.fill()
+    async def items(self, limit: int | None = None) -> PromptFeed:
+        """Return the requests, or the first so many, of which the first prompts are made."""
+        feed = PromptFeed(self._workload, limit=limit)
+        await feed.fill()
+        return feed
 
-    async def run(
-        self,
-        send: Send,
-        on_end: OnEnd,
-        stop: asyncio.Event,
-        *,
-        limit: int | None = None,
-    ) -> LoadOutcome:
-        """Send the requests, or the first so many, which are then held to no objectives."""
-        feed = self._feed
-        if feed is None:
-            free = replace(self._workload.load, classes=(), class_ids=None)
-            feed = PromptFeed(replace(self._workload, load=free), limit=limit)
-        offsets = self._workload.load.arrivals
-        runner = LoadRunner(send, offsets=offsets, max_concurrency=self._max_concurrency, on_end=on_end)
-
-        async def begin(planned: PlannedRequest, due: float) -> None:
-            planned.record.scheduled = None if offsets is None else due
-            await runner.serve(*planned)
-
-        return await runner.run(feed, begin, stop)
-
-    def jobs(self, records: Sequence[SentRequest]) -> Mapping[str, JobSummary]:  # noqa: ARG002
-        """Return nothing."""
-        return {}
+    async def begin(self, runner: LoadRunner, planned: PlannedRequest, due: float) -> None:
+        """Send a request."""
+        planned.record.scheduled = None if self.starts is None else due
+        await runner.serve(*planned)
 
 
-class Progress(Protocol):
+class BenchObserver(Protocol):
     """What the caller shows while runs go on."""
 
     def on_phase(self, text: str) -> None:
@@ -209,7 +155,7 @@ async def run_bench(
     runs: Sequence[RunConfig],
     *,
     tokenizer: Tokenizer | None,
-    progress: Progress,
+    progress: BenchObserver,
     stop: asyncio.Event,
 ) -> list[BenchRun]:
     """Do the runs one after another; when `stop` is set, return what has been measured.
@@ -232,7 +178,7 @@ async def run_bench(
 
 
 async def _probe(
-    session: aiohttp.ClientSession, bench: BenchConfig, tokenizer: Tokenizer | None, progress: Progress
+    session: aiohttp.ClientSession, bench: BenchConfig, tokenizer: Tokenizer | None, progress: BenchObserver
 ) -> _Server:
     target = bench.target
     progress.on_phase(f"asking {target.root}")
@@ -274,7 +220,7 @@ async def _run(
     run: RunConfig,
     position: int,
     server: _Server,
-    progress: Progress,
+    progress: BenchObserver,
     stop: asyncio.Event,
 ) -> BenchRun:
     load = run.load.named()
@@ -284,23 +230,29 @@ async def _run(
         count_tokens=server.count_tokens or _estimate_tokens,
     )
     progress.on_phase(f"making prompts ({load.dataset_name})")
-    make: type[JobOffer | RequestOffer] = JobOffer if load.dataset_name in JOB_LOADS else RequestOffer
-    offer: Offer = await asyncio.to_thread(make.make, bench, load, tools)
+    offer = await _make_offer(bench, load, tools)
     client = StreamingClient(
         server.session,
         server.endpoint,
         count_tokens=server.count_tokens,
-        keep_text=bench.keep_text or offer.needs_answers,
+        keep_text=bench.keep_text or offer.load.jobs is not None,  # later calls quote answers
     )
     if load.num_warmups:
         progress.on_phase(f"warming up with {load.num_warmups} requests")
-        await _warm_up(bench, load, make, client.send, tools, stop)
-    await offer.prepare()
+        await _warm_up(bench, load, client.send, tools, stop)
+    runner = LoadRunner(
+        client.send,
+        offsets=offer.starts,
+        max_concurrency=load.max_concurrency,
+        on_end=progress.on_request,
+    )
+    items = await offer.items()
     drafts_before = await look_at_drafts(server.session, bench.target)
-    progress.on_start(run, offer.num_requests)
+    progress.on_start(run, len(offer.load))
     with settled_memory():
-        outcome = await offer.run(client.send, progress.on_request, stop)
-    outcome.drafts = await drafts_since(drafts_before, server.session, bench.target)
+        outcome = await runner.run(items, offer.begin, stop)
+    outcome.drafts = await look_at_drafts(server.session, bench.target)
+    outcome.drafts.subtract(drafts_before)
     run = replace(run, load=replace(load, num_prompts=offer.num_prompts))
     is_measured = server.count_tokens is not None or load.dataset_name not in TEXT_DATASETS
     length_source = server.pool.source if is_measured else "estimate"
@@ -311,19 +263,23 @@ async def _run(
         model=server.model,
         length_source=length_source,
         slo_sent=server.endpoint.objectives.how,
-        jobs=offer.jobs(outcome.records),
+        jobs=None if offer.load.jobs is None else summarise(offer.load.jobs, outcome.records),
     )
+
+
+async def _make_offer(bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> JobOffer | RequestOffer:
+    kind: type[JobOffer | RequestOffer] = JobOffer if load.dataset_name in JOB_LOADS else RequestOffer
+    return await asyncio.to_thread(kind.make, bench, load, tools)
 
 
 async def _warm_up(
     bench: BenchConfig,
     load: BenchLoad,
-    make: type[JobOffer | RequestOffer],
     send: Send,
     tools: PromptTools,
     stop: asyncio.Event,
 ) -> None:
-    """Send requests of the run's own kind, but with other words, and forget them.
+    """Send requests of the run's own kind, but with other words and held to nothing, and forget them.
 
     Raises
     ------
@@ -331,8 +287,11 @@ async def _warm_up(
     """
     tools = replace(tools, writer=replace(tools.writer, salt=f"{tools.writer.salt}/warm-up"))
     closed = load.closed(min(load.num_warmups, load.max_concurrency or load.num_warmups))
-    offer: Offer = await asyncio.to_thread(make.make, bench, closed, tools)
-    outcome = await offer.run(send, lambda _record: None, stop, limit=load.num_warmups)
+    offer = await _make_offer(
+        replace(bench, slo_classes=(), send_slo="none", asks_to_shed=False), closed, tools
+    )
+    runner = LoadRunner(send, offsets=offer.starts, max_concurrency=closed.max_concurrency)
+    outcome = await runner.run(await offer.items(load.num_warmups), offer.begin, stop)
     failures = [record for record in outcome.records if record.status is Status.FAILED]
     if failures and len(failures) == len(outcome.records):
         raise ConfigError(

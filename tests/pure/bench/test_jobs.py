@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import orjson
@@ -16,6 +15,7 @@ from onbeat.bench.jobs import JobOffer, summarise
 from onbeat.bench.objectives import SLOTransport
 from onbeat.bench.payload import Conversation, PayloadBuilder, Prompt
 from onbeat.bench.record import JobOfCall, SentRequest, Status
+from onbeat.bench.runner import LoadRunner
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.workload.job import Call, Job
@@ -57,12 +57,13 @@ class Server:
 
 
 async def run(
-    server: Server, *jobs: Job, starts: list[float] | None = None, **options: Any
+    server: Server, *jobs: Job, starts: list[float] | None = None, max_concurrency: int | None = None
 ) -> list[SentRequest]:
     load = job_load("jobs", jobs, None if starts is None else np.array(starts))
     clock = asyncio.get_running_loop().time
-    offer = JobOffer(load, WRITER, **options)
-    outcome = await offer.run(server.send, lambda _record: None, asyncio.Event(), clock=clock)
+    offer = JobOffer(load, WRITER)
+    runner = LoadRunner(server.send, offsets=offer.starts, max_concurrency=max_concurrency, clock=clock)
+    outcome = await runner.run(await offer.items(), offer.begin, asyncio.Event())
     assert load.jobs is not None
     server.kinds = summarise(load.jobs, outcome.records)  # type: ignore[attr-defined]
     return sorted(outcome.records, key=lambda record: record.index)
@@ -115,8 +116,8 @@ def test_the_same_flags_make_the_same_jobs_as_in_a_simulation() -> None:
     tools = PromptTools(writer=WRITER, count_tokens=len)
     offer = JobOffer.make(BenchConfig(target=TargetConfig()), load, tools)
     simulated = Load(dataset_name="agents", max_concurrency=2, num_prompts=5, seed=3).offered()
-    assert (offer.num_prompts, offer.num_requests) == (5, len(simulated))
-    assert offer._load.num_prompt_tokens.tolist() == simulated.num_prompt_tokens.tolist()
+    assert (offer.num_prompts, len(offer.load)) == (5, len(simulated))
+    assert offer.load.num_prompt_tokens.tolist() == simulated.num_prompt_tokens.tolist()
 
 
 def test_the_server_is_told_of_the_job_in_the_body_or_by_headers() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
-from onbeat.bench.speculation import DraftCounts, drafts_of_state, drafts_of_vllm, measured_drafts
+from onbeat.bench.speculation import Drafts, drafts_of_state, drafts_of_vllm, measured_drafts
 from onbeat.core.step import DraftStats
 from onbeat.report.page import write_page
 from onbeat.report.result import Facts, show
@@ -28,9 +28,14 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",pos
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 8.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 4.0
 """
-ALL = DraftCounts(num_drafts=12, num_drafted_tokens=36, num_accepted_tokens=24, accepted_at=(12, 8, 4))
-EARLIER = DraftCounts(num_drafts=2, num_drafted_tokens=6, num_accepted_tokens=4, accepted_at=(2, 2))
-NEW = DraftCounts(num_drafts=10, num_drafted_tokens=30, num_accepted_tokens=20, accepted_at=(10, 6, 4))
+
+
+def drafts(number: int, drafted: int, *accepted: int) -> Drafts:
+    by_position = {str(place): count for place, count in enumerate(accepted)}
+    return Drafts({"drafts": number, "draft_tokens": drafted, "accepted_tokens": sum(accepted)} | by_position)
+
+
+ALL, EARLIER, NEW = drafts(12, 36, 12, 8, 4), drafts(2, 6, 2, 2), drafts(10, 30, 10, 6, 4)
 STEP = DraftStats(
     lengths=[0, 0, 0, 2], drafted_at=[2, 2, 2], accepted_at=[2, 1, 0], num_tokens=5, expected_tokens=5
 )
@@ -49,29 +54,22 @@ def shown(*runs: BenchRun) -> str:
 
 
 def test_vllms_counters_are_read_over_all_engines() -> None:
-    assert drafts_of_vllm(VLLM) == ALL
+    assert drafts_of_vllm(VLLM.encode()) == ALL
 
 
 def test_onbeats_own_counters_are_read_without_aliases() -> None:
     server = FakeServer(proposer="ngram")
     for _ in range(3):
         server.step(0.0, 0.1, drafts=STEP)
-    counts = drafts_of_state(server.state(1.0))
-    assert counts == DraftCounts(
-        num_drafts=6, num_drafted_tokens=18, num_accepted_tokens=9, accepted_at=(6, 3, 0)
-    )
+    assert drafts_of_state(server.exporter.state()) == drafts(6, 18, 6, 3, 0)
 
 
 def test_a_server_without_speculation_counts_nothing() -> None:
-    assert drafts_of_state(FakeServer().state(1.0)) is None
-    assert drafts_of_vllm(FakeServer().text(1.0)) is None
+    assert not drafts_of_state(FakeServer().exporter.state())
+    assert not drafts_of_vllm(FakeServer().text(1.0).encode())
 
 
-def test_a_run_has_what_was_counted_since_its_start() -> None:
-    assert ALL.since(EARLIER) == NEW
-
-
-def keys_of(counts: DraftCounts | None, records: list[SentRequest]) -> dict[str, Any]:
+def keys_of(counts: Drafts, records: list[SentRequest]) -> dict[str, Any]:
     return Facts("", measured_drafts(counts, records)).values
 
 
@@ -88,7 +86,7 @@ def test_keys_are_vllms() -> None:
 
 
 def test_usage_says_what_it_can_where_there_are_no_metrics() -> None:
-    assert keys_of(None, with_usage(make_records(3))) == {
+    assert keys_of(Drafts(), with_usage(make_records(3))) == {
         "spec_decode_acceptance_rate": 75.0,
         "spec_decode_draft_tokens": 24,
         "spec_decode_accepted_tokens": 18,
@@ -96,15 +94,15 @@ def test_usage_says_what_it_can_where_there_are_no_metrics() -> None:
     }
 
 
-@pytest.mark.parametrize("counts", [None, ALL.since(ALL), EARLIER.since(ALL)])
-def test_a_run_without_drafts_has_nothing_of_them(counts: DraftCounts | None) -> None:
+@pytest.mark.parametrize("counts", [Drafts(), drafts(0, 0, 0), drafts(-10, -30, -10)])
+def test_a_run_without_drafts_has_nothing_of_them(counts: Drafts) -> None:
     """Nor has one in which the server was started anew."""
     assert measured_drafts(counts, make_records(3)) == []
 
 
 def test_terminal_and_page_show_it_where_it_is(tmp_path: Path) -> None:
-    drafts = Facts("Speculation", measured_drafts(NEW, []))
-    result = replace(make_result(with_usage(make_records(3))), parts=[drafts])
+    facts = Facts("Speculation", measured_drafts(NEW, []))
+    result = replace(make_result(with_usage(make_records(3))), parts=[facts])
     text = shown(result)
     for part in ("Speculation", "66.7%", "3.00", "100% / 60% / 40%"):
         assert part in text
