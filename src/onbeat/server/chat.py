@@ -16,28 +16,20 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request as EngineRequest
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_report import SLOReport, Usage
-from onbeat.server.body import read_body
 from onbeat.server.chat_messages import ChatMessages
 from onbeat.server.chat_prompt import continued_text, render_chat
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken, TextOptions
-from onbeat.server.engine_requests import engine_requests
+from onbeat.server.engine_requests import encoded, engine_requests
 from onbeat.server.errors import ErrorBody, ErrorReply
 from onbeat.server.fields import WHOLE, Flag
-from onbeat.server.generation_request import (
-    GenerationRequest,
-    as_server_has_it,
-    check_common,
-    check_num_logprobs,
-    encode_options,
-)
+from onbeat.server.generation_request import GenerationRequest, check_num_logprobs, read_request
 from onbeat.server.logprobs import ChatLogprobs, LogprobWriter, PromptLogprobs, chat_logprobs
 from onbeat.server.middleware import context_of
-from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import Routes
-from onbeat.server.pen import DONE, AnswerHead, Extras, Head, Part, WholeChoice, new_head
+from onbeat.server.pen import DONE, AnswerHead, Extras, Head, Part, WholeChoice
 from onbeat.server.pieces import list_of, written
 from onbeat.server.reply import PromptEnd, ReplyPlan, plan_reply
-from onbeat.server.reply_fields import ThinkingFields, ToolFields, ToolUse, unread_variables
+from onbeat.server.reply_fields import ChatFields, ToolUse
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.structured import grammar_of
@@ -110,7 +102,7 @@ class ChatCompletion(Head, kw_only=True):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatCompletionRequest(ToolFields, ThinkingFields, GenerationRequest):
+class ChatCompletionRequest(ChatFields, GenerationRequest):
     """OpenAI's chat completion, with vLLM's extra fields."""
 
     prompt_field = "messages"
@@ -122,9 +114,6 @@ class ChatCompletionRequest(ToolFields, ThinkingFields, GenerationRequest):
     """Goes before the deprecated `max_tokens`."""
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    add_generation_prompt: Flag | None = None
-    continue_final_message: Flag | None = None
-    """Go on writing the last message instead of answering it."""
     include_reasoning: Flag | None = None
     """False leaves reasoning out of the answer, not out of its tokens."""
 
@@ -140,20 +129,14 @@ class ChatCompletionRequest(ToolFields, ThinkingFields, GenerationRequest):
     def continues_prompt(self) -> bool:
         return bool(self.continue_final_message)
 
-
-def _check_chat(body: ChatCompletionRequest, config: ServerConfig, info: EngineInfo) -> None:
-    """Check the fields that only chat has.
-
-    Raises
-    ------
-    InvalidRequest : values contradict each other or exceed this server's caps.
-    """
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest(
-            "top_logprobs is given without logprobs; set logprobs to true or leave it out",
-            param="top_logprobs",
-        )
-    check_num_logprobs(body.top_logprobs, "top_logprobs", config, info)
+    def check(self, config: ServerConfig, info: EngineInfo) -> None:
+        super().check(config, info)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(
+                "top_logprobs is given without logprobs; set logprobs to true or leave it out",
+                param="top_logprobs",
+            )
+        check_num_logprobs(self.top_logprobs, "top_logprobs", config, info)
 
 
 def chat_routes(services: Services) -> Routes:
@@ -165,10 +148,8 @@ def chat_routes(services: Services) -> Routes:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
-        services.lifecycle.check_open()
-        body = as_server_has_it(await read_body(request, ChatCompletionRequest), services.config)
-        head = new_head("chatcmpl", services.check_model(body.model))
-        requests, options = await chat_requests(body, request, head, services)
+        body, head = await read_request(request, ChatCompletionRequest, services, "chatcmpl")
+        requests, options = await chat_requests(body, request, services)
         writer = services.logprobs[bool(body.return_tokens_as_token_ids)]
         return AnswerResponse(body, requests, options, ChatPen(head, body, writer), services)
 
@@ -176,38 +157,23 @@ def chat_routes(services: Services) -> Routes:
 
 
 async def chat_requests(
-    body: ChatCompletionRequest, request: Request, head: AnswerHead, services: Services
+    body: ChatCompletionRequest, request: Request, services: Services
 ) -> tuple[list[EngineRequest], TextOptions]:
     """Return the engine's requests for a chat, whichever API it came by, and how their tokens become text.
-
-    Parameters
-    ----------
-    body : the chat.
-    request : which it came by: its headers may hold objectives.
-    head : of the answer.
-    services : of the server.
 
     Raises
     ------
     OnbeatError : the chat is refused.
     """
-    config, info = services.config, services.info
-    context = context_of(request.scope)
-    context.completion_id = head.completion_id
-    check_common(body, config, info)
-    _check_chat(body, config, info)
+    body.check(services.config, services.info)
     asked = ReplyPlan(body.text_options, grammar_of(body))
-    objectives = request_objectives(body, request.headers, context, config.slo)
-    context.job = objectives.job
-    text = await _rendered(body, request, services)
+    text = await render_chat(body, request, services)
     place = PromptEnd(text, continued_text(body))
     hides = body.include_reasoning is False
     plan = plan_reply(services.reply_style, asked, body.tool_use, place, drops_reasoning=hides)
     async with cancelled_on_disconnect(request.receive):
-        await services.grammars.take(plan.constraint, context)
-    prompt = await _encoded(text, body, request, services)
-    requests = await engine_requests(body, [prompt], objectives, info, services.tokenizer, context)
-    return requests, plan.options
+        await services.grammars.take(plan.constraint, context_of(request.scope))
+    return await engine_requests(body, [text], request, services), plan.options
 
 
 async def chat_prompt(body: ChatCompletionRequest, request: Request, services: Services) -> list[int]:
@@ -218,25 +184,9 @@ async def chat_prompt(body: ChatCompletionRequest, request: Request, services: S
     OnbeatError : the chat is refused, or the template does not take it.
     ClientGone : the caller has left.
     """
-    check_common(body, services.config, services.info)
-    return await _encoded(await _rendered(body, request, services), body, request, services)
-
-
-async def _rendered(body: ChatCompletionRequest, request: Request, services: Services) -> str:
-    """Return the prompt of a chat as text."""
-    context, template, style = context_of(request.scope), services.chat_template, services.reply_style
-    if template is not None:
-        context.ignored_fields += unread_variables(body.chat_template_kwargs, template.source)
-    async with cancelled_on_disconnect(request.receive):
-        return await render_chat(body, services.encoder, template, style, context)
-
-
-async def _encoded(
-    prompt: str, body: ChatCompletionRequest, request: Request, services: Services
-) -> list[int]:
-    options = encode_options(body, services.info.max_model_len)
-    async with cancelled_on_disconnect(request.receive):
-        return await services.encoder.encode(prompt, options, context_of(request.scope).caller)
+    body.check(services.config, services.info)
+    (prompt,) = await encoded(body, [await render_chat(body, request, services)], request, services)
+    return prompt
 
 
 class ChatPen:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
+from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.chat_messages import ChatMessages, MessageReader, text_of
+from onbeat.server.answer import cancelled_on_disconnect
+from onbeat.server.chat_messages import MessageReader, text_of
 from onbeat.server.errors import ApiError
-from onbeat.server.middleware import HttpContext
+from onbeat.server.middleware import context_of
 from onbeat.server.prompts import PromptEncoder
-from onbeat.server.reply_fields import ToolUse
+from onbeat.server.reply_fields import TemplateFields, unread_variables
 from onbeat.server.server_config import MAX_VARIABLES_BYTES
+from onbeat.server.services import Services
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.families import FAMILIES, Family
 from onbeat.text.reply.parser import ReplyStyle
@@ -99,26 +102,7 @@ _RESERVED_VARIABLES = frozenset(
 )
 
 
-class RenderedChat(Protocol):
-    """A body with a chat that is to become a prompt."""
-
-    @property
-    def messages(self) -> ChatMessages | None: ...
-
-    @property
-    def add_generation_prompt(self) -> bool | None: ...
-
-    @property
-    def continue_final_message(self) -> bool | None: ...
-
-    @property
-    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
-
-    @property
-    def tool_use(self) -> ToolUse | None: ...
-
-
-def _check_rendering(body: RenderedChat) -> None:
+def _check_rendering(body: TemplateFields) -> None:
     """Check the fields that say how a chat becomes a prompt.
 
     Raises
@@ -146,22 +130,14 @@ def _check_rendering(body: RenderedChat) -> None:
         )
 
 
-async def render_chat(
-    body: RenderedChat,
-    encoder: PromptEncoder,
-    template: ChatTemplate | None,
-    style: ReplyStyle,
-    context: HttpContext,
-) -> str:
+async def render_chat(body: TemplateFields, request: Request, services: Services) -> str:
     """Return a chat as the text that the model completes.
 
     Parameters
     ----------
     body : the chat, and how it is to be rendered.
-    encoder : has the template rendered.
-    template : the model's, if it has one.
-    style : how the model calls tools, which tells it where its template does not.
-    context : whose chat it is: callers share threads.
+    request : whose chat it is: callers share threads.
+    services : of the server.
 
     Raises
     ------
@@ -169,20 +145,32 @@ async def render_chat(
     InvalidRequest : fields contradict each other, a message has no content or carries what this server lacks
         (images, sound), or the template refuses the chat or rewrites what it is to continue.
     PromptTooLong : the messages are longer than any text that fits the context.
+    ClientGone : the caller has left.
     """
     _check_rendering(body)
-    if template is None:
+    context, encoder, style = context_of(request.scope), services.encoder, services.reply_style
+    if (template := services.chat_template) is None:
         raise ApiError(
             400,
             "this model has no chat template (it is a base model); use /v1/completions, or serve with "
             "--chat-template",
             code="no_chat_template",
         )
+    context.ignored_fields += unread_variables(body.chat_template_kwargs, template.source)
     size = context.num_body_bytes + _MESSAGE_SIZE * len(body.messages or ())
-    return await encoder.render(context.caller, size, lambda: _rendered(body, encoder, template, style))
+    async with cancelled_on_disconnect(request.receive):
+        return await encoder.render(context.caller, size, lambda: rendered(body, encoder, template, style))
 
 
-def _rendered(body: RenderedChat, encoder: PromptEncoder, template: ChatTemplate, style: ReplyStyle) -> str:
+def rendered(body: TemplateFields, encoder: PromptEncoder, template: ChatTemplate, style: ReplyStyle) -> str:
+    """Return the same; may take long.
+
+    Parameters
+    ----------
+    encoder : knows what can fit.
+    template : the model's.
+    style : how the model calls tools, which tells it where its template does not.
+    """
     reader = MessageReader()
     messages = [
         reader.read(message, f"messages[{index}]") for index, message in enumerate(body.messages or ())
@@ -207,7 +195,7 @@ def _rendered(body: RenderedChat, encoder: PromptEncoder, template: ChatTemplate
     return _continued(template.render(messages, **variables), marked, content)
 
 
-def continued_text(body: RenderedChat) -> str | None:
+def continued_text(body: TemplateFields) -> str | None:
     """Return the final message that an answer goes on with; None where it does not."""
     if not (body.continue_final_message and body.messages):
         return None

@@ -18,18 +18,11 @@ from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import TokenLogprobs
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_report import SLOReport, Usage
-from onbeat.server.body import read_body
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.engine_requests import engine_requests
 from onbeat.server.errors import ErrorBody, ErrorReply, unsupported
 from onbeat.server.fields import OF_TEMPLATES, WHOLE, Flag
-from onbeat.server.generation_request import (
-    GenerationRequest,
-    as_server_has_it,
-    check_common,
-    check_num_logprobs,
-    encode_options,
-)
+from onbeat.server.generation_request import GenerationRequest, check_num_logprobs, read_request
 from onbeat.server.logprobs import (
     CompletionLogprobs,
     Echo,
@@ -40,9 +33,8 @@ from onbeat.server.logprobs import (
     token_offsets,
 )
 from onbeat.server.middleware import context_of
-from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import Routes
-from onbeat.server.pen import DONE, AnswerHead, Extras, Head, WholeChoice, new_head
+from onbeat.server.pen import DONE, AnswerHead, Extras, Head, WholeChoice
 from onbeat.server.pieces import Piece, encode, json_inside, list_of, written
 from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
 from onbeat.server.server_config import ServerConfig
@@ -130,58 +122,52 @@ class CompletionRequest(GenerationRequest):
     def continues_prompt(self) -> bool:
         return True
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
 
-def _check_completion(body: CompletionRequest, config: ServerConfig, info: EngineInfo) -> None:
-    """Check the fields that only text completions have.
-
-    Raises
-    ------
-    InvalidRequest : values contradict each other or exceed this server's caps.
-    """
-    if body.best_of not in {None, 1, body.n}:
-        raise unsupported("best_of is not supported by this server; leave it out", "best_of")
-    num_choices = len(body.prompt) * body.num_choices
-    if num_choices > config.max_choices:
-        raise InvalidRequest(
-            f"{counted(len(body.prompt), 'prompt')} with n = {body.num_choices} make {num_choices} choices; "
-            f"this server allows at most {config.max_choices} in one request",
-            param="prompt",
-        )
-    check_num_logprobs(body.logprobs, "logprobs", config, info)
-    if body.max_tokens == 0 and (not body.echo or body.logprob_token_ids):
-        raise InvalidRequest(
-            "max_tokens is 0, which asks for no answer; ask for at least 1, or send echo, without "
-            "logprob_token_ids, to have the prompt alone",
-            param="max_tokens",
-        )
+    def check(self, config: ServerConfig, info: EngineInfo) -> None:
+        super().check(config, info)
+        if self.best_of not in {None, 1, self.n}:
+            raise unsupported("best_of is not supported by this server; leave it out", "best_of")
+        num_choices = self.num_prompts * self.num_choices
+        if num_choices > config.max_choices:
+            raise InvalidRequest(
+                f"{counted(self.num_prompts, 'prompt')} with n = {self.num_choices} make {num_choices} "
+                f"choices; this server allows at most {config.max_choices} in one request",
+                param="prompt",
+            )
+        check_num_logprobs(self.logprobs, "logprobs", config, info)
+        if self.max_tokens == 0 and (not self.echo or self.logprob_token_ids):
+            raise InvalidRequest(
+                "max_tokens is 0, which asks for no answer; ask for at least 1, or send echo, without "
+                "logprob_token_ids, to have the prompt alone",
+                param="max_tokens",
+            )
 
 
 def completion_routes(services: Services) -> Routes:
     """Return the route of text completions."""
     router = Routes()
-    config, tokenizer = services.config, services.tokenizer
 
     @router.post("/v1/completions", **router.generating(CompletionRequest, Completion, Completion))
     async def completions(request: Request) -> Response:
         """Go on writing a text."""
-        services.lifecycle.check_open()
-        context, info = context_of(request.scope), services.info
-        body = as_server_has_it(await read_body(request, CompletionRequest, unused=OF_TEMPLATES), config)
-        head = new_head("cmpl", services.check_model(body.model))
-        context.completion_id = head.completion_id
-        check_common(body, config, info, num_prompts=len(body.prompt))
-        _check_completion(body, config, info)
+        context = context_of(request.scope)
+        body, head = await read_request(request, CompletionRequest, services, "cmpl", unused=OF_TEMPLATES)
+        body.check(services.config, services.info)
         async with cancelled_on_disconnect(request.receive):
             await services.grammars.take(grammar_of(body), context)
-        objectives = request_objectives(body, request.headers, context, config.slo)
-        context.job = objectives.job
-        options = encode_options(body, info.max_model_len)
-        async with cancelled_on_disconnect(request.receive):
-            prompts = await services.encoder.encode_all(body.prompt, options, context.caller)
-        requests = await engine_requests(body, prompts, objectives, info, tokenizer, context)
+        requests = await engine_requests(body, body.prompt, request, services)
+        prompts = [each.prompt_token_ids for each in requests[:: body.num_choices]]
         echoes = [Echo("")] * len(prompts)
         if body.echo:
-            echo = partial(_echo, options=options, tokenizer=tokenizer, has_offsets=body.logprobs is not None)
+            echo = partial(
+                _echo,
+                options=body.prompt_options(services.info.max_model_len),
+                tokenizer=services.tokenizer,
+                has_offsets=body.logprobs is not None,
+            )
             async with cancelled_on_disconnect(request.receive):
                 echoes = await services.encoder.off_loop(
                     context.caller, sum(map(len, prompts)), lambda: list(map(echo, body.prompt, prompts))
@@ -196,7 +182,7 @@ def completion_routes(services: Services) -> Routes:
 
 def _echo(
     prompt: PromptInput,
-    token_ids: list[int],
+    token_ids: Sequence[int],
     *,
     options: EncodeOptions,
     tokenizer: Tokenizer,

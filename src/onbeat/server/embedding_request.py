@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 
 from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong
@@ -18,16 +16,13 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.answer import cancelled_on_disconnect, note_choices
 from onbeat.server.answer_report import SLOReport, slo_report, worst_report
-from onbeat.server.body import read_body
 from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.errors import error_reply
 from onbeat.server.fair_threads import Turns
-from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.generation import MOST_EMBEDDED
-from onbeat.server.generation_request import check_priority, truncate_to
+from onbeat.server.generation_request import EngineFields
 from onbeat.server.middleware import HttpContext, context_of
-from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request_objectives
-from onbeat.server.pen import AnswerHead, new_head
+from onbeat.server.objectives import RequestObjectives, request_objectives
 from onbeat.server.prompts import EncodeOptions, PromptInput
 from onbeat.server.server_config import MAX_INPUTS
 from onbeat.server.services import Services
@@ -50,25 +45,6 @@ class TextsAnswer(Struct):
     slo: SLOReport | UnsetType = UNSET
 
 
-class TextsRequest(ObjectiveFields):
-    """The body of an endpoint that embeds texts. Null means the default everywhere."""
-
-    model_config = ConfigDict(strict=True)
-
-    model: str | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    """Keep only this many of each text's tokens; -1 keeps what fits."""
-    truncation_side: Literal["left", "right"] | None = None
-    """Whether its last tokens are kept (left, the default) or its first."""
-    add_special_tokens: Flag | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
-    """Lower is earlier; needs the priority scheduling policy unless 0."""
-    cache_salt: str | None = Field(None, min_length=1, max_length=1000)
-
-
-_Body = TypeVar("_Body", bound=TextsRequest)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedded:
     """Texts that have become vectors."""
@@ -84,28 +60,6 @@ class Embedded:
     ) -> Iterator[NDArray[np.float32]]:
         """Yield the embeddings, cut to their first numbers and of length 1 where that is wanted."""
         return (vector_of(choice.embedding, dimensions, normalize=normalize) for choice in self.choices)
-
-
-async def read_texts(
-    http: HttpRequest, kind: type[_Body], services: Services, *, prefix: str
-) -> tuple[_Body, AnswerHead]:
-    """Return the checked body of a request that embeds texts, and the head of its answer.
-
-    Parameters
-    ----------
-    prefix : of the answer's id.
-
-    Raises
-    ------
-    OnbeatError : the server takes no more, or the body is wrong (`body.read_body`), or names another model.
-    InvalidRequest : a priority is given where none counts.
-    """
-    services.lifecycle.check_open()
-    body = await read_body(http, kind)
-    head = new_head(prefix, services.check_model(body.model))
-    context_of(http.scope).completion_id = head.completion_id
-    check_priority(body.priority, services.info)
-    return body, head
 
 
 def check_texts(texts: Sequence[PromptInput], param: str) -> None:
@@ -131,7 +85,7 @@ def check_texts(texts: Sequence[PromptInput], param: str) -> None:
 async def embed(
     services: Services,
     http: HttpRequest,
-    body: TextsRequest,
+    body: EngineFields,
     texts: Sequence[PromptInput],
     options: EncodeOptions,
     names: Sequence[str] = (),
@@ -151,6 +105,7 @@ async def embed(
     RequestRejected, EngineDead, EngineError : as the engine does.
     ClientGone : nobody waits for the answer any more.
     """
+    body.check(services.config, services.info)
     context = context_of(http.scope)
     objectives = request_objectives(body, http.headers, context, services.config.slo)
     if objectives.job is not None:
@@ -198,7 +153,7 @@ async def embed(
 
 
 def encode_options(
-    body: TextsRequest, max_model_len: int, *, param: str, special: bool = True
+    body: EngineFields, max_model_len: int, *, param: str, special: bool = True
 ) -> EncodeOptions:
     """Return how texts become tokens.
 
@@ -218,13 +173,8 @@ def encode_options(
             "request a smaller truncation size. -1 keeps what fits",
             param="truncate_prompt_tokens",
         )
-    return EncodeOptions(
-        add_special_tokens=special if body.add_special_tokens is None else body.add_special_tokens,
-        # there is no answer to leave room for
-        truncate_to=truncate_to(asked, max_tokens=1, max_model_len=max_model_len + 1),
-        keeps_first=body.truncation_side == "right",
-        param=param,
-    )
+    # there is no answer to leave room for
+    return body.encode_options(max_model_len + 1, param=param, special=special)
 
 
 def _check_lengths(
@@ -243,7 +193,7 @@ def _check_lengths(
 
 
 def _requests(
-    body: TextsRequest,
+    body: EngineFields,
     prompts: Sequence[list[int]],
     objectives: RequestObjectives,
     info: EngineInfo,

@@ -15,26 +15,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest, quoted
-from onbeat.server.answer import cancelled_on_disconnect, prediction_header
-from onbeat.server.chat_messages import ChatMessages
+from onbeat.server.answer import prediction_header
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import TOKEN_IDS_SCHEMA, checked_prompts
 from onbeat.server.embedding_request import (
     Embedded,
     TextsAnswer,
-    TextsRequest,
     check_texts,
     embed,
     encode_options,
-    read_texts,
 )
 from onbeat.server.errors import unsupported
 from onbeat.server.fields import WHOLE, Flag
-from onbeat.server.middleware import context_of
+from onbeat.server.generation_request import EngineFields, read_request
 from onbeat.server.openapi import Routes
 from onbeat.server.pen import AnswerHead
 from onbeat.server.pieces import PiecesResponse, gathered, list_of, written
 from onbeat.server.prompts import PromptInput
+from onbeat.server.reply_fields import TemplateFields
 from onbeat.server.services import Services
 
 POOLING_PATH = "/pooling"
@@ -55,14 +53,12 @@ def _checked_input(value: Any) -> list[PromptInput] | None:
     return None if value is None else checked_prompts(value, "input")
 
 
-class EmbeddingRequest(TextsRequest):
-    """OpenAI's embeddings, with vLLM's extra fields. Either `input` or `messages` is given."""
+class EmbeddingRequest(EngineFields, TemplateFields):
+    """OpenAI's embeddings, with vLLM's extra fields. Either `input` or `messages`, a chat, is given."""
 
     input: Annotated[
         list[PromptInput] | None, PlainValidator(_checked_input), WithJsonSchema(_INPUT_SCHEMA)
     ] = None
-    messages: ChatMessages | None = None
-    """A chat, which the model's template makes one text of."""
     encoding_format: Literal["float", "base64"] | None = None
     """base64 is of the numbers' bytes."""
     embed_dtype: Literal["float32", "float16"] | None = None
@@ -75,14 +71,6 @@ class EmbeddingRequest(TextsRequest):
     """Give each embedding the length 1; true if absent."""
     use_activation: Flag | None = None
     """vLLM's name of `normalize`."""
-    add_generation_prompt: Flag | None = None
-    continue_final_message: Flag | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def tool_use(self) -> None:
-        """Nothing is called."""
-        return
 
 
 class PoolingRequest(EmbeddingRequest):
@@ -114,14 +102,14 @@ def embedding_routes(services: Services) -> Routes:
     @router.post("/v1/embeddings", **router.embedding(EmbeddingRequest, EmbeddingList))
     async def embeddings(request: Request) -> Response:
         """Make vectors of texts."""
-        body, head = await read_texts(request, EmbeddingRequest, services, prefix="embd")
+        body, head = await read_request(request, EmbeddingRequest, services, "embd")
         embedded = await _embedded(body, request, services)
         return await _answer(embedded, body, Embedding, head, services)
 
     @router.post(POOLING_PATH, **router.embedding(PoolingRequest, EmbeddingList))
     async def pooling(request: Request) -> Response:
         """Make vectors of texts, in vLLM's form."""
-        body, head = await read_texts(request, PoolingRequest, services, prefix="pool")
+        body, head = await read_request(request, PoolingRequest, services, "pool")
         if body.task not in (None, "embed"):
             raise unsupported(f"Unsupported task: {quoted(body.task)}; this server has 'embed'", "task")
         embedded = await _embedded(body, request, services)
@@ -137,7 +125,7 @@ async def _embedded(body: EmbeddingRequest, request: Request, services: Services
     ------
     OnbeatError : it is refused, or fails.
     """
-    context, info = context_of(request.scope), services.info
+    info = services.info
     if body.dimensions is not None and body.dimensions > info.embedding_size:
         raise InvalidRequest(
             f"dimensions is {body.dimensions}; embeddings of this model have {info.embedding_size} numbers. "
@@ -154,10 +142,7 @@ async def _embedded(body: EmbeddingRequest, request: Request, services: Services
         )
     texts, param = body.input, "input"
     if texts is None:
-        param = "messages"
-        async with cancelled_on_disconnect(request.receive):
-            template, style = services.chat_template, services.reply_style
-            texts = [await render_chat(body, services.encoder, template, style, context)]
+        texts, param = [await render_chat(body, request, services)], "messages"
     check_texts(texts, param)
     options = encode_options(body, info.max_model_len, param=param, special=param == "input")
     return await embed(services, request, body, texts, options)

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from starlette.requests import Request as HttpRequest
+
 from onbeat.core.errors import PromptTooLong, counted
 from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import Request, SamplingParams, WholeRequest
+from onbeat.server.answer import cancelled_on_disconnect
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest
-from onbeat.server.middleware import HttpContext
-from onbeat.server.objectives import RequestObjectives
+from onbeat.server.middleware import context_of
+from onbeat.server.objectives import request_objectives
+from onbeat.server.prompts import PromptInput
+from onbeat.server.services import Services
 
 _SEED_MASK = 2**63 - 1
 _SAMPLING = (
@@ -23,31 +28,44 @@ _SAMPLING = (
 """Fields of a body that are those of `SamplingParams`, and win over the model's defaults."""
 
 
+async def encoded(
+    body: GenerationRequest, texts: Sequence[PromptInput], http: HttpRequest, services: Services
+) -> list[list[int]]:
+    """Return the tokens of a body's prompts.
+
+    Raises
+    ------
+    OnbeatError : one is refused (`PromptEncoder.encode_all`).
+    ClientGone : the caller has left.
+    """
+    options = body.prompt_options(services.info.max_model_len)
+    async with cancelled_on_disconnect(http.receive):
+        return await services.encoder.encode_all(texts, options, context_of(http.scope).caller)
+
+
 async def engine_requests(
-    body: GenerationRequest,
-    prompts: Sequence[list[int]],
-    objectives: RequestObjectives,
-    info: EngineInfo,
-    tokenizer: Tokenizer,
-    context: HttpContext,
+    body: GenerationRequest, texts: Sequence[PromptInput], http: HttpRequest, services: Services
 ) -> list[Request]:
     """Return `n` requests for each prompt, one for each choice of the answer.
 
     Parameters
     ----------
     body : what the caller wants.
-    prompts : token ids.
-    objectives : of each request.
-    info : the engine's.
-    tokenizer : the model's: its end tokens end an answer unless the caller ignores them.
-    context : of the HTTP request: when it arrived, what its answer must match, and the answer's id, with
-        which the requests' ids start.
+    texts : its prompts.
+    http : whose headers may hold objectives. Its context says when it arrived, what its answer must match,
+        and the answer's id, with which the requests' ids start; it gets the job.
+    services : of the server.
 
     Raises
     ------
     InvalidRequest : values contradict each other, or leave no token to sample.
     PromptTooLong : a prompt leaves no room for the answer.
+    ClientGone : the caller has left.
     """
+    context, info, tokenizer = context_of(http.scope), services.info, services.tokenizer
+    objectives = request_objectives(body, http.headers, context, services.config.slo)
+    context.job = objectives.job
+    prompts = await encoded(body, texts, http, services)
     requests, turns = list[Request](), Turns()
     num_choices = len(prompts) * body.num_choices
     num_prompt_tokens = body.num_choices * sum(map(len, prompts))

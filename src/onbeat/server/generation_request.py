@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Collection
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -14,14 +15,18 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest, counted, first_of, quoted
 from onbeat.core.protocols import EngineInfo
+from onbeat.server.body import read_body
 from onbeat.server.choices import TextOptions
 from onbeat.server.errors import ApiError
 from onbeat.server.fields import NUMBER, WHOLE, Flag, with_one_unknown
+from onbeat.server.middleware import context_of
 from onbeat.server.objectives import ObjectiveFields
-from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
+from onbeat.server.pen import AnswerHead, new_head
+from onbeat.server.prompts import EncodeOptions, EncodingFields, TokenId, check_token_ids
 from onbeat.server.server_config import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -29,6 +34,7 @@ from onbeat.server.server_config import (
     MAX_STOP_STRINGS,
     ServerConfig,
 )
+from onbeat.server.services import Services
 from onbeat.server.structured import StructureFields
 
 _INT64 = 2**63
@@ -97,10 +103,68 @@ class StreamOptions(BaseModel):
         return with_one_unknown(value, cls.model_fields)
 
 
-class GenerationRequest(ObjectiveFields, StructureFields):
-    """The body of either completion endpoint. Null means the default everywhere."""
+class EngineFields(ObjectiveFields, EncodingFields):
+    """The fields of every body that becomes requests of the engine. Null means the default everywhere."""
 
     model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    """One of /v1/models; the served model if absent."""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
+    """Lower is earlier; needs the priority scheduling policy unless 0."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=1000)
+
+    def check(self, config: ServerConfig, info: EngineInfo) -> None:  # noqa: ARG002 -- others need the configuration
+        """Check what no single field's type can say.
+
+        Raises
+        ------
+        InvalidRequest : values contradict each other, exceed this server's caps, or name unknown tokens.
+        ApiError : the model cannot do what is asked.
+        """
+        if self.priority and not info.priority_scheduling:
+            raise InvalidRequest(
+                f"priority is {self.priority}, which needs the priority scheduling policy; serve with "
+                "--scheduling-policy priority or leave it out",
+                param="priority",
+            )
+
+
+_Body = TypeVar("_Body", bound=EngineFields)
+
+
+async def read_request(
+    request: Request,
+    kind: type[_Body],
+    services: Services,
+    prefix: str,
+    *,
+    joint: str = "-",
+    unused: Collection[str] = (),
+) -> tuple[_Body, AnswerHead]:
+    """Return the checked body of a request, and the head of its answer.
+
+    Parameters
+    ----------
+    kind : of the body.
+    prefix, joint : of the answer's id.
+    unused : fields that are taken, and dropped.
+
+    Raises
+    ------
+    OnbeatError : the server takes no more, or the body is wrong (`body.read_body`), or names another model.
+    """
+    services.lifecycle.check_open()
+    body = await read_body(request, kind, unused=unused)
+    if services.config.force_include_usage and isinstance(body, GenerationRequest) and body.stream:
+        body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+    head = new_head(prefix, services.check_model(body.model), joint=joint)
+    context_of(request.scope).completion_id = head.completion_id
+    return body, head
+
+
+class GenerationRequest(EngineFields, StructureFields):
+    """The body of either completion endpoint."""
 
     prompt_field: ClassVar[str] = "prompt"
     """Which holds the prompt: errors name it."""
@@ -108,8 +172,6 @@ class GenerationRequest(ObjectiveFields, StructureFields):
     """None is as many as fit."""
     default_add_special_tokens: ClassVar[bool] = True
 
-    model: str | None = None
-    """One of /v1/models; the served model if absent."""
     n: Annotated[int, Field(ge=1), WHOLE] | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
@@ -142,15 +204,7 @@ class GenerationRequest(ObjectiveFields, StructureFields):
     """Name tokens `token_id:5` where log-probabilities are reported."""
     skip_special_tokens: Flag | None = None
     include_stop_str_in_output: Flag | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    """Keep only this many of the prompt's tokens; -1 keeps what fits."""
-    truncation_side: Literal["left", "right"] | None = None
-    """Whether its last tokens are kept (left, the default) or its first."""
-    add_special_tokens: Flag | None = None
     return_token_ids: Flag | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
-    """Lower is earlier; needs the priority scheduling policy unless 0."""
-    cache_salt: str | None = Field(None, min_length=1, max_length=1000)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -212,78 +266,68 @@ class GenerationRequest(ObjectiveFields, StructureFields):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
+    @property
+    def num_prompts(self) -> int:
+        return 1
 
-_Generation = TypeVar("_Generation", bound=GenerationRequest)
-
-
-def as_server_has_it(body: _Generation, config: ServerConfig) -> _Generation:
-    """Return a request with what the server's flags ask for in its place."""
-    if not (config.force_include_usage and body.stream):
-        return body
-    usage = StreamOptions(include_usage=True, continuous_usage_stats=True)
-    return body.model_copy(update={"stream_options": usage})
-
-
-def check_common(
-    body: GenerationRequest, config: ServerConfig, info: EngineInfo, *, num_prompts: int = 1
-) -> None:
-    """Check what no single field's type can say.
-
-    Raises
-    ------
-    InvalidRequest : values contradict each other, exceed this server's caps, or name unknown tokens.
-    ApiError : the model cannot generate.
-    """
-    if not info.generates:
-        raise ApiError(
-            400,
-            "this model was saved without its output head, so it generates no text; send texts to "
-            "/v1/embeddings",
-            code="no_generation",
-        )
-    if body.num_choices > config.max_n:
-        raise InvalidRequest(f"n is {body.n}; this server allows at most {config.max_n}", param="n")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest(
-            "stream_options is given without stream; set stream to true or leave it out",
-            param="stream_options",
-        )
-    check_priority(body.priority, info)
-    _check_lists(body, num_prompts * body.num_choices)
-    check_token_ids(body.logprob_token_ids or (), info.vocab_size, "logprob_token_ids")
-    if body.logprob_token_ids and body.num_logprobs is None:
-        raise InvalidRequest(
-            "logprob_token_ids is given without logprobs; send logprobs too, or leave it out",
-            param="logprob_token_ids",
-        )
-    if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequest(
-            "prompt_logprobs is not available with stream; leave one out", param="prompt_logprobs"
-        )
-    check_num_logprobs(body.prompt_logprobs, "prompt_logprobs", config, info)
-    check_token_ids(body.stop_token_ids or (), info.vocab_size, "stop_token_ids")
-    check_token_ids(body.logit_bias or (), info.vocab_size, "logit_bias")
-    check_token_ids(body.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
-    if body.allowed_token_ids == []:
-        raise InvalidRequest(
-            "allowed_token_ids is empty, which allows no token; leave it out to allow all",
-            param="allowed_token_ids",
+    def prompt_options(self, max_model_len: int) -> EncodeOptions:
+        """Return how its prompts become tokens; raise as `encode_options`."""
+        asked, default = self.asked_max_tokens, self.default_max_tokens
+        return self.encode_options(
+            max_model_len,
+            param=self.prompt_field,
+            special=self.default_add_special_tokens,
+            max_tokens=default if asked is None else asked,
         )
 
+    def check(self, config: ServerConfig, info: EngineInfo) -> None:
+        if not info.generates:
+            raise ApiError(
+                400,
+                "this model was saved without its output head, so it generates no text; send texts to "
+                "/v1/embeddings",
+                code="no_generation",
+            )
+        super().check(config, info)
+        if self.num_choices > config.max_n:
+            raise InvalidRequest(f"n is {self.n}; this server allows at most {config.max_n}", param="n")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest(
+                "stream_options is given without stream; set stream to true or leave it out",
+                param="stream_options",
+            )
+        if self.logprob_token_ids and self.num_logprobs is None:
+            raise InvalidRequest(
+                "logprob_token_ids is given without logprobs; send logprobs too, or leave it out",
+                param="logprob_token_ids",
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs is not available with stream; leave one out", param="prompt_logprobs"
+            )
+        check_num_logprobs(self.prompt_logprobs, "prompt_logprobs", config, info)
+        self._check_lists(info.vocab_size)
 
-def check_priority(priority: int | None, info: EngineInfo) -> None:
-    """Check that a priority counts where one is given.
-
-    Raises
-    ------
-    InvalidRequest : it does not.
-    """
-    if priority and not info.priority_scheduling:
-        raise InvalidRequest(
-            f"priority is {priority}, which needs the priority scheduling policy; serve with "
-            "--scheduling-policy priority or leave it out",
-            param="priority",
-        )
+    def _check_lists(self, vocab_size: int) -> None:
+        """Check the tokens that are listed for the sampling: every choice sends its lists to the engine."""
+        lists = {name: getattr(self, name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
+        num_listed = sum(len(listed or ()) for listed in lists.values())
+        num_choices = self.num_prompts * self.num_choices
+        if num_listed * num_choices > MAX_LISTED_TOKENS:
+            longest = max(lists, key=lambda name: len(lists[name] or ()))
+            raise InvalidRequest(
+                f"{longest} and the like list {num_listed} tokens for {counted(num_choices, 'choice')}; of "
+                f"all choices together at most {MAX_LISTED_TOKENS} are taken. List fewer, or ask for fewer "
+                "choices",
+                param=longest,
+            )
+        for name, listed in (*lists.items(), ("logprob_token_ids", self.logprob_token_ids)):
+            check_token_ids(listed or (), vocab_size, name)
+        if self.allowed_token_ids == []:
+            raise InvalidRequest(
+                "allowed_token_ids is empty, which allows no token; leave it out to allow all",
+                param="allowed_token_ids",
+            )
 
 
 def check_num_logprobs(asked: int | None, param: str, config: ServerConfig, info: EngineInfo) -> None:
@@ -300,57 +344,3 @@ def check_num_logprobs(asked: int | None, param: str, config: ServerConfig, info
             f"most {config.max_logprobs}",
             param=param,
         )
-
-
-def _check_lists(body: GenerationRequest, num_choices: int) -> None:
-    """Check how many tokens are listed for the sampling: every choice sends its lists to the engine."""
-    lists = {name: getattr(body, name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
-    num_listed = sum(len(listed or ()) for listed in lists.values())
-    if num_listed * num_choices > MAX_LISTED_TOKENS:
-        longest = max(lists, key=lambda name: len(lists[name] or ()))
-        raise InvalidRequest(
-            f"{longest} and the like list {num_listed} tokens for {counted(num_choices, 'choice')}; of all "
-            f"choices together at most {MAX_LISTED_TOKENS} are taken. List fewer, or ask for fewer choices",
-            param=longest,
-        )
-
-
-def encode_options(body: GenerationRequest, max_model_len: int) -> EncodeOptions:
-    """Return how the prompts of a request become tokens.
-
-    Raises
-    ------
-    InvalidRequest : truncation leaves nothing of them.
-    """
-    special = body.add_special_tokens
-    return EncodeOptions(
-        add_special_tokens=body.default_add_special_tokens if special is None else special,
-        truncate_to=truncate_to(
-            body.truncate_prompt_tokens,
-            max_tokens=body.default_max_tokens if body.asked_max_tokens is None else body.asked_max_tokens,
-            max_model_len=max_model_len,
-        ),
-        keeps_first=body.truncation_side == "right",
-        param=body.prompt_field,
-    )
-
-
-def truncate_to(asked: int | None, *, max_tokens: int | None, max_model_len: int) -> int | None:
-    """Return how many of a prompt's last tokens are kept; None is all.
-
-    Parameters
-    ----------
-    asked : `truncate_prompt_tokens`; -1 is what fits.
-    max_tokens : output tokens for which room is kept then; None is one.
-    max_model_len : most tokens of prompt and output.
-
-    Raises
-    ------
-    InvalidRequest : none would be kept.
-    """
-    if asked == 0:
-        raise InvalidRequest(
-            "truncate_prompt_tokens is 0, which leaves no prompt; give a number, or -1 for what fits",
-            param="truncate_prompt_tokens",
-        )
-    return max(max_model_len - (max_tokens or 1), 1) if asked == -1 else asked

@@ -20,10 +20,10 @@ from onbeat.server.chat import ChatCompletionRequest, chat_prompt, chat_requests
 from onbeat.server.choices import ChoiceDelta, ShownToken
 from onbeat.server.errors import AnthropicErrorBody, ErrorReply, anthropic_error, unsupported
 from onbeat.server.fields import WHOLE
-from onbeat.server.generation_request import GenerationRequest, StopString
+from onbeat.server.generation_request import GenerationRequest, StopString, read_request
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes
-from onbeat.server.pen import AnswerHead, Extras, Part, StreamedParts, WholeChoice, event_bytes, new_head
+from onbeat.server.pen import AnswerHead, Extras, Part, StreamedParts, WholeChoice, event_bytes
 from onbeat.server.pieces import json_response, list_of, written
 from onbeat.server.server_config import MAX_MESSAGES, MAX_STOP_STRINGS
 from onbeat.server.services import Services
@@ -303,11 +303,9 @@ def message_routes(services: Services) -> Routes:
     )
     async def messages(request: Request) -> Response:
         """Answer with a message."""
-        services.lifecycle.check_open()
-        body = await read_body(request, MessageRequest)
-        head = new_head("msg", services.check_model(body.model), joint="_")
+        body, head = await read_request(request, MessageRequest, services, "msg", joint="_")
         async with _chat_of(body, request) as chat:
-            requests, options = await chat_requests(chat, request, head, services)
+            requests, options = await chat_requests(chat, request, services)
         return AnswerResponse(chat, requests, options, MessagePen(head), services, ping=event_bytes([_PING]))
 
     @router.post(

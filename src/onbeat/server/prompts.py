@@ -6,14 +6,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong, first_of
 from onbeat.core.protocols import Tokenizer
 from onbeat.server.fair_threads import FairThreads
+from onbeat.server.fields import WHOLE, Flag
 
 _INLINE_CHARACTERS = 2048
 """Longer texts are encoded in a thread; below, in some 2 ms, the hand-over is not worth it."""
@@ -45,6 +46,45 @@ class EncodeOptions:
     """Keep the first ones instead."""
     param: str = "prompt"
     """The field that errors name."""
+
+
+class EncodingFields(BaseModel):
+    """The fields of a body that say how its texts become tokens."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
+    """Keep only this many of a text's tokens; -1 keeps what fits."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Whether its last tokens are kept (left, the default) or its first."""
+    add_special_tokens: Flag | None = None
+
+    def encode_options(
+        self, max_model_len: int, *, param: str, special: bool, max_tokens: int | None = None
+    ) -> EncodeOptions:
+        """Return how texts become tokens.
+
+        Parameters
+        ----------
+        max_model_len : most tokens of prompt and output.
+        param : the field that errors name.
+        special : whether special tokens are added where the body says nothing.
+        max_tokens : output tokens for which truncation to what fits keeps room; None is one.
+
+        Raises
+        ------
+        InvalidRequest : truncation leaves nothing.
+        """
+        asked = self.truncate_prompt_tokens
+        if asked == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is 0, which leaves no prompt; give a number, or -1 for what fits",
+                param="truncate_prompt_tokens",
+            )
+        return EncodeOptions(
+            add_special_tokens=special if self.add_special_tokens is None else self.add_special_tokens,
+            truncate_to=max(max_model_len - (max_tokens or 1), 1) if asked == -1 else asked,
+            keeps_first=self.truncation_side == "right",
+            param=param,
+        )
 
 
 class PromptEncoder:

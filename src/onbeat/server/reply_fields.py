@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server.chat_messages import ChatMessages
 from onbeat.server.fields import Flag, ignorable
 from onbeat.text.reply.grammar import WantedCalls
 
@@ -98,29 +99,19 @@ def _note_extra(tools: list[ToolSpec] | None, info: ValidationInfo) -> list[Tool
 _ManyTools = Field(max_length=MAX_TOOLS, fail_fast=True)
 
 
-class ToolFields(BaseModel):
-    """The fields of a chat that are about tools. Null and an empty list mean none."""
+class TemplateFields(BaseModel):
+    """The fields of a body with a chat that becomes a prompt."""
 
-    tools: Annotated[Annotated[list[ToolSpec], _ManyTools] | None, AfterValidator(_note_extra)] = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
-    """Auto unless given."""
-    parallel_tool_calls: Flag | None = None
-    """False ends an answer with its first call."""
+    messages: ChatMessages | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
+    """Go on writing the last message instead of answering it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template, which go before what other fields ask of it."""
 
-    @cached_property
+    @property
     def tool_use(self) -> ToolUse | None:
-        """What the model may call, and how; None where it may call nothing.
-
-        Raises
-        ------
-        InvalidRequest : the fields contradict each other.
-        """
-        if self.tools:
-            return _tool_use(self.tools, self.tool_choice, is_single=self.parallel_tool_calls is False)
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest(
-                "tool_choice asks for a call, but there are no tools; send tools", param="tool_choice"
-            )
+        """What the model may call, and how; None where it may call nothing."""
         return None
 
 
@@ -215,17 +206,37 @@ class ThinkingSettings(BaseModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class ThinkingFields(BaseModel):
-    """The fields of a chat that say how much to reason. The template decides what comes of them."""
+class ChatFields(TemplateFields):
+    """The fields of a chat that its template is told of."""
 
+    tools: Annotated[Annotated[list[ToolSpec], _ManyTools] | None, AfterValidator(_note_extra)] = None
+    """Null and an empty list mean none."""
+    tool_choice: _Choice = None
+    """Auto unless given."""
+    parallel_tool_calls: Flag | None = None
+    """False ends an answer with its first call."""
     reasoning_effort: Annotated[Effort | None, _EMPTY_IS_NONE] = None
     """Other than `none` also sets the template's `enable_thinking`; so in the next."""
     thinking: Flag | ThinkingSettings | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the model's chat template, which go before the fields above."""
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        """What the model may call, and how; None where it may call nothing.
+
+        Raises
+        ------
+        InvalidRequest : the fields contradict each other.
+        """
+        if self.tools:
+            return _tool_use(self.tools, self.tool_choice, is_single=self.parallel_tool_calls is False)
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest(
+                "tool_choice asks for a call, but there are no tools; send tools", param="tool_choice"
+            )
+        return None
 
     @model_validator(mode="after")
-    def _tell_template(self, info: ValidationInfo) -> ThinkingFields:
+    def _tell_template(self, info: ValidationInfo) -> ChatFields:
         """Add what they ask for to the template's variables."""
         ignored_fields = info.context
         assert isinstance(ignored_fields, list), "`body.read_body` gives it"

@@ -88,7 +88,7 @@ class ResponseRequest(GenerationRequest):
     def wants_logprobs(self) -> bool:
         return _LOGPROBS in (self.include or ())
 
-    def check(self) -> None:
+    def check_stateless(self) -> None:
         """Refuse what asks for state, and what chat completions do otherwise.
 
         Raises
@@ -141,7 +141,7 @@ class ResponseRequest(GenerationRequest):
 
 
 def chat_of(body: ResponseRequest, request: Request) -> AbstractAsyncContextManager[ChatCompletionRequest]:
-    body.check()
+    body.check_stateless()
     messages = messages_of(body.input, body.instructions)
     return as_chat(body, body.chat_fields(), messages, body.metadata, _NAMES, request)
 

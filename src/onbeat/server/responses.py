@@ -16,10 +16,11 @@ from onbeat.server.body import read_body
 from onbeat.server.chat import chat_prompt, chat_requests
 from onbeat.server.choices import ChoiceDelta, ShownToken
 from onbeat.server.errors import ApiError, ErrorReply
+from onbeat.server.generation_request import read_request
 from onbeat.server.logprobs import LogprobWriter, TokenLogprob
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes
-from onbeat.server.pen import AnswerHead, Extras, Part, StreamedParts, WholeChoice, new_head
+from onbeat.server.pen import AnswerHead, Extras, Part, StreamedParts, WholeChoice
 from onbeat.server.pieces import Piece, json_response, list_of, written
 from onbeat.server.response_request import NO_STATE, ResponseRequest, chat_of
 from onbeat.server.services import Services
@@ -302,11 +303,9 @@ def response_routes(services: Services) -> Routes:
     @router.post("/v1/responses", **router.generating(ResponseRequest, ModelResponse, ResponseEvent))
     async def responses(request: Request) -> Response:
         """Answer with a response, which is not stored."""
-        services.lifecycle.check_open()
-        body = await read_body(request, ResponseRequest)
-        head = new_head("resp", services.check_model(body.model), joint="_")
+        body, head = await read_request(request, ResponseRequest, services, "resp", joint="_")
         async with chat_of(body, request) as chat:
-            requests, options = await chat_requests(chat, request, head, services)
+            requests, options = await chat_requests(chat, request, services)
         pen = ResponsePen(head, body, services.logprobs[bool(body.return_tokens_as_token_ids)])
         answer = AnswerResponse(chat, requests, options, pen, services)
         answer.prompt_field = body.prompt_field

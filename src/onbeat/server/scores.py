@@ -17,14 +17,13 @@ from onbeat.server.answer import prediction_header
 from onbeat.server.embedding_request import (
     Embedded,
     TextsAnswer,
-    TextsRequest,
     check_texts,
     embed,
     encode_options,
-    read_texts,
 )
 from onbeat.server.fair_threads import Turns
 from onbeat.server.fields import WHOLE, Flag
+from onbeat.server.generation_request import EngineFields, read_request
 from onbeat.server.openapi import Routes
 from onbeat.server.pieces import PiecesResponse, gathered, list_of
 from onbeat.server.services import Services
@@ -50,7 +49,7 @@ _Texts = Annotated[list[_Text], Field(min_length=1, fail_fast=True)]
 _OneOrMore = str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
-class RerankRequest(TextsRequest):
+class RerankRequest(EngineFields):
     """Documents that are to be ordered by how near they are to a query (Jina's and Cohere's)."""
 
     query: _Text
@@ -65,7 +64,7 @@ _FIRST = ("text_1", "queries", "data_1")
 _SECOND = ("text_2", "documents", "items", "data_2")
 
 
-class ScoreRequest(TextsRequest):
+class ScoreRequest(EngineFields):
     """Pairs of texts: one with each of many, or pair by pair, by all of vLLM's names for the two sides."""
 
     text_1: _OneOrMore | None = None
@@ -125,7 +124,7 @@ def score_routes(services: Services) -> Routes:
 
     async def rerank(request: Request) -> Response:
         """Order documents by how near they are to a query."""
-        body, head = await read_texts(request, RerankRequest, services, prefix="score")
+        body, head = await read_request(request, RerankRequest, services, "score")
         embedded = await _embed(services, request, body, {"query": [body.query], "documents": body.documents})
         about = head.completion_id, head.model, embedded.usage, embedded.slo
         results = list_of(_results(body, await _cosines(embedded, 1)))
@@ -133,7 +132,7 @@ def score_routes(services: Services) -> Routes:
 
     async def score(request: Request) -> Response:
         """Tell how near texts are to one another."""
-        body, head = await read_texts(request, ScoreRequest, services, prefix="score")
+        body, head = await read_request(request, ScoreRequest, services, "score")
         sides = dict((body.side(_FIRST), body.side(_SECOND)))
         num_first = _num_first(sides)
         embedded = await _embed(services, request, body, sides)
@@ -149,7 +148,7 @@ def score_routes(services: Services) -> Routes:
 
 
 async def _embed(
-    services: Services, request: Request, body: TextsRequest, fields: Mapping[str, Sequence[str]]
+    services: Services, request: Request, body: EngineFields, fields: Mapping[str, Sequence[str]]
 ) -> Embedded:
     """Return the embeddings of the texts of some fields, one field after the other."""
     for param, texts in fields.items():

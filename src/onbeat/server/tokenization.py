@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,16 +13,15 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import cancelled_on_disconnect
 from onbeat.server.body import read_body
 from onbeat.server.chat import ChatCompletionRequest
-from onbeat.server.chat_messages import ChatMessages
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import CompletionRequest
 from onbeat.server.fields import WHOLE, Flag
-from onbeat.server.generation_request import truncate_to
+from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes
 from onbeat.server.pieces import PiecesResponse, encode, in_pieces, json_response, list_in_pieces
-from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
-from onbeat.server.reply_fields import ThinkingFields, ToolFields
+from onbeat.server.prompts import EncodingFields, TokenId, check_token_ids
+from onbeat.server.reply_fields import ChatFields
 from onbeat.server.services import Services
 
 _EITHER: list[Any] = [
@@ -31,20 +30,13 @@ _EITHER: list[Any] = [
 ]
 
 
-class TokenizeRequest(ToolFields, ThinkingFields):
+class TokenizeRequest(ChatFields, EncodingFields):
     """A text, or a chat, whose tokens are wanted."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"oneOf": _EITHER})
 
     model: str | None = None
     prompt: str | None = None
-    messages: ChatMessages | None = None
-    add_special_tokens: Flag | None = None
-    """True by default for a prompt, false for messages, whose template writes them."""
-    add_generation_prompt: Flag | None = None
-    continue_final_message: Flag | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    truncation_side: Literal["left", "right"] | None = None
     max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     """What truncation to what fits leaves room for; so the next."""
     max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
@@ -94,15 +86,22 @@ def tokenizer_routes(services: Services) -> Routes:
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text or chat."""
         body = await read_body(request, TokenizeRequest, unused=_OF_ANSWERS)
-        context = context_of(request.scope)
-        caller = context.caller
+        caller = context_of(request.scope).caller
         services.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
-        text, options = body.prompt, _encode_options(body, services.info.max_model_len)
+        text = body.prompt
+        kind: type[GenerationRequest] = CompletionRequest
+        if text is None:
+            text, kind = await render_chat(body, request, services), ChatCompletionRequest
+        # as the endpoint that answers would encode it
+        options = body.encode_options(
+            services.info.max_model_len,
+            param=kind.prompt_field,
+            special=kind.default_add_special_tokens,
+            max_tokens=body.max_completion_tokens or body.max_tokens or kind.default_max_tokens,
+        )
         async with cancelled_on_disconnect(request.receive):
-            if text is None:
-                text = await render_chat(body, encoder, services.chat_template, services.reply_style, context)
             token_ids = await encoder.encode_text(text, options, caller)
             # written there, too: what a long list leaves behind takes as long to be freed
             strings = list_in_pieces(token_ids, tokenizer.token_entry) if body.return_token_strs else None
@@ -141,19 +140,3 @@ def tokenizer_routes(services: Services) -> Routes:
         return json_response(info)
 
     return router
-
-
-def _encode_options(body: TokenizeRequest, max_model_len: int) -> EncodeOptions:
-    """Return how the endpoint that answers would encode the text."""
-    kind = ChatCompletionRequest if body.prompt is None else CompletionRequest
-    special, max_tokens = body.add_special_tokens, body.max_completion_tokens or body.max_tokens
-    return EncodeOptions(
-        add_special_tokens=kind.default_add_special_tokens if special is None else special,
-        truncate_to=truncate_to(
-            body.truncate_prompt_tokens,
-            max_tokens=max_tokens or kind.default_max_tokens,
-            max_model_len=max_model_len,
-        ),
-        keeps_first=body.truncation_side == "right",
-        param=kind.prompt_field,
-    )

@@ -8,8 +8,7 @@ import pytest
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.chat import ChatCompletionRequest
-from onbeat.server.chat_prompt import render_chat
-from onbeat.server.middleware import HttpContext
+from onbeat.server.chat_prompt import rendered as rendered_chat
 from onbeat.server.prompts import PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.parser import ReplyStyle
@@ -29,13 +28,13 @@ HEADS = {
 """Templates, and what they write before an answer that is given; the first two trim every message."""
 
 
-async def continued(source: str, content: str) -> str:
+def continued(source: str, content: str) -> str:
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": content}]
     body = ChatCompletionRequest.model_validate({"messages": chat, **GO_ON}, context=[])
     encoder = PromptEncoder(ByteTokenizer(), vocab_size=VOCAB_SIZE, max_model_len=1000)
     try:
         template = ChatTemplate(source, bos_token="<bos>", eos_token="<eos>")
-        return await render_chat(body, encoder, template, ReplyStyle(None, None), HttpContext("id", "chat"))
+        return rendered_chat(body, encoder, template, ReplyStyle(None, None))
     finally:
         encoder.close()
 
@@ -47,7 +46,7 @@ async def continued(source: str, content: str) -> str:
 )
 async def test_the_prompt_ends_in_the_callers_bytes(family: str, content: str) -> None:
     source, head = HEADS[family]
-    text = await continued(source, content)
+    text = continued(source, content)
     assert text.endswith(head + content)
     assert text.count(head) == 1
     assert "\ue000" not in text
@@ -55,13 +54,13 @@ async def test_the_prompt_ends_in_the_callers_bytes(family: str, content: str) -
 
 async def test_thoughts_of_a_continued_message_stay_where_they_were() -> None:
     content = "<think>\nfour?\n</think>\n\nIt is "
-    assert (await continued(QWEN3, content)).endswith("<|im_start|>assistant\n" + content)
+    assert (continued(QWEN3, content)).endswith("<|im_start|>assistant\n" + content)
 
 
 @pytest.mark.parametrize("tail", ["<end>\n", "\n", ""])
 async def test_what_a_template_puts_behind_the_message_is_dropped(tail: str) -> None:
     source = "{% for m in messages %}<{{ m.content | trim }}" + tail + "{% endfor %}"
-    assert await continued(source, " b ") == "<2 + 2?" + tail + "< b "
+    assert continued(source, " b ") == "<2 + 2?" + tail + "< b "
 
 
 THOUGHT = "<think>hm</think>"
@@ -85,7 +84,7 @@ async def test_a_template_that_writes_another_message_is_an_error(
     shown: str, content: str, problem: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        await continued(shown, content)
+        continued(shown, content)
     assert problem in str(caught.value)
     assert caught.value.param == "continue_final_message"
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.chat import ChatCompletionRequest
-from onbeat.server.chat_prompt import render_chat
-from onbeat.server.middleware import HttpContext
+from onbeat.server.chat_prompt import rendered as rendered_chat
 from onbeat.server.prompts import PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.parser import ReplyStyle
@@ -69,11 +67,7 @@ def test_a_continued_chat_equals_transformers(source: str, content: str):
         {"messages": chat, "continue_final_message": True, "add_generation_prompt": False}, context=[]
     )
     encoder = PromptEncoder(ByteTokenizer(), vocab_size=VOCAB_SIZE, max_model_len=1000)
-    text = asyncio.run(
-        render_chat(
-            body, encoder, ChatTemplate(source, **tokens), ReplyStyle(None, None), HttpContext("id", "chat")
-        )
-    )
+    text = rendered_chat(body, encoder, ChatTemplate(source, **tokens), ReplyStyle(None, None))
     encoder.close()
     assert text == rendered[0][0]
 
