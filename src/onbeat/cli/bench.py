@@ -1,28 +1,291 @@
-"""`onbeat bench`: load a server and report its latency; compare two results."""
+"""`onbeat bench`: load a server and report its latency; compare two results.
+
+Names and defaults of flags are those of `vllm bench serve` wherever it has the flag.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import secrets
 import signal
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
+import numpy as np
 from rich.console import Console
+from rich.progress import TaskID
 
+from onbeat.bench.bench_config import BenchConfig, SamplingConfig, TargetConfig, pair
+from onbeat.bench.bench_load import BenchLoad, RunConfig
+from onbeat.bench.compare import compare, comparison_table, read_runs
+from onbeat.bench.objectives import SendSLO
+from onbeat.bench.promise import check_promise, compare_pace, refuse_too_few
+from onbeat.bench.record import SentRequest
+from onbeat.bench.result import BenchRun, default_file_name, request_columns
+from onbeat.bench.session import run_bench
+from onbeat.cli import chaos
 from onbeat.cli.args import FAILED, INTERRUPTED, natural
-from onbeat.cli.outputs import check_writable, deliver, result_console, shown_settings
+from onbeat.cli.options import add_options, read_options, read_value
+from onbeat.cli.outputs import (
+    ResultOptions,
+    check_writable,
+    deliver,
+    progress_bar,
+    result_console,
+    shown_settings,
+)
+from onbeat.core.errors import ConfigError, quoted
+from onbeat.core.options import change, changed, option, part, settings_of
+from onbeat.core.protocols import Tokenizer
+from onbeat.core.slo import SLOMode, slo_mode_option
+from onbeat.metrics.summary import METRICS, SummaryOptions
+from onbeat.planner.plan_file import Promise, read_promise
+from onbeat.report.result import save, say, show_parts
+from onbeat.report.run_report import runs_result
+from onbeat.text.tokenizer import load_tokenizer
+from onbeat.workload.load import JOB_LOADS
 
-if TYPE_CHECKING:
-    from onbeat.bench.bench_config import BenchConfig
-    from onbeat.bench.bench_load import RunConfig
-    from onbeat.bench.result import BenchRun
-    from onbeat.cli.bench_progress import BenchProgress
-    from onbeat.cli.bench_settings import OutputOptions
-    from onbeat.core.protocols import Tokenizer
-    from onbeat.planner.plan_file import Promise
+_output = partial(option, group="output")
+
+# Other names of metrics: E2E is timed from the scheduled arrival, so it contains the client's queue.
+METRIC_ALIASES = {"tbt": "itl", "e2el_including_client_queue": "e2el"}
+QUEUE_METRIC = "client_queue_time"
+
+
+def _metric(name: str) -> str:
+    name = METRIC_ALIASES.get(name, name)
+    if name not in (known := (*METRICS, QUEUE_METRIC)):
+        raise ConfigError(
+            f"--percentile-metrics: unknown metric {name!r}; known are {', '.join((*known, *METRIC_ALIASES))}"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions(ResultOptions):
+    """What is shown and saved."""
+
+    label: str | None = _output(None, help="name of this run in files and reports (default: the backend)")
+    goodput: tuple[str, ...] = _output((), metavar="NAME:MS", help="objectives in ms: ttft, tpot, tbt, e2el")
+    percentile_metrics: tuple[str, ...] = _output(
+        METRICS, many=",", parse=_metric, metavar="NAMES", help="metrics in the table"
+    )
+    metric_percentiles: tuple[float, ...] = _output(
+        (50, 90, 99), many=",", metavar="P,P,...", help="percentiles that are shown and saved"
+    )
+    num_gpus: int = _output(1, parse=int, help="devices of the server, for tokens/s per GPU")
+    save_result: bool = _output(
+        default=False, is_switch=True, help="save the result under a name made from the settings"
+    )
+    save_detailed: bool = _output(
+        default=False, is_switch=True, help="also save every request's times and text"
+    )
+    append_result: bool = _output(
+        default=False, is_switch=True, help="add a line to the file instead of replacing it"
+    )
+    result_dir: Path | None = _output(
+        None, metavar="DIR", help="folder of the saved result (default: the current one)"
+    )
+    result_filename: str | None = _output(
+        None, metavar="NAME", help="name of the saved result (default: made from the settings)"
+    )
+    metadata: tuple[str, ...] = _output(
+        (), many="*", metavar="KEY=VALUE", help="keys and values added to the saved result"
+    )
+
+    def __post_init__(self) -> None:
+        if self.saves_under_name:
+            return
+        if self.result_dir is not None:
+            raise ConfigError("--result-dir needs --save-result")
+        for each in changed(self) if self.json is None else ():
+            if each.name in {"save_detailed", "metadata"}:
+                raise ConfigError(f"{each.flag} is for a saved result: give --json FILE or --save-result too")
+
+    @property
+    def saves_under_name(self) -> bool:
+        """Whether the result gets a file that is named after the settings, or as --result-filename says."""
+        appends = self.append_result and self.json is None  # else to the file of --json
+        return bool(self.save_result or self.result_filename or appends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Every flag of the command."""
+
+    target: TargetConfig = part(TargetConfig)
+    load: BenchLoad = part(BenchLoad)
+    slo_mode: SLOMode = slo_mode_option()
+    send_slo: SendSLO = option(
+        "auto",
+        group="what the server is told of objectives",
+        help="in the body, as x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms headers, or not at all; auto: in "
+        "the body if the server says that it is onbeat",
+    )
+    shed: bool = option(
+        default=False,
+        is_switch=True,
+        group="what the server is told of objectives",
+        help="ask the server to refuse requests that it predicts to be late",
+    )
+    sampling: SamplingConfig = part(SamplingConfig)
+    output: OutputOptions = part(OutputOptions)
+    check_plan: Path | None = option(
+        None,
+        metavar="PLAN.yaml",
+        group="load",
+        help="run the load of an `onbeat plan` file and check its promise; exit code 3 if it is broken",
+    )
+
+
+def bench_config(options: BenchOptions) -> BenchConfig:
+    """Return what all runs of the command share.
+
+    Raises
+    ------
+    ConfigError : a value is wrong.
+    """
+    output = options.output
+    return BenchConfig(
+        target=options.target,
+        label=output.label,
+        extra_body=options.sampling.body(options.target.api),
+        summary=SummaryOptions(
+            metrics=tuple(name for name in output.percentile_metrics if name in METRICS),
+            percentiles=output.metric_percentiles,
+            objectives=_objectives(output.goodput) or None,
+            slo_mode=options.slo_mode,
+        ),
+        slo_classes=options.load.classes(),
+        send_slo=options.send_slo,
+        asks_to_shed=options.shed,
+        has_jobs=options.load.dataset_name in JOB_LOADS,
+        names_classes=options.check_plan is None,  # a plan's server knows the objectives, not the names
+        num_gpus=output.num_gpus,
+        metadata=dict(map(pair, output.metadata)),
+        keep_text=output.save_detailed,
+    )
+
+
+def planned_runs(load: BenchLoad, title: str) -> list[RunConfig]:
+    """Return the runs that the flags ask for: one, or those of sweeps.
+
+    Raises
+    ------
+    ConfigError : flags that do not go together.
+    """
+    load = load.named()  # before anybody asks the server
+    if load.salt is None:
+        load = replace(load, salt=secrets.token_hex(4))
+    return load.runs(title)
+
+
+def _objectives(items: Sequence[str]) -> dict[str, float]:
+    objectives: dict[str, float] = {}
+    for item in items:
+        name, _, value = item.partition(":")
+        try:
+            objectives[name] = float(value) / 1e3
+        except ValueError:
+            raise ConfigError(f"--goodput takes NAME:MILLISECONDS like ttft:500, got {item!r}") from None
+    return objectives
+
+
+_OWN = ("num-prompts", "num-warmups", "salt", "seed", "tokenizer")
+"""Flags of the load that may differ from the plan's: how long the test is, and what is drawn."""
+
+
+def with_planned_load(options: BenchOptions, promise: Promise) -> BenchOptions:
+    """Return the options with the load of a plan.
+
+    Raises
+    ------
+    ConfigError : the command line asks for another load, or for too few requests, or the plan for a flag that
+        there is none of.
+    """
+    settings = {setting.key.replace("_", "-"): setting for setting in settings_of(BenchOptions)}
+    planned = {**promise.load, "slo-mode": promise.mode}
+    given = {each.name: value for each, value in changed(options).items()}
+    changes: dict[str, Any] = {"ignore_eos": True}
+    for name, value in planned.items():
+        if name not in settings:
+            raise ConfigError(f"{promise.path} has the load flag {name!r}, which a load test does not take")
+        setting = settings[name]
+        try:
+            wanted = read_value(setting, str(value)) if not isinstance(value, bool) else value
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{promise.path}: {name} is {quoted(value)}: {error}") from error
+        if name not in _OWN and given.get(setting.name, wanted) != wanted:
+            raise ConfigError(
+                f"{setting.flag} changes the load, but the plan has {name} {value}; leave it out, or "
+                "make another plan"
+            )
+        if name not in _OWN or setting.name not in given:
+            changes[setting.name] = wanted
+    for each in changed(options.load):
+        if each.key.replace("_", "-") not in {*planned, *_OWN}:
+            raise ConfigError(f"--check-plan runs the load of its plan: leave out {each.flag}")
+    num_prompts = changes.get("num_prompts", given.get("num_prompts"))
+    if num_prompts is not None:
+        refuse_too_few(num_prompts, promise.share)  # rather than once they were sent
+    return change(options, **changes)
+
+
+class BenchProgress:
+    """Shows phases, a bar per run, and failures as they come.
+
+    Parameters
+    ----------
+    is_quiet : show nothing.
+    """
+
+    def __init__(self, console: Console, *, is_quiet: bool, num_runs: int) -> None:
+        self._bar = progress_bar(console, is_quiet=is_quiet, refresh_per_second=2)
+        self._num_runs = num_runs
+        self._num_started = 0
+        self._num_not_completed = 0
+        self._task: TaskID = self._bar.add_task("", total=None, note="")
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a run has begun, so that there is something to keep."""
+        return self._num_started > 0
+
+    def __enter__(self) -> BenchProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not self.is_measuring:
+            self._bar.update(self._task, visible=False)  # the error says all
+        self._bar.stop()
+
+    def on_phase(self, text: str) -> None:
+        self._bar.update(self._task, description=text)
+
+    def on_start(self, run: RunConfig, num_requests: int) -> None:
+        self._num_started += 1
+        self._num_not_completed = 0
+        position = f"[{self._num_started}/{self._num_runs}] " if self._num_runs > 1 else ""
+        self._bar.reset(self._task, total=num_requests, description=f"{position}{run.title}", note="")
+
+    def on_request(self, record: SentRequest) -> None:
+        if not record.is_completed:
+            self._num_not_completed += 1
+            self._bar.update(self._task, note=f"{self._num_not_completed} not completed ({record.cause})")
+        self._bar.advance(self._task)
+
+    def on_result(self, result: BenchRun) -> None:
+        rate = result.summary.counts.output_throughput
+        self._bar.update(self._task, note=f"{rate:,.0f} output tok/s")
+
 
 BROKEN = 3
 """A promise."""
@@ -30,10 +293,6 @@ BROKEN = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands `serve`, `compare` and `chaos`."""
-    from onbeat.cli import chaos
-    from onbeat.cli.bench_settings import BenchOptions
-    from onbeat.cli.options import add_options
-
     commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
     serve = commands.add_parser("serve", help="load a running server", description="Load a running server.")
     add_options(serve, BenchOptions)
@@ -52,23 +311,14 @@ def run(args: argparse.Namespace) -> int:
     if args.bench_command == "compare":
         return _compare(args)
     if args.bench_command == "chaos":
-        from onbeat.cli.chaos import run as run_chaos
-
-        return run_chaos(args)
+        return chaos.run(args)
     return _serve(args)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from onbeat.cli.bench_progress import BenchProgress
-    from onbeat.cli.bench_settings import BenchOptions, bench_config, planned_runs
-    from onbeat.cli.options import read_options
-
     options = read_options(args, BenchOptions)
     promise = None
     if options.check_plan is not None:
-        from onbeat.cli.bench_settings import with_planned_load
-        from onbeat.planner.plan_file import read_promise
-
         promise = read_promise(options.check_plan)
         options = with_planned_load(options, promise)
     output = options.output
@@ -76,7 +326,8 @@ def _serve(args: argparse.Namespace) -> int:
     bench = bench_config(options)
     runs = planned_runs(options.load, output.label or "")
     console = Console(stderr=True)
-    tokenizer = _load_tokenizer(options.load.tokenizer)
+    path = options.load.tokenizer
+    tokenizer = None if path is None else load_tokenizer(path)
     with BenchProgress(console, is_quiet=output.disable_tqdm, num_runs=len(runs)) as progress:
         results = asyncio.run(_measure(bench, runs, tokenizer, progress))
     if not results:
@@ -90,8 +341,6 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _check(promise: Promise, result: BenchRun) -> int:
     """Say whether a promise was kept; return the exit code."""
-    from onbeat.bench.promise import check_promise, compare_pace
-
     kept = check_promise(result.records, promised=promise.share, mode=promise.mode)
     console = result_console()
     console.print(
@@ -114,20 +363,10 @@ def _exit_code(results: list[BenchRun]) -> int:
     return FAILED if any(own.num_failed + own.num_expired == own.num_offered for own in counts) else 0
 
 
-def _load_tokenizer(path: Path | None) -> Tokenizer | None:
-    if path is None:
-        return None
-    from onbeat.text.tokenizer import load_tokenizer
-
-    return load_tokenizer(path)
-
-
 async def _measure(
     bench: BenchConfig, runs: list[RunConfig], tokenizer: Tokenizer | None, progress: BenchProgress
 ) -> list[BenchRun]:
     """Measure; Ctrl-C ends the current run early and keeps what it has measured, if anything."""
-    from onbeat.bench.session import run_bench
-
     stop = asyncio.Event()
     measuring = asyncio.create_task(run_bench(bench, runs, tokenizer=tokenizer, progress=progress, stop=stop))
 
@@ -160,9 +399,6 @@ def _deliver(
     settings: dict[str, Any],
     console: Console,
 ) -> None:
-    from onbeat.bench.result import default_file_name, request_columns
-    from onbeat.report.result import save
-    from onbeat.report.run_report import runs_result
 
     if output.save_detailed:
         runs = [replace(run, details={**run.details, **request_columns(run)}) for run in runs]
@@ -182,11 +418,6 @@ def _deliver(
 
 
 def _compare(args: argparse.Namespace) -> int:
-    import numpy as np
-
-    from onbeat.bench.compare import compare, comparison_table, read_runs
-    from onbeat.report.result import say, show_parts
-
     baselines, candidates = read_runs(args.baseline), read_runs(args.candidate)
     comparisons = compare(baselines, candidates, np.random.default_rng(args.seed))
     names = (args.baseline.stem, args.candidate.stem)

@@ -20,6 +20,7 @@ from onbeat.cli.outputs import (
     StudyOptions,
     check_writable,
     deliver,
+    files_of,
     progress_bar,
     shown_settings,
 )
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     options = read_options(args, CapacityOptions)
     output, how = options.output, SearchOptions(tolerance=options.tolerance)
-    check_writable({"--json": output.json, "--report": output.report})
+    check_writable(files_of(output))
     planned = plan_cases(args, options.vary, objective=options.objective, repeats=options.study.repeats)
     lead = _lead(args, planned)
     console.print(lead, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import check, option
+from onbeat.core.options import check, option, values_of
 
 if TYPE_CHECKING:
     from onbeat.report.result import Result
@@ -106,6 +106,11 @@ class ResultOptions:
         None, metavar="FILE.html", group="output", help="write one self-contained page with plots"
     )
     disable_tqdm: bool = option(default=False, is_switch=True, group="output", help="show no progress")
+
+
+def files_of(settings: Any) -> dict[str, Path | None]:
+    """Return the files that settings name, by their flags."""
+    return {each.flag: value for each, value in values_of(settings).items() if isinstance(value, Path)}
 
 
 def check_writable(paths: Mapping[str, Path | None]) -> None:

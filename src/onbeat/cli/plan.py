@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan; returns the exit code."""
     require("scipy", extra="plan", purpose="onbeat plan")
     from onbeat.cli.options import read_options
-    from onbeat.cli.outputs import check_writable, deliver
+    from onbeat.cli.outputs import check_writable, deliver, files_of
     from onbeat.cli.plan_files import not_served, save_plan
     from onbeat.cli.plan_options import PlanOptions, PlanOutput
     from onbeat.cli.plan_output import plan_result
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     options, output = read_options(args, PlanOptions), read_options(args, PlanOutput)
     own = output.result
-    check_writable({"--output": output.output, "--json": own.json, "--report": own.report})
+    check_writable(files_of(output))
     try:
         report = _plan(args, options, console, is_quiet=own.disable_tqdm)
     except PlanInterrupted as error:

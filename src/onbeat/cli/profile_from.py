@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
+import msgspec
+from rich.console import Console
+
+from onbeat.cli.engine_args import model_name
 from onbeat.cli.options import milliseconds
+from onbeat.cli.outputs import result_console
 from onbeat.cli.step_socket import is_address, record_steps
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import changed, check, option
-from onbeat.perfmodel.device_spec import CPU, known_device
+from onbeat.core.step import BatchShape
+from onbeat.files import read
+from onbeat.perfmodel.device_spec import CPU, find_device, known_device
+from onbeat.perfmodel.engines import ENGINES, find_engine
+from onbeat.perfmodel.fitted import FitTarget
+from onbeat.perfmodel.logged_step import StepOrigin, StepStream, StepTimes, step_times
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.models import fitted_predictor
+from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import BYTES, precision_by_weights
+from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.profile import MachineLimits, Profile, ProfileKey, ServerTerms
+from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
+from onbeat.perfmodel.stream_fit import KindErrors, StreamFit, fit_stream
+from onbeat.report.result import Column, Lines, Result, Section, Table, show
+from onbeat.report.units import exact_percent
+from onbeat.simulator.replay.recorded_steps import read_steps
+from onbeat.typed import Number
 from onbeat.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from onbeat.perfmodel.fitted import FitTarget
-    from onbeat.perfmodel.logged_step import StepOrigin, StepStream, StepTimes
-    from onbeat.perfmodel.profile import Profile, ProfileKey
-    from onbeat.perfmodel.stream_fit import KindErrors, StreamFit
-    from onbeat.report.result import Result, Table
 
 _recorded = partial(option, group="steps of another engine")
 
@@ -95,12 +106,6 @@ class FromOptions:
 
 def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -> int:
     """Fit recorded steps, write the profile and show how good it is."""
-    from onbeat.cli.outputs import result_console
-    from onbeat.perfmodel.logged_step import step_times
-    from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
-    from onbeat.perfmodel.stream_fit import fit_stream
-    from onbeat.report.result import show
-
     stream = _read(args, options, console)
     timed = step_times(stream.steps)
     model, device = _named(args, options, stream.origin)
@@ -131,7 +136,6 @@ def record(source: str, path: Path, *, seconds: float, console: Console) -> int:
 
 
 def _read(args: argparse.Namespace, options: FromOptions, console: Console) -> StepStream:
-    from onbeat.simulator.replay.recorded_steps import read_steps
 
     assert options.source is not None
     if not is_address(options.source):
@@ -144,8 +148,6 @@ def _read(args: argparse.Namespace, options: FromOptions, console: Console) -> S
 
 def _named(args: argparse.Namespace, options: FromOptions, origin: StepOrigin) -> tuple[str, str]:
     """Return the model and the device, as flags or the source name them."""
-    from onbeat.cli.engine_args import model_name
-
     is_named = args.model or args.model_positional
     model = model_name(args) if is_named else origin.model
     device = origin.device if args.device == "auto" else args.device
@@ -162,11 +164,6 @@ def _named(args: argparse.Namespace, options: FromOptions, origin: StepOrigin) -
 def _target(
     model: str, device: str, options: FromOptions, origin: StepOrigin
 ) -> tuple[ProfileKey, FitTarget]:
-    from onbeat.perfmodel.device_spec import find_device
-    from onbeat.perfmodel.fitted import FitTarget
-    from onbeat.perfmodel.model_spec import find_model_spec
-    from onbeat.perfmodel.parallelism import Parallelism
-    from onbeat.perfmodel.profile import ProfileKey
 
     spec, where = find_model_spec(model), find_device(device)
     precision = precision_by_weights(options.weights or origin.dtype or "bf16")
@@ -193,7 +190,6 @@ def _profile(
     timed: StepTimes,
     found: StreamFit,
 ) -> Profile:
-    from onbeat.perfmodel.profile import MachineLimits, Profile, ServerTerms
 
     limits = None
     if key.device == CPU:  # which has no data sheet: another start would measure others
@@ -219,9 +215,6 @@ def _profile(
 
 def _request_seconds(options: FromOptions, stream: StepStream, target: FitTarget, found: StreamFit) -> float:
     """Return what the server does for a request beside steps: given, measured by clients or by itself."""
-    from onbeat.cli.profile_requests import request_seconds
-    from onbeat.perfmodel.models import fitted_predictor
-
     if options.request_overhead is not None:
         return options.request_overhead
     if options.requests is not None:
@@ -230,7 +223,6 @@ def _request_seconds(options: FromOptions, stream: StepStream, target: FitTarget
 
 
 def _steps_ahead(key: ProfileKey, options: FromOptions, origin: StepOrigin) -> int:
-    from onbeat.perfmodel.engines import ENGINES, find_engine
 
     for said in (options.steps_ahead, origin.steps_ahead):
         if said is not None:
@@ -239,7 +231,6 @@ def _steps_ahead(key: ProfileKey, options: FromOptions, origin: StepOrigin) -> i
 
 
 def _result(profile: Profile, stream: StepStream, timed: StepTimes, found: StreamFit) -> Result:
-    from onbeat.report.result import Lines, Result, Section
 
     key, fitted, server = profile.key, profile.fitted, profile.server
     version = f" {key.engine_version}" if key.engine_version else ""
@@ -263,12 +254,64 @@ def _result(profile: Profile, stream: StepStream, timed: StepTimes, found: Strea
 
 def error_table(title: str, errors: Sequence[KindErrors]) -> Table:
     """Return errors by kind of step."""
-    from onbeat.report.result import Column, Table
-    from onbeat.report.units import exact_percent
-
     columns = (
         *(Column("kind", "steps", str), Column("num_steps", "number")),
         *(Column("p50", "median error", exact_percent), Column("p90", "P90", exact_percent)),
         Column("bias", "bias", "{:+.1%}".format),
     )
     return Table(title, columns, [asdict(each) for each in errors], key="errors")
+
+
+# ---- what a server does for a request beside its steps ----
+
+
+FEWEST = 5
+_MADE_BY = "`onbeat bench serve --max-concurrency 1 --save-detailed --json FILE` makes one"
+
+
+class _Requests(msgspec.Struct):
+    start_times: tuple[Number | None, ...]
+    end_times: tuple[Number | None, ...]
+    ttfts: tuple[Number | None, ...]
+    input_lens: tuple[Number | None, ...]
+
+
+def request_seconds(path: Path, model: Predictor) -> float:
+    """Return the median, over requests that were served alone, of TTFT less the predicted step of its prompt.
+
+    Prompts longer than any step that the model was fitted to are left out: they came in pieces.
+
+    Parameters
+    ----------
+    path : a result of `onbeat bench serve` with its requests.
+    model : of the server's steps.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, has no requests, or too few that were alone.
+    """
+    saved = read(_Requests, path, "the requests", hint=f"; {_MADE_BY}")
+    columns = (saved.start_times, saved.end_times, saved.ttfts, saved.input_lens)
+    if len(set(map(len, columns))) > 1:
+        raise ConfigError(f"{path} has columns of different lengths for its requests; {_MADE_BY}")
+    rows = sorted(
+        (start, end, ttft, num_tokens)
+        for start, end, ttft, num_tokens in zip(*columns, strict=True)
+        if start is not None and end is not None and ttft is not None and num_tokens is not None
+    )
+    longest = math.inf if model.shape_range is None else model.shape_range.num_new_tokens
+    found: list[float] = []
+    busy_until = -math.inf
+    for index, (start, end, ttft, num_tokens) in enumerate(rows):
+        is_alone = start >= busy_until and (index + 1 == len(rows) or rows[index + 1][0] >= end)
+        busy_until = max(busy_until, end)
+        if is_alone and 1 < num_tokens <= longest:
+            shape = BatchShape()
+            shape.add(0, int(num_tokens), samples=True)
+            found.append(ttft - model.step_time(shape))
+    if len(found) < FEWEST:
+        raise ConfigError(
+            f"{path} has {counted(len(found), 'request')} served alone, with prompts of up to {longest:,} "
+            f"tokens; at least {FEWEST} are needed: {_MADE_BY}"
+        )
+    return max(0.0, median(found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
 from onbeat.report.plot import (
-    COLOURS,
     QUEUE_COLOUR,
     STREAM_COLOUR,
     WAIT_COLOUR,
@@ -57,7 +56,7 @@ def profile_result(result: ProfileResult, files: Sequence[str] = ()) -> Result:
     errors = result.profile.fitted.errors
     tiles = [(f"error at {name.upper()}", f"{getattr(errors, name):.1%}") for name in ("p50", "p90", "p95")]
     drafts = draft_rows(result)
-    plots = Plots([_scatter(result), _error_figure(result), draft_figure(drafts)])
+    plots = Plots([_scatter(result), _error_figure(result)], per_row=2)
     parts: list[Part] = [
         plots,
         Table("Errors", ERROR_COLUMNS, error_rows(result), key="errors"),
@@ -148,39 +147,19 @@ def _title(result: ProfileResult) -> str:
 
 
 def _typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Return the smallest and the largest plain steps, and the largest mix, all without drafts."""
+    """Return the least and the most of plain decodes, of one request and of many, of prompts and of mixes."""
     steps = [step for step in steps if not step.shape.num_draft_tokens]
     decodes = [step for step in steps if not step.shape.num_chunks]
-    chunks = [step for step in steps if not step.shape.num_decodes]
-    first_chunks = [step for step in chunks if not step.shape.chunk_cached_tokens]
-    mixes = [step for step in steps if step.shape.num_chunks and step.shape.num_decodes]
-    few = [step for step in decodes if step.shape.num_decodes == 1]
     most = max((step.shape.num_decodes for step in decodes), default=0)
-    many = [step for step in decodes if step.shape.num_decodes == most]
-    found: list[MeasuredStep] = []
-    for group, key in (
-        (few, _context),
-        (many, _context),
-        (first_chunks, _tokens),
-        (chunks, _pairs),
-        (mixes, _tokens),
-    ):
-        if group:
-            lowest = [min(group, key=key)] if group in (few, many) else []
-            found += [*lowest, max(group, key=key)]
-    return [step for index, step in enumerate(found) if step not in found[:index]]
+    groups = [[step for step in decodes if step.shape.num_decodes == number] for number in (1, most)]
+    groups.append([step for step in steps if not step.shape.num_decodes])
+    groups.append([step for step in steps if step.shape.num_chunks and step.shape.num_decodes])
+    ends = [end(group, key=_work) for group in groups if group for end in (min, max)]
+    return [step for index, step in enumerate(ends) if step not in ends[:index]]
 
 
-def _context(step: MeasuredStep) -> int:
-    return step.shape.decode_context_tokens
-
-
-def _tokens(step: MeasuredStep) -> int:
-    return step.shape.num_new_tokens
-
-
-def _pairs(step: MeasuredStep) -> int:
-    return step.shape.query_key_pairs
+def _work(step: MeasuredStep) -> int:
+    return step.shape.query_key_pairs + step.shape.decode_context_tokens
 
 
 def _scatter(result: ProfileResult) -> Figure:
@@ -230,10 +209,7 @@ def _predicted(result: ProfileResult, steps: Sequence[MeasuredStep], unit: float
 
 
 def draft_rows(result: ProfileResult) -> list[dict[str, Any]]:
-    """Return the measured steps in which all decodes verify drafts, those of fewest rows first.
-
-    `without_ms` is what the fit says of the same rows without their drafts.
-    """
+    """Return the measured steps in which all decodes verify drafts, those of fewest rows first."""
     steps = [
         step
         for step in result.fitted_steps
@@ -254,22 +230,6 @@ def draft_rows(result: ProfileResult) -> list[dict[str, Any]]:
         }
         for step, with_drafts, bare in zip(steps, predicted, without, strict=True)
     ]
-
-
-def draft_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return how step time grows with the drafts of each row: measured, and as the fit has it."""
-    data: list[Trace] = []
-    for number in dict.fromkeys(row["decodes"] for row in rows):
-        own = [row for row in rows if row["decodes"] == number]
-        xs = [0, *(row["drafts_each"] for row in own)]
-        measured = [1.0, *(row["ratio"] for row in own)]
-        fitted = [1.0, *(row["predicted_ms"] / row["without_ms"] for row in own)]
-        look = {"color": COLOURS[len(data) // 2 % len(COLOURS)]}
-        name = counted(number, "decode")
-        data.append(trace(name, xs, measured, "markers", marker=look))
-        data.append(trace(f"{name}, predicted", xs, fitted, line=look, showlegend=False))
-    axes = "drafts of each decode", "times a step with none (lines: predicted)"
-    return figure("Steps that verify drafts", data, *axes, height=FIGURE_HEIGHT)
 
 
 def _without_drafts(shape: BatchShape) -> BatchShape:

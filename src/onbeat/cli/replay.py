@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from rich.console import Console
 
 from onbeat.cli.args import FAILED, INTERRUPTED, checked
 from onbeat.cli.options import add_options, read_options
+from onbeat.cli.outputs import check_writable, deliver
+from onbeat.cli.profile_from import error_table
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
-
-if TYPE_CHECKING:
-    from onbeat.core.step_time import StepTimeModel
-    from onbeat.perfmodel.logged_step import StepOrigin
-    from onbeat.perfmodel.predictor import Predictor
-    from onbeat.recording.log import RecordHeader
-    from onbeat.recording.reader import Recording
-    from onbeat.report.result import Result
-
+from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.logged_step import StepOrigin, step_times
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.models import make_step_time_model
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import precision_by_weights
+from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.profile_file import read_profile
+from onbeat.perfmodel.stream_fit import errors_by_kind
+from onbeat.recording.fleet_log import FILE_KIND, FleetRecording, read_header
+from onbeat.recording.log import RecordHeader
+from onbeat.recording.reader import Recording
+from onbeat.report.result import Column, Lines, Part, Result, Section, Table
+from onbeat.simulator.replay.decisions import Replay, ReplayResult, scheduler_config
+from onbeat.simulator.replay.fleet_replay import FleetReplay, replay_fleet
+from onbeat.simulator.replay.forecast import (
+    COMPARED,
+    Forecast,
+    forecast_with_model,
+    forecast_with_recorded_times,
+)
+from onbeat.simulator.replay.history import RunHistory, read_history
+from onbeat.simulator.replay.model import learning_model, recorded_step_time_model
+from onbeat.simulator.replay.recorded_steps import read_steps
 
 _option = partial(option, group="options")
 _STEP_TIME = "step time"
@@ -85,11 +106,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay; return 0 where the decisions are identical."""
-    from rich.console import Console
-
-    from onbeat.cli.outputs import check_writable, deliver
-    from onbeat.recording.reader import Recording
-
     check_writable({"--json": args.json})
     options = read_options(args, ReplayOptions)
     console = Console(stderr=True, highlight=False)
@@ -112,7 +128,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_of_fleet(path: Path) -> bool:
-    from onbeat.recording.fleet_log import FILE_KIND, read_header
 
     header = read_header(path)
     return header is not None and header.get("file") == FILE_KIND
@@ -120,10 +135,6 @@ def _is_of_fleet(path: Path) -> bool:
 
 def _replay_fleet(options: ReplayOptions, path: Path) -> tuple[Result, bool]:
     """Replay the record of a fleet; also return whether the decisions are identical."""
-    from onbeat.cli.replay_output import fleet_result
-    from onbeat.recording.fleet_log import FleetRecording
-    from onbeat.simulator.replay.fleet_replay import replay_fleet
-
     if options.names_a_model or options.host_overhead is not None:
         raise ConfigError(
             f"{path} is the record of a fleet, which has no steps: leave out the flags of step times, "
@@ -136,11 +147,6 @@ def _replay_fleet(options: ReplayOptions, path: Path) -> tuple[Result, bool]:
 
 def _replay(options: ReplayOptions, recording: Recording) -> tuple[Result, bool]:
     """Replay the record of a replica; also return whether the decisions are identical."""
-    from onbeat.cli.replay_output import replay_result
-    from onbeat.simulator.replay.decisions import Replay, scheduler_config
-    from onbeat.simulator.replay.forecast import Forecast, forecast_with_model, forecast_with_recorded_times
-    from onbeat.simulator.replay.history import read_history
-
     config = scheduler_config(recording.header)
     notes = []
     if not recording.is_complete:
@@ -181,8 +187,6 @@ def _models(
     ----------
     notes : say why one is None.
     """
-    from onbeat.simulator.replay.model import learning_model
-
     own_model, predicted = None, None
     try:
         own_model = learning_model(header)
@@ -199,8 +203,6 @@ def _models(
 
 def _step_time_model(options: ReplayOptions, header: RecordHeader) -> tuple[str, StepTimeModel]:
     """Return the model that the flags ask for, and what to call it."""
-    from onbeat.simulator.replay.model import recorded_step_time_model
-
     model = recorded_step_time_model(
         header, kind=options.step_time, profile=options.profile, model=options.model, device=options.device
     )
@@ -223,10 +225,6 @@ def _replay_steps(path: Path, options: ReplayOptions) -> Result:
     ------
     ConfigError : the file cannot be read, or the flags name no model of its steps.
     """
-    from onbeat.cli.replay_output import steps_result
-    from onbeat.perfmodel.logged_step import step_times
-    from onbeat.simulator.replay.recorded_steps import read_steps
-
     if options.host_overhead is not None:
         raise ConfigError("--host-overhead-ms is for simulated steps; with --steps leave it out")
     stream = read_steps(path)
@@ -235,13 +233,6 @@ def _replay_steps(path: Path, options: ReplayOptions) -> Result:
 
 def _model_of_steps(path: Path, options: ReplayOptions, origin: StepOrigin) -> Predictor:
     """Return what predicts: a profile's fit, or what the flags name, of the recorded model where none do."""
-    from onbeat.perfmodel.device_spec import find_device
-    from onbeat.perfmodel.model_spec import find_model_spec
-    from onbeat.perfmodel.models import make_step_time_model
-    from onbeat.perfmodel.parallelism import Parallelism
-    from onbeat.perfmodel.precision import precision_by_weights
-    from onbeat.perfmodel.profile_file import read_profile
-
     model, device = options.model or origin.model, options.device or origin.device
     precision = precision_by_weights(origin.dtype or "bf16")
     parallelism = Parallelism(tensor=origin.tensor_parallel or 1, pipeline=origin.pipeline_parallel or 1)
@@ -264,4 +255,162 @@ def _model_of_steps(path: Path, options: ReplayOptions, origin: StepOrigin) -> P
         parallelism=parallelism,
         precision=precision,
         profile=profile,
+    )
+
+
+# ---- what was found ----
+
+
+_FORECAST = (
+    *(Column("name", "Metric", str), Column("measured_ms", "Measured (ms)", "{:,.2f}".format)),
+    *(Column("simulated_ms", "Simulated (ms)", "{:,.2f}".format), Column("error", "Error", "{:+.1%}".format)),
+)
+
+
+def replay_result(
+    recording: Recording,
+    history: RunHistory,
+    identity: ReplayResult,
+    forecasts: Mapping[str, Forecast],
+    *,
+    notes: list[str],
+    is_interrupted: bool,
+) -> Result:
+    """Return whether the decisions are the same, and how well simulations tell the latencies.
+
+    Parameters
+    ----------
+    forecasts : by where their step times came from.
+    notes : what was left out, and why.
+    is_interrupted : whether Ctrl-C ended it; what was found by then is here.
+    """
+    header = recording.header
+    title = (
+        f"{recording.path}: {header.engine.get('model_name')} on {header.engine.get('device')}, policy "
+        f"{header.scheduler['policy']}, recorded {header.created} by onbeat {header.onbeat_version}"
+    )
+    overhead_ms = history.host_overhead * 1e3
+    lines = Lines([title, *_identity_lines(identity), f"host overhead: {overhead_ms:.2f} ms a step"])
+    compared = {name: _forecast_values(each) for name, each in forecasts.items()}
+    parts = [part for name, each in forecasts.items() for part in _forecast_parts(name, each, compared[name])]
+    return Result(
+        kind="replay",
+        title=title,
+        sections=[Section("", [lines, *parts])],
+        warnings=notes,
+        is_interrupted=is_interrupted,
+        values={
+            "record": {
+                "file": str(recording.path),
+                "is_complete": recording.is_complete,
+                "num_calls": recording.num_calls,
+                "onbeat_version": header.onbeat_version,
+                "created": header.created,
+                "scheduler": dict(header.scheduler),
+                "engine": dict(header.engine),
+                "max_in_flight_steps": header.max_in_flight_steps,
+            },
+            "identity": {"is_identical": identity.is_identical, **asdict(identity)},
+            "host_overhead_ms": overhead_ms,
+            "forecasts": compared,
+            "notes": notes,
+        },
+    )
+
+
+def _identity_lines(identity: ReplayResult) -> Iterator[str]:
+    found = identity.difference
+    if found is None:
+        yield (
+            f"decisions: identical in {identity.num_steps:,} steps, {identity.num_rows:,} rows "
+            f"({identity.num_requests:,} requests, {identity.num_preemptions:,} preemptions, "
+            f"{identity.num_prefix_hits:,} prompt tokens from the prefix cache, "
+            f"{identity.num_rejected:,} rejected, {identity.num_expired:,} expired, "
+            f"{identity.num_aborted:,} aborted, {identity.num_failed:,} failed)"
+        )
+        if identity.num_predictions:
+            yield f"predicted step times: identical in {identity.num_predictions:,} steps"
+        return
+    where = "" if found.step_id is None else f", step {found.step_id}"
+    yield (
+        f"decisions: DIFFERENT at call {found.call_index}{where}, after {identity.num_steps:,} steps: "
+        f"{found.what}\n  recorded: {found.recorded}\n  replayed: {found.replayed}"
+    )
+
+
+def _forecast_values(forecast: Forecast) -> dict[str, Any]:
+    errors = [
+        {
+            "metric": each.metric,
+            "percentile": each.percentile,
+            "measured_ms": each.measured * 1e3,
+            "simulated_ms": each.simulated * 1e3,
+            "relative_error": each.relative_error,
+        }
+        for each in forecast.errors
+    ]
+    return asdict(forecast) | {"errors": errors}
+
+
+def _forecast_parts(name: str, forecast: Forecast, values: Mapping[str, Any]) -> Iterator[Part]:
+    rows = [
+        {**row, "name": f"{COMPARED[row['metric']]} P{row['percentile']:g}", "error": row["relative_error"]}
+        for row in values["errors"]
+    ]
+    yield Table(f"Simulated with {name}", _FORECAST, rows)
+    steps = f"{forecast.num_steps:,} steps simulated, {forecast.num_recorded_steps:,} recorded"
+    if forecast.num_matched_steps is not None:
+        steps += f", {forecast.num_matched_steps:,} with the very same batch"
+    yield Lines([f"{forecast.num_requests:,} requests that ran to their end; {steps}"])
+
+
+def fleet_result(recording: FleetRecording, found: FleetReplay) -> Result:
+    """Return whether the decisions of a fleet are the same."""
+    version, difference = recording.header.get("onbeat_version"), found.difference
+    title = f"{recording.path}: a fleet behind router {found.router}, recorded by onbeat {version}"
+    decided = f"decisions: identical in {found.num_calls:,} calls, {found.num_actions:,} actions"
+    if difference is not None:
+        decided = (
+            f"decisions: DIFFERENT at line {difference.line} ({difference.event}), after "
+            f"{found.num_calls - 1:,} calls:\n  recorded: {difference.recorded}\n"
+            f"  replayed: {difference.replayed}"
+        )
+    counts = [
+        f"{name}: " + ", ".join(f"{kind} {num:,}" for kind, num in sorted(own.items()))
+        for name, own in (("events", found.events), ("actions", found.actions))
+    ]
+    return Result(
+        kind="replay",
+        title=title,
+        sections=[Section("", [Lines([title, decided, *counts])])],
+        warnings=() if found.is_complete else ["the record is cut short"],
+        values={
+            "is_identical": found.is_identical,
+            **{each.name: getattr(found, each.name) for each in fields(found)},
+        },
+    )
+
+
+def steps_result(path: Path, model: Predictor, timed: Any) -> Result:
+    """Return how far predictions of recorded steps are off.
+
+    Parameters
+    ----------
+    path : file of the steps.
+    timed : the steps, with what their times are.
+    """
+    errors = errors_by_kind(timed.steps, [model.step_time(step.shape) for step in timed.steps])
+    seen = model.shape_range
+    beyond = 0 if seen is None else sum(seen.inflation(step.shape) > 1 for step in timed.steps)
+    warning = (
+        f"{beyond:,} steps are outside of what the profile saw ({seen and seen.describe()}); predictions "
+    )
+    title = f"{path}: {len(timed.steps):,} steps; their times: {timed.basis}"
+    table = error_table("Predicted against recorded steps", errors)
+    return Result(
+        kind="replay",
+        title=title,
+        sections=[Section("", [Lines([title]), table])],
+        warnings=[f"{warning}of these are extrapolated"] if beyond else (),
+        values={"times": timed.basis, "num_beyond": beyond},
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from onbeat.cli.args import add_config_flag
 from onbeat.cli.options import add_options, find_group, read_options
+from onbeat.cli.outputs import ResultOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import changed, option
 from onbeat.engine.engine_config import EngineConfig
@@ -19,28 +20,19 @@ from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.speculation import SpeculationSettings
 from onbeat.workload.load import Load
 
-_option = partial(option, group="run and output")
+_option = partial(option, group="output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
+class SimulateOptions(ResultOptions):
     """How `onbeat simulate` runs, and what it writes."""
 
     label: str | None = _option(None, help="name of the run in files and reports")
-    json: Path | None = _option(None, metavar="FILE", help="save the summary")
     records: Path | None = _option(None, metavar="FILE", help="save every request (JSON lines; .gz packs)")
-    report: Path | None = _option(None, metavar="FILE.html", help="write charts")
     timeline: Path | None = _option(None, metavar="FILE", help="write a trace for ui.perfetto.dev")
     record: Path | None = _option(
         None, metavar="FILE", help="write what the fleet decides, for onbeat replay"
     )
-    disable_tqdm: bool = _option(default=False, is_switch=True, help="show no progress")
-
-    @property
-    def files(self) -> dict[str, Path | None]:
-        """The files that the command writes, by their flags."""
-        names = ("json", "records", "report", "timeline", "record")
-        return {f"--{name}": getattr(self, name) for name in names}
 
 
 _TITLE = "speculative decoding"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from onbeat.bench.promise import check_promise, compare_pace
-from onbeat.cli.bench_settings import BenchOptions, with_planned_load
+from onbeat.cli.bench import BenchOptions, with_planned_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.slo import SLO

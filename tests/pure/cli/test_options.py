@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from onbeat.cli.args import Parser, parse
-from onbeat.cli.bench_settings import BenchOptions
+from onbeat.cli.bench import BenchOptions
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.replay import ReplayOptions
 from onbeat.core.errors import ConfigError
