@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.core.errors import OnbeatError
 from onbeat.server.errors import ClientGone, error_response, too_large
-from onbeat.server.slo_defaults import SLODefaults, key_digest
+from onbeat.server.slo_defaults import key_digest
 from onbeat.vllm.objectives import KnownCaller
 from onbeat.vllm.origin import log_as_vllm_does
 from onbeat.vllm.plugin_config import PluginConfig, read_config
@@ -63,7 +63,8 @@ class SLOMiddleware:
         if scope["type"] == "http" and scope["method"] == "POST" and path in ROUTES:
             await self._shared_of(scope).serve(self._app, path, scope, receive, send)
         elif scope["type"] == "http" and scope["method"] == "GET" and path.rstrip("/") == METRICS:
-            await self._shared_of(scope).show_metrics(self._app, scope, receive, send)
+            self._shared_of(scope).requests.count_late()
+            await self._app(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -125,7 +126,7 @@ class _Shared:
         try:
             raw = await self._read_body(scope, receive)
             request = read_request(
-                path, raw, Headers(scope=scope), caller, self._defaults, slo_id=uuid.uuid4().hex
+                path, raw, Headers(scope=scope), caller, self._config.slo, slo_id=uuid.uuid4().hex
             )
         except OnbeatError as error:
             response = error_response(error, path)
@@ -164,37 +165,13 @@ class _Shared:
         finally:
             self.requests.close(opened)
 
-    async def show_metrics(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with vLLM's metrics, and onbeat's behind them."""
-        plain = [
-            (name, value)
-            for name, value in scope["headers"]
-            if name not in (b"accept", b"accept-encoding")  # so that text can be added
-        ]
-
-        async def send_more(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 200:
-                headers = [
-                    each for each in message.get("headers", []) if each[0].lower() != b"content-length"
-                ]
-                message = {**message, "headers": headers}
-            elif message["type"] == "http.response.body" and not message.get("more_body", False):
-                message = {**message, "body": message.get("body", b"") + self.requests.metrics()}
-            await send(message)
-
-        await app({**scope, "headers": plain}, receive, send_more)
-
-    @property
-    def _defaults(self) -> SLODefaults:
-        return self._config.slo
-
     def _caller(self, headers: Headers) -> KnownCaller:
         """Return whose key a request carries. Whether the key is good, vLLM decides."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             return KnownCaller()
         digest = key_digest(key.strip())
-        is_known = self._asks_for_keys or digest in self._defaults.keys
+        is_known = self._asks_for_keys or digest in self._config.slo.keys
         return KnownCaller(digest if is_known else None)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:

@@ -10,14 +10,13 @@ from typing import Any
 
 from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
-from onbeat.core.slo import Fate
 from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.vllm.calibrate import kept_steps, predictor, step_times
 from onbeat.vllm.impose import Imposed, impose, mismatch
 from onbeat.vllm.objectives import ID, read
 from onbeat.vllm.origin import log_as_vllm_does, origin_of
 from onbeat.vllm.plugin_config import read_config
-from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by
+from onbeat.vllm.refusals import Refusal, refusal_after, refusal_by
 from onbeat.vllm.self_calibration import (
     BatchLimits,
     RequestMaker,
@@ -201,15 +200,7 @@ class Plugin:
     def _expire(self, output: RequestOutput) -> None:
         """End a request that waited in vain."""
         request = self.surface.scheduler.requests[output.request_id]
-        has_expired = output.fate is Fate.EXPIRED
-        refusal = Refusal(
-            status=504 if has_expired else 429,
-            reason=output.error or "",
-            predicted_ttft=output.predicted_ttft,
-            retry_after=output.retry_after,
-            code="" if has_expired else TOO_LONG,
-        )
-        self._refuse(request, refusal)
+        self._refuse(request, refusal_after(output))
 
     def _refuse(self, request: EngineRequest, refusal: Refusal) -> None:
         """End a request in vLLM, with words by which the middleware knows the refusal."""

@@ -11,40 +11,35 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
 from onbeat.core.errors import InvalidRequest, RequestRejected, SLOUnattainable
+from onbeat.core.request import RequestOutput
+from onbeat.core.slo import Fate
 from onbeat.server.errors import HasObjectives, unattainable
 
 _MARK = "onbeat refused it: "
 _LONGEST_TEXT = 2**14
-LATE, TOO_LONG = "slo_unattainable", "server_overloaded"
-"""Codes of a refusal with 429."""
-_CODES = {429: LATE, 504: "deadline_exceeded"}
-"""Status -> code where none is said; of others it is `invalid_value`."""
+LATE: Literal["slo_unattainable"] = "slo_unattainable"
+TOO_LONG: Literal["server_overloaded"] = "server_overloaded"
+VAIN: Literal["deadline_exceeded"] = "deadline_exceeded"
+WRONG: Literal["invalid_value"] = "invalid_value"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request is not served."""
 
-    status: Literal[400, 429, 504]
+    code: Literal["slo_unattainable", "server_overloaded", "deadline_exceeded", "invalid_value"]
+    """As clients get it."""
     reason: str = ""
-    """A sentence for the caller, or a word."""
+    """A sentence for the caller."""
     predicted_ttft: float | None = None
     """Seconds; None where nobody knows."""
     retry_after: float | None = None
     """Seconds after which it is predicted to fit; None where nobody knows."""
-
-    code: str = ""
-    """As clients get it; by default that of the status."""
-
-    def __post_init__(self) -> None:
-        if not self.code:
-            object.__setattr__(self, "code", _CODES.get(self.status, "invalid_value"))
 
     @property
     def counted_as(self) -> str:
@@ -57,12 +52,10 @@ class Refusal:
 
     def error(self, request: HasObjectives) -> RequestRejected:
         """Return the error that its client gets, the same as from our own server."""
-        if self.status == 400:
-            return InvalidRequest(
-                self.reason or "the objectives are wrong", param="slo", code="invalid_value"
-            )
+        if self.code == WRONG:
+            return InvalidRequest(self.reason, param="slo", code=WRONG)
         error = SLOUnattainable(
-            self._message(request),
+            self.reason,
             predicted_ttft=math.inf if self.predicted_ttft is None else self.predicted_ttft,
             # None is of objectives that not even an idle engine would keep.
             retry_after=self.retry_after if self.code == LATE else self.retry_after or 0.0,
@@ -70,38 +63,44 @@ class Refusal:
         )
         return unattainable(error, request)
 
-    def _message(self, request: HasObjectives) -> str:
-        if " " in self.reason:
-            return self.reason
-        ttft = None if request.slo is None else request.slo.ttft
-        objective = "" if ttft is None else f"; its objective is {ttft * 1e3:.0f} ms"
-        if self.status == 504:
-            return f"the request waited until its first token could not be in time any more{objective}"
-        if self.code == TOO_LONG:
-            return "the request would wait for longer than the server lets it; try again later"
-        predicted = "late" if self.predicted_ttft is None else f"after {self.predicted_ttft * 1e3:.0f} ms"
-        return f"the first token is predicted {predicted}{objective}; try again later, or ask for less"
-
 
 def refusal_by(error: SLOUnattainable | InvalidRequest) -> Refusal:
     """Return the refusal that an error of the scheduler's is."""
     if isinstance(error, InvalidRequest):
-        return Refusal(status=400, reason=str(error))
+        return Refusal(code=WRONG, reason=str(error))
     return Refusal(
-        status=429,
+        code=TOO_LONG if error.code == TOO_LONG else LATE,
         reason=str(error),
         predicted_ttft=error.predicted_ttft,
         retry_after=error.retry_after,
-        code=error.code or LATE,
     )
 
 
-def refusal_in(text: object) -> Refusal | None:
-    """Return the refusal that a text of vLLM's carries; None if it carries none."""
-    if not isinstance(text, str) or (at := text.find(_MARK, 0, _LONGEST_TEXT)) < 0:
-        return None
+def refusal_after(output: RequestOutput) -> Refusal:
+    """Return the refusal that the last output of a request is which waited in vain."""
+    return Refusal(
+        code=VAIN if output.fate is Fate.EXPIRED else TOO_LONG,
+        reason=output.error or "",
+        predicted_ttft=output.predicted_ttft,
+        retry_after=output.retry_after,
+    )
+
+
+def refusal_in(content: object) -> Refusal | None:
+    """Return the refusal that one of the texts of an answer carries; None if none does."""
     try:
-        details, _ = json.JSONDecoder().raw_decode(text, at + len(_MARK))
-        return msgspec.convert(details, Refusal)
+        for text in _texts(content):
+            if (at := text.find(_MARK, 0, _LONGEST_TEXT)) >= 0:
+                details, _ = json.JSONDecoder().raw_decode(text, at + len(_MARK))
+                return msgspec.convert(details, Refusal)
     except (ValueError, RecursionError):
-        return None
+        pass
+    return None
+
+
+def _texts(content: object) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for each in content.values() if isinstance(content, dict) else content:
+            yield from _texts(each)

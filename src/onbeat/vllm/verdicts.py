@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import deque
 from contextlib import suppress
 from math import inf, nan
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import Counter, Gauge
 
 from onbeat.core.slo import Fate, SLOMode
 from onbeat.metrics.record import RequestRecord
 from onbeat.server.answer_report import record_report, worst_report
-from onbeat.vllm.refusals import Refusal
+from onbeat.vllm.refusals import WRONG, Refusal
 from onbeat.vllm.requests import ReadRequest
 from onbeat.vllm.telemetry import Message, RequestNews
 
-_ENDS = ("stop", "length", "abort", "error")
 _MOST_CHOICES = 512
 """Choices of one answer that are judged one by one."""
 _LAST_VERDICTS = 1000
@@ -53,21 +50,16 @@ class OpenRequest:
         self._records: dict[int, RequestRecord] = {}
         self._record(0)
 
-    @property
-    def has_delivered(self) -> bool:
-        """Whether any choice has a token."""
-        return any(record.delivery_times for record in self._records.values())
-
-    def deliver(self, index: int, now: float, num_tokens: int = 1) -> None:
-        """Count tokens that go to the client."""
+    def deliver(self, index: int, now: float) -> None:
+        """Count a token that goes to the client."""
         record = self._record(index)
         record.delivery_times.append(now)
-        record.delivery_sizes.append(num_tokens)
-        record.num_output_tokens += num_tokens
+        record.delivery_sizes.append(1)
+        record.num_output_tokens += 1
 
     def finish(self, index: int, reason: str) -> None:
-        """Note why a choice ended, in OpenAI's words."""
-        self._record(index).finish_reason = reason if reason in _ENDS else "stop"
+        """Note that a choice ended: by `stop`, or by `abort` where it is not whole."""
+        self._record(index).finish_reason = reason
 
     def verdict(self) -> dict[str, Any] | None:
         """Return the object `slo` of the answer; None without objectives."""
@@ -140,6 +132,21 @@ def _due(record: RequestRecord, mode: SLOMode) -> float:
     return min(begun + slo.tbt * record.num_output_tokens, end)
 
 
+ATTAINMENT = Gauge(
+    "onbeat_slo_attainment",
+    f"Share of the last {_LAST_VERDICTS} verdicts whose objectives were met",
+    multiprocess_mode="liveall",
+)
+LATE = Gauge("onbeat_requests_late", "Open requests whose next token is overdue", multiprocess_mode="livesum")
+REJECTED = Counter("onbeat_requests_rejected", "Requests that were refused", ["reason"])
+STEP_TIME_RATIO = Gauge(
+    "onbeat_step_time_ratio",
+    "Predicted time of the last steps over what they took, by data-parallel rank",
+    ["rank"],
+    multiprocess_mode="mostrecent",
+)
+
+
 class OpenRequests:
     """The open requests of this process, and the four numbers that it adds to vLLM's metrics.
 
@@ -149,29 +156,26 @@ class OpenRequests:
     Parameters
     ----------
     mode : what keeping a TBT objective means.
-    clock : seconds.
     """
 
-    def __init__(self, mode: SLOMode, clock: Callable[[], float] = time.monotonic) -> None:
-        self._mode, self._clock = mode, clock
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+    def __init__(self, mode: SLOMode) -> None:
+        self._mode = mode
         self._open: dict[str, OpenRequest] = {}
         self._verdicts: deque[bool] = deque(maxlen=_LAST_VERDICTS)
-        self._num_refused: Counter[str] = Counter()
-        self._step_ratios: dict[int, float] = {}
+        ATTAINMENT.set(nan)
 
     def open(self, request: ReadRequest) -> OpenRequest:
         """Begin a request; `close` ends it."""
-        opened = self._open[request.slo_id] = OpenRequest(request, self._clock(), self._mode)
+        opened = self._open[request.slo_id] = OpenRequest(request, time.monotonic(), self._mode)
         return opened
 
     def close(self, request: OpenRequest) -> None:
         """Forget a request."""
         if request.has_met is not None:
             self._verdicts.append(request.has_met)
-        if request.refusal is not None and request.refusal.status != 400:
-            self._num_refused[request.refusal.counted_as] += 1
+            ATTAINMENT.set(sum(self._verdicts) / len(self._verdicts))
+        if request.refusal is not None and request.refusal.code != WRONG:
+            REJECTED.labels(request.refusal.counted_as).inc()
         self._open.pop(request.request.slo_id, None)
 
     def take(self, message: Message) -> None:
@@ -180,36 +184,9 @@ class OpenRequests:
             if (found := self._open.get(message.slo_id)) is not None:
                 found.take(message)
         elif message.measured > 0:
-            self._step_ratios[message.rank] = message.predicted / message.measured
+            STEP_TIME_RATIO.labels(message.rank).set(message.predicted / message.measured)
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the four, as a collector of Prometheus'."""
-        verdicts, now = self._verdicts, self._clock()
-        yield GaugeMetricFamily(
-            "onbeat_slo_attainment",
-            f"Share of the last {_LAST_VERDICTS} verdicts whose objectives were met",
-            value=sum(verdicts) / len(verdicts) if verdicts else nan,
-        )
-        yield GaugeMetricFamily(
-            "onbeat_requests_late",
-            "Open requests whose next token is overdue",
-            value=sum([each.is_late(now) for each in self._open.values()]),
-        )
-        refused = CounterMetricFamily(
-            "onbeat_requests_rejected", "Requests that were refused", labels=["reason"]
-        )
-        for reason, num in self._num_refused.items():
-            refused.add_metric([reason], num)
-        yield refused
-        ratios = GaugeMetricFamily(
-            "onbeat_step_time_ratio",
-            "Predicted time of the last steps over what they took, by data-parallel rank",
-            labels=["rank"],
-        )
-        for rank, ratio in self._step_ratios.items():
-            ratios.add_metric([str(rank)], ratio)
-        yield ratios
-
-    def metrics(self) -> bytes:
-        """Return them as Prometheus reads them."""
-        return generate_latest(self._registry)
+    def count_late(self) -> None:
+        """Count who waits for too long, before somebody asks for it."""
+        now = time.monotonic()
+        LATE.set(sum([each.is_late(now) for each in self._open.values()]))

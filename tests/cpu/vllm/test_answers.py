@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import SLOUnattainable
-from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by, refusal_in
+from onbeat.vllm.refusals import LATE, TOO_LONG, WRONG, Refusal, refusal_by, refusal_in
 from onbeat.vllm.requests import ROUTES
 from onbeat.vllm.telemetry import Publisher, RequestNews
 from tests.cpu.vllm.vllm_app import (
@@ -61,7 +61,7 @@ def refused_answers(path: str, text: str):
 @pytest.mark.parametrize("path", sorted(ROUTES))
 @pytest.mark.parametrize("text", [REFUSED, EXPIRED], ids=["429", "504"])
 async def test_a_refusal_is_a_status_of_its_own_streamed_or_not(path, text):
-    for answer in refused_answers(path, text):
+    for num, answer in enumerate(refused_answers(path, text), 1):
         app = VLLMApp(lambda _, answer=answer: answer)
         client = client_of(app)
         reply = await client.post(path, json={**ASK, "stream": isinstance(answer, list)})
@@ -75,7 +75,7 @@ async def test_a_refusal_is_a_status_of_its_own_streamed_or_not(path, text):
         assert reply.headers["x-onbeat-predicted-ttft-ms"] == "1250.0"
         assert error["slo"]["ttft_ms"] == 500
         metrics = (await client.get("/metrics")).text
-        assert 'onbeat_requests_rejected_total{reason="slo_unattainable"} 1.0' in metrics
+        assert f'onbeat_requests_rejected_total{{reason="slo_unattainable"}} {num}.0' in metrics
 
 
 async def test_behind_a_prefix_a_refusal_has_the_form_of_its_api():
@@ -118,7 +118,7 @@ async def test_other_choices_of_a_refused_request_are_ended():
 
 
 async def test_wrong_objectives_are_400():
-    text = Refusal(status=400, reason="no such objective").text()
+    text = Refusal(code=WRONG, reason="no such objective").text()
     reply = await client_of(VLLMApp(lambda _: (503, {"error": {"message": text}}))).post(CHAT, json=ASK)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_value")
     assert reply.json()["error"]["message"] == "no such objective"
@@ -135,7 +135,7 @@ async def test_an_objective_that_is_never_kept_is_refused_without_a_time():
 
 async def test_too_long_a_queue_is_429_and_counted_apart():
     """503 stays vLLM's, for an engine that is not there: gateways take out a server that says it."""
-    refusal = Refusal(status=429, predicted_ttft=70.0, retry_after=9.5, code=TOO_LONG)
+    refusal = Refusal(code=TOO_LONG, predicted_ttft=70.0, retry_after=9.5)
     client = client_of(VLLMApp(lambda _: (503, {"error": {"message": refusal.text()}})))
     reply = await client.post(CHAT, json=ASK)
     error = reply.json()["error"]
@@ -169,7 +169,7 @@ async def test_a_refusal_that_vllm_hides_is_told_by_the_scheduler(path, tmp_path
             while True:
                 if app.bodies:
                     slo_id = app.bodies[-1]["vllm_xargs"]["slo_id"]
-                    refusal = Refusal(status=429, predicted_ttft=0.07, retry_after=1.0)
+                    refusal = Refusal(code=LATE, predicted_ttft=0.07, retry_after=1.0)
                     publisher.send(RequestNews(slo_id=slo_id, refusal=refusal))
                 await asyncio.sleep(0.005)
 
@@ -311,10 +311,10 @@ async def test_whatever_vllm_answers_gets_through(path, body):
 
 
 def test_what_is_told_of_a_refusal_reads_back():
-    refusal = Refusal(status=429, predicted_ttft=float("inf"), retry_after=1.5)
+    refusal = Refusal(code=LATE, predicted_ttft=float("inf"), retry_after=1.5)
     told = refusal_in(f"Error: {refusal.text()} (at 0x1)")
     assert told is not None
-    assert (told.status, told.predicted_ttft, told.retry_after) == (429, None, 1.5)
+    assert (told.code, told.predicted_ttft, told.retry_after) == (LATE, None, 1.5)
     mark = refusal.text().partition("{")[0]
-    for text in (mark, mark + "{", mark + '{"status": 200}', mark + "[1]", json.dumps({}), None, 7):
+    for text in (mark, mark + "{", mark + '{"code": "x"}', mark + "[1]", json.dumps({}), None, 7):
         assert refusal_in(text) is None

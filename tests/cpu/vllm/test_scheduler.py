@@ -37,7 +37,7 @@ def test_who_cannot_be_in_time_and_asks_so_is_refused_with_numbers(make):
     ((_, (name, text)),) = run(scheduler)[0]
     assert name == "late"
     refusal = refusal_in(text)
-    assert refusal.status == 429
+    assert refusal.code == "slo_unattainable"
     assert refusal.predicted_ttft > 1e-3
 
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.vllm.refusals import Refusal
+from onbeat.vllm.refusals import LATE, Refusal
 from onbeat.vllm.telemetry import Publisher, RequestNews, StepTimes, Subscriber, rank_address
 
-NEWS = RequestNews(slo_id="a", refusal=Refusal(status=429, predicted_ttft=float("inf"), reason="late"))
+NEWS = RequestNews(slo_id="a", refusal=Refusal(code=LATE, predicted_ttft=float("inf"), reason="late"))
 
 
 async def test_a_message_comes_as_it_was_sent_from_every_rank(tmp_path):

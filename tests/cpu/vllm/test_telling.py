@@ -11,6 +11,7 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.server.objectives import RequestObjectives
 from onbeat.vllm.objectives import as_extra_args
 from onbeat.vllm.telemetry import RequestNews, StepTimes
+from onbeat.vllm.verdicts import STEP_TIME_RATIO
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,
     FakeScheduler,
@@ -41,7 +42,7 @@ def test_what_becomes_of_a_request_is_told_by_the_middlewares_name(make):
     run(scheduler)
     news = {each.slo_id: each for each in told if isinstance(each, RequestNews)}
     assert news.keys() <= {"x", "y", "z"}
-    assert news["y"].refusal.status == 429
+    assert news["y"].refusal.code == "slo_unattainable"
     assert news["y"].refusal.predicted_ttft > 1e-3
     assert news["z"].is_relegated
     assert all(not each.is_relegated for each in told if getattr(each, "slo_id", "") == "x")
@@ -87,7 +88,7 @@ async def test_what_the_scheduler_predicts_is_in_the_verdict(make, monkeypatch, 
 
     client = client_of(engine, {"telemetry": address})
     await client.get("/metrics")  # which makes it listen
-    while not client.shared.requests._step_ratios:  # who subscribes late misses what was sent before
+    while not STEP_TIME_RATIO._metrics:  # who subscribes late misses what was sent before
         scheduler.onbeat._publisher.send(StepTimes(rank=0, predicted=1.0, measured=1.0))
         await asyncio.sleep(0.01)
     reply = await client.post(CHAT, json={**ASK, "slo": {"ttft_ms": 5000, "shed": True}})

@@ -9,17 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from prometheus_client import generate_latest
 
 from onbeat.vllm.middleware import SLOMiddleware
-from onbeat.vllm.refusals import Refusal
+from onbeat.vllm.refusals import LATE, VAIN, Refusal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 BREAKS_OFF = b"breaks off"
 """In a stream: the application fails there."""
 HEAD = {"id": "x-1", "created": 1, "model": "m"}
-REFUSED = Refusal(status=429, predicted_ttft=1.25, retry_after=2.5).text()
-EXPIRED = Refusal(status=504).text()
+REFUSED = Refusal(code=LATE, predicted_ttft=1.25, retry_after=2.5).text()
+EXPIRED = Refusal(code=VAIN).text()
 ASK = {"model": "m", "messages": [], "slo": {"ttft_ms": 500, "tbt_ms": 50}}
 USAGE = {"prompt_tokens": 7, "total_tokens": 9, "completion_tokens": 2}
 
@@ -41,7 +42,7 @@ class VLLMApp:
         assert scope["type"] == "http"
         self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
         if scope["path"] == "/metrics":
-            await _whole(send, 200, b"vllm:up 1\n", b"text/plain")
+            await _whole(send, 200, generate_latest(), b"text/plain")  # of the process, as vLLM does
             return
         raw, more = b"", True
         while more:
