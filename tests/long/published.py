@@ -16,7 +16,7 @@ from onbeat.metrics.distribution import percentile
 from onbeat.metrics.summary import collect_samples
 from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.cases import ReplicaCase
-from onbeat.planner.objectives import SarathiObjective
+from onbeat.planner.objectives import sarathi
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
 from onbeat.simulator.deployment import Deployment
@@ -88,7 +88,7 @@ def chat_capacity(server: Server, tbt: float) -> float:
     task = CapacityTask(
         case=ReplicaCase(settings=server.settings),
         load=chat_load(300),
-        objective=SarathiObjective(tbt=tbt),
+        objective=sarathi(tbt),
         options=SearchOptions(tolerance=0.05),
     )
     [found] = run_tasks(find_capacity, [task])

@@ -12,9 +12,8 @@ from onbeat.core.slo import SLO
 from onbeat.planner.capacity import CapacityTask, Outcome, combine_repeats, find_capacity
 from onbeat.planner.cases import run_trial
 from onbeat.planner.objective import Allowance, Measure, Objective, Verdict, verdict_of
-from onbeat.planner.objectives import SarathiObjective, VidurObjective, scheduling_delays
+from onbeat.planner.objectives import VIDUR, ShareObjective, sarathi, scheduling_delays
 from onbeat.planner.search import SearchOptions
-from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad
 from tests.pure.planner.fakes import FakeCase, QuietContext, make_load
@@ -45,9 +44,7 @@ def test_finds_the_rate_at_which_a_fixed_server_falls_behind() -> None:
     # Request i waits i (D - 1 / R); the 99th percentile of n waits reaches 5 s at R = 1 / (D - 5 / (0.99 n)).
     n, service = 1000, 0.5
     expected = 1 / (service - 5 / (0.99 * (n - 1)))
-    repeat = find_capacity(
-        make_task(FakeCase(service), make_load(n), VidurObjective(), 0.005), QuietContext()
-    )
+    repeat = find_capacity(make_task(FakeCase(service), make_load(n), VIDUR, 0.005), QuietContext())
     assert repeat.bracket is not None
     assert repeat.bracket.low <= expected * 1.001
     assert repeat.bracket.high >= expected * 0.999
@@ -72,7 +69,7 @@ def test_a_looser_objective_never_lowers_the_capacity() -> None:
     load, case = make_load(300, seed=1, output=20), FakeCase(0.01, 1e-4, max_num_seqs=8, token_budget=256)
     rates = []
     for tbt in (0.02, 0.03, 0.08):
-        repeat = find_capacity(make_task(case, load, SarathiObjective(tbt=tbt)), QuietContext())
+        repeat = find_capacity(make_task(case, load, sarathi(tbt)), QuietContext())
         assert repeat.bracket is not None
         rates.append(repeat.bracket.low)
     assert rates == sorted(rates)
@@ -80,7 +77,7 @@ def test_a_looser_objective_never_lowers_the_capacity() -> None:
 
 
 def test_is_the_same_every_time() -> None:
-    task = make_task(FakeCase(0.5), make_load(300, seed=3), VidurObjective())
+    task = make_task(FakeCase(0.5), make_load(300, seed=3), VIDUR)
     assert find_capacity(task, QuietContext()) == find_capacity(task, QuietContext())
 
 
@@ -88,9 +85,7 @@ def test_giving_up_early_changes_no_verdict() -> None:
     load = make_load(600, seed=5)
     for rate in (0.7, 0.95, 1.05, 2.0):
         verdicts = [
-            run_trial(
-                FakeCase(1.0), load.at_rate(rate), VidurObjective(), lambda: False, to_the_end=to_the_end
-            )
+            run_trial(FakeCase(1.0), load.at_rate(rate), VIDUR, lambda: False, to_the_end=to_the_end)
             for to_the_end in (False, True)
         ]
         assert verdicts[0].is_met is verdicts[1].is_met
@@ -98,7 +93,7 @@ def test_giving_up_early_changes_no_verdict() -> None:
 
 def test_says_why_even_a_lone_request_misses() -> None:
     load = make_load(100, seed=0, prompt=1024, slo=SLO(ttft=2.0))
-    repeat = find_capacity(make_task(FakeCase(1.0), load, AttainmentObjective()), QuietContext())
+    repeat = find_capacity(make_task(FakeCase(1.0), load, ShareObjective()), QuietContext())
     capacity = combine_repeats((), [repeat])
     assert capacity.outcome is Outcome.INFEASIBLE
     assert capacity.rate == 0
@@ -115,14 +110,14 @@ def test_says_why_even_a_lone_request_misses() -> None:
     ids=["memory", "length", "policy"],
 )
 def test_a_case_that_cannot_run_is_infeasible(case: FakeCase, message: str) -> None:
-    repeat = find_capacity(make_task(case, make_load(10), VidurObjective()), QuietContext())
+    repeat = find_capacity(make_task(case, make_load(10), VIDUR), QuietContext())
     capacity = combine_repeats((("policy", "x"),), [repeat])
     assert capacity.outcome is Outcome.INFEASIBLE
     assert message in capacity.reason
 
 
 def test_too_short_a_load_is_unbounded() -> None:
-    repeat = find_capacity(make_task(FakeCase(0.01), make_load(20), VidurObjective()), QuietContext())
+    repeat = find_capacity(make_task(FakeCase(0.01), make_load(20), VIDUR), QuietContext())
     capacity = combine_repeats((), [repeat])
     assert capacity.outcome is Outcome.UNBOUNDED
     assert capacity.interval[1] == inf
@@ -133,7 +128,7 @@ def test_an_interrupted_search_keeps_its_bracket() -> None:
         def is_stopped(self) -> bool:
             return len(self.events) >= 3
 
-    task = make_task(FakeCase(0.5), make_load(300, seed=0), VidurObjective())
+    task = make_task(FakeCase(0.5), make_load(300, seed=0), VIDUR)
     context = StopsAfterThree()
     repeat = find_capacity(task, context)
     assert repeat.bracket is not None
@@ -151,15 +146,13 @@ def test_a_case_that_did_not_run_is_interrupted() -> None:
 
 
 def test_one_infeasible_repeat_makes_the_case_infeasible() -> None:
-    good = find_capacity(make_task(FakeCase(0.5), make_load(300), VidurObjective()), QuietContext())
-    bad = find_capacity(
-        make_task(FakeCase(error="too big"), make_load(300), VidurObjective()), QuietContext()
-    )
+    good = find_capacity(make_task(FakeCase(0.5), make_load(300), VIDUR), QuietContext())
+    bad = find_capacity(make_task(FakeCase(error="too big"), make_load(300), VIDUR), QuietContext())
     assert combine_repeats((), [good, bad]).outcome is Outcome.INFEASIBLE
 
 
 def test_a_saved_capacity_has_plain_values() -> None:
-    repeat = find_capacity(make_task(FakeCase(0.5), make_load(200), VidurObjective()), QuietContext())
+    repeat = find_capacity(make_task(FakeCase(0.5), make_load(200), VIDUR), QuietContext())
     saved = combine_repeats((("policy", "sarathi"),), [repeat]).values
     assert saved["case"] == {"policy": "sarathi"}
     assert saved["resolved"]["max_num_batched_tokens"] == 128

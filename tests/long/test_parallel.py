@@ -14,7 +14,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.planner.capacity import CapacityTask, find_capacity
-from onbeat.planner.objectives import VidurObjective
+from onbeat.planner.objectives import VIDUR
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
 from tests.cpu.e2e.program import is_running
@@ -44,7 +44,7 @@ def test_two_processes_find_what_one_finds() -> None:
         CapacityTask(
             case=FakeCase(0.5),
             load=make_load(200, seed=seed),
-            objective=VidurObjective(),
+            objective=VIDUR,
             options=SearchOptions(),
         )
         for seed in range(3)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from onbeat.core.slo import SLO
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.planner.objective import Objective, Verdict
-from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective
+from onbeat.planner.objectives import ShareObjective
 from onbeat.report.objectives import classes_text
 from onbeat.report.units import duration, significant
 
@@ -41,7 +41,7 @@ def limits_text(objectives: Mapping[str, SLO]) -> str:
 def promise_text(objective: Objective, objectives: Mapping[str, SLO]) -> str:
     """Return what a rate must keep, after `and`: `keep 99 % of the answers within 1 s to the first token`."""
     limits = limits_text(objectives)
-    if isinstance(objective, (AttainmentObjective, DistServeObjective)):
+    if isinstance(objective, ShareObjective):
         return f"keep {objective.share * 100:g} % of the answers within {limits}"
     if objective.name == "sarathi":
         return f"keep 99 % of the waits within {limits}, and half of the requests begin within 2 s"

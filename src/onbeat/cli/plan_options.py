@@ -16,9 +16,8 @@ from onbeat.cli.outputs import ResultOptions, StudyOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option, part, settings_of
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.planner.objectives import parse_objective
+from onbeat.planner.objectives import ShareObjective, parse_objective
 from onbeat.planner.plan_task import PlanTask
-from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.workload.load import Load
 from onbeat.workload.offered import OfferedLoad
@@ -193,7 +192,7 @@ def plan_task(
     options = read_options(args, Load)
     rate = options.request_rate
     objective = parse_objective(planned.objective, mode=args.slo_mode)
-    if not isinstance(objective, AttainmentObjective):
+    if not isinstance(objective, ShareObjective) or objective.is_joint:
         raise ConfigError(
             f"--objective {planned.objective}: a plan promises a share of good requests; give "
             "attainment:SHARE"

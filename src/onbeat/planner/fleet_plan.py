@@ -23,10 +23,10 @@ from onbeat.planner.fleets import (
 )
 from onbeat.planner.mix import solve_mix
 from onbeat.planner.mix_search import MixSearch, Parts, everything, problem_of, unservable
+from onbeat.planner.objectives import with_longer_objectives
 from onbeat.planner.parallel import Worker, run_tasks
 from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanTask, Progress
 from onbeat.planner.search import SearchOptions
-from onbeat.planner.share_objectives import with_longer_objectives
 from onbeat.planner.units import RatedUnit, longest_request, rate_unit, share_in_time, without_dominated
 from onbeat.workload.offered import OfferedLoad
 

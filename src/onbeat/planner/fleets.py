@@ -15,9 +15,9 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import mean_tpot
 from onbeat.planner.cases import BuiltCase, Labels, ObjectiveMissed, simulate_trial
 from onbeat.planner.objective import Verdict
+from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import SearchOptions, Stopped, search_rate
-from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import Unit, longest_request
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.simulator.resolve import resolve
@@ -77,7 +77,7 @@ class FleetTask:
 
     case: FleetCase
     load: OfferedLoad
-    objective: AttainmentObjective
+    objective: ShareObjective
     to_the_end: bool = False
     """Whether a run that misses is finished, for the sake of its numbers."""
 
@@ -166,14 +166,14 @@ def _refused(load: OfferedLoad, row: int) -> RequestRecord:
     )
 
 
-def good_by_class(records: Sequence[RequestRecord], objective: AttainmentObjective) -> dict[str, float]:
+def good_by_class(records: Sequence[RequestRecord], objective: ShareObjective) -> dict[str, float]:
     """Return the share of good requests of each class of objectives that has any, by its name."""
     judged = judge(records, mode=objective.mode)
     names = sorted({record.request_class for record in judged.requests if record.request_class is not None})
     return {name: float(judged.of_class(name).good.mean()) for name in names}
 
 
-def what_binds(records: Sequence[RequestRecord], objective: AttainmentObjective) -> str:
+def what_binds(records: Sequence[RequestRecord], objective: ShareObjective) -> str:
     """Return what most of the requests that are not good missed."""
     missed = count_missed(records, mode=objective.mode)
     return max(sorted(missed), key=missed.__getitem__, default="")
@@ -185,7 +185,7 @@ class FleetSearch:
 
     case: FleetCase
     load: OfferedLoad
-    objective: AttainmentObjective
+    objective: ShareObjective
     start: float
     """Requests per second; the nearer to the capacity, the fewer runs."""
     options: SearchOptions

@@ -21,16 +21,16 @@ Zhong et al., "DistServe", OSDI 2024, section 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from math import floor, inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
-from onbeat.core.slo import SLOMode
-from onbeat.metrics.attainment import USUAL_SHARE
+from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO, SLOMode
+from onbeat.metrics.attainment import TOLERANCE, USUAL_SHARE, Flags, good_requests, has_objectives
 from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
 from onbeat.planner.objective import (
@@ -42,84 +42,13 @@ from onbeat.planner.objective import (
     unfinished,
     verdict_of,
 )
-from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective
+from onbeat.report.units import duration
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad
 
 Array = NDArray[np.float64]
 
-SARATHI_MEDIAN_DELAY = 2.0
-VIDUR_P99_DELAY = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SarathiObjective:
-    """No stalls and no growing queue.
-
-    Parameters
-    ----------
-    tbt : limit of the 99th percentile over the gaps of all requests, seconds.
-    """
-
-    tbt: float
-
-    @property
-    def name(self) -> str:
-        return "sarathi"
-
-    def judge(self, result: SimulationResult) -> Verdict:
-        if missing := unfinished(result):
-            return missing
-        gaps = pooled_gaps(result.records)
-        delays = scheduling_delays(result.records)
-        return verdict_of(
-            (
-                Measure(name="P99 TBT", value=_percentile(gaps, 99), limit=self.tbt),
-                Measure(
-                    name="median scheduling delay", value=_percentile(delays, 50), limit=SARATHI_MEDIAN_DELAY
-                ),
-            )
-        )
-
-    def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
-        num_gaps = int(load.num_output_tokens.sum()) - len(load)
-        gaps = Allowance(
-            what=f"gaps above {self.tbt * 1e3:g} ms",
-            allowed=allowed_above(num_gaps, 99),
-            count=lambda records: int((pooled_gaps(records) > self.tbt).sum()),
-        )
-        delays = Allowance(
-            what=f"scheduling delays above {SARATHI_MEDIAN_DELAY:g} s",
-            allowed=allowed_above(len(load), 50),
-            count=lambda records: int((scheduling_delays(records) > SARATHI_MEDIAN_DELAY).sum()),
-        )
-        return (gaps, delays) if num_gaps else (delays,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VidurObjective:
-    """No growing queue."""
-
-    @property
-    def name(self) -> str:
-        return "vidur"
-
-    def judge(self, result: SimulationResult) -> Verdict:
-        if missing := unfinished(result):
-            return missing
-        delay = _percentile(scheduling_delays(result.records), 99)
-        return verdict_of(
-            (Measure(name="P99 scheduling delay", value=delay, limit=VIDUR_P99_DELAY, is_strict=True),)
-        )
-
-    def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
-        return (
-            Allowance(
-                what=f"scheduling delays of {VIDUR_P99_DELAY:g} s or more",
-                allowed=allowed_above(len(load), 99),
-                count=lambda records: int((scheduling_delays(records) >= VIDUR_P99_DELAY).sum()),
-            ),
-        )
+# ---- percentiles of a whole run ----
 
 
 def scheduling_delays(records: Sequence[RequestRecord]) -> Array:
@@ -134,12 +63,207 @@ def pooled_gaps(records: Sequence[RequestRecord]) -> Array:
     return np.concatenate(gaps) if gaps else np.empty(0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A percentile of what a run shows that must not be above a limit."""
+
+    name: str
+    percentile: int
+    seconds: float
+    of_gaps: bool = False
+    """Whether it is of gaps, not of scheduling delays."""
+    is_strict: bool = False
+    """Whether the limit itself already misses it."""
+
+    def values(self, records: Sequence[RequestRecord]) -> Array:
+        """Return the values of some requests, seconds."""
+        return pooled_gaps(records) if self.of_gaps else scheduling_delays(records)
+
+    def count(self, records: Sequence[RequestRecord]) -> int:
+        """Return how many values of some requests missed it."""
+        values = self.values(records)
+        return int((values >= self.seconds if self.is_strict else values > self.seconds).sum())
+
+    def measure(self, records: Sequence[RequestRecord]) -> Measure:
+        """Return what all requests of a run make of it."""
+        value = _percentile(self.values(records), self.percentile)
+        return Measure(name=self.name, value=value, limit=self.seconds, is_strict=self.is_strict)
+
+    def allowance(self, load: OfferedLoad) -> Allowance:
+        """Return how many may miss it."""
+        number = int(load.num_output_tokens.sum()) - len(load) if self.of_gaps else len(load)
+        return Allowance(
+            what=f"{'gaps' if self.of_gaps else 'scheduling delays'} above {duration(self.seconds)}",
+            allowed=allowed_above(number, self.percentile) if number else 0,
+            count=self.count,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PercentileObjective:
+    """Percentiles of the run keep their limits."""
+
+    name: str
+    limits: tuple[Limit, ...]
+
+    def judge(self, result: SimulationResult) -> Verdict:
+        return unfinished(result) or verdict_of(tuple(each.measure(result.records) for each in self.limits))
+
+    def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
+        return tuple(each.allowance(load) for each in self.limits)
+
+
+def sarathi(tbt: float) -> PercentileObjective:
+    """Return the objective of no stalls and no growing queue.
+
+    Parameters
+    ----------
+    tbt : limit of the 99th percentile over the gaps of all requests, seconds.
+    """
+    gaps = Limit(name="P99 TBT", percentile=99, seconds=tbt, of_gaps=True)
+    delays = Limit(name="median scheduling delay", percentile=50, seconds=2.0)
+    return PercentileObjective(name="sarathi", limits=(gaps, delays))
+
+
+VIDUR = PercentileObjective(
+    name="vidur",
+    limits=(Limit(name="P99 scheduling delay", percentile=99, seconds=5.0, is_strict=True),),
+)
+"""No growing queue."""
+
+
 def _percentile(values: Array, p: float) -> float:
     if not values.size:
         return 0.0
     if not np.isfinite(values).all():  # infinities have no point between them
         return float(np.percentile(values, p, method="higher"))
     return percentile(values, p)
+
+
+# ---- shares of requests ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareObjective:
+    """Enough requests are good.
+
+    Parameters
+    ----------
+    share : of the offered requests with objectives, in (0, 1].
+    mode : what good means (`metrics.attainment`).
+    is_joint : whether good means TTFT and TPOT instead, as in DistServe; `tbt` is the limit of a TPOT.
+    """
+
+    share: float = USUAL_SHARE
+    mode: SLOMode = "stream"
+    is_joint: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigError(
+                f"the share of good requests is {self.share:g}; it must lie in (0, 1], such as 0.9"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"{'distserve' if self.is_joint else 'attainment'}:{self.share:g}"
+
+    def good(self, records: Sequence[RequestRecord]) -> Flags:
+        """Return which of some requests are good."""
+        if not self.is_joint:
+            return good_requests(records, mode=self.mode)
+        return np.array([_meets_ttft(record) and _meets_tpot(record) for record in records], dtype=np.bool_)
+
+    def judge(self, result: SimulationResult) -> Verdict:
+        if missing := unfinished(result):
+            return missing
+        records = list(filter(has_objectives, result.records))
+        assert records, "a load without objectives is refused (`allowances`)"
+        good = self.good(records)
+        num_prompt_in_time = sum(map(_meets_ttft, records))
+        kept = good.sum() / num_prompt_in_time if num_prompt_in_time else 0.0
+        ttfts = [record.ttft for record in records if record.ttft is not None]
+        slowest = f", at most {max(ttfts):.3f} s" if ttfts else ""
+        is_first = len(records) - num_prompt_in_time >= num_prompt_in_time - good.sum()
+        measure = Measure(
+            name="attainment",
+            value=float(good.mean()),
+            limit=self.share,
+            unit="share",
+            detail=f"TTFT met by {num_prompt_in_time / len(records) * 100:.2f} %{slowest}; the rest of the "
+            f"objective ({'TPOT' if self.is_joint else self.mode}) by {kept * 100:.2f} % of these",
+            binds="time to the first token (TTFT)" if is_first else "time between tokens (TBT)",
+        )
+        return verdict_of((measure,))
+
+    def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
+        num_with_slo = 0
+        if load.class_ids is not None:
+            has_slo = np.array([not each.slo.is_empty for each in load.classes])
+            num_with_slo = int(has_slo[load.class_ids].sum())
+        if not num_with_slo:
+            raise ConfigError(
+                f"the objective {self.name} counts requests that keep their own objectives, but the "
+                f"{load.name} load has none; give --slo-ttft-ms, --slo-tbt-ms or --slo-config"
+            )
+
+        def count(records: Sequence[RequestRecord]) -> int:
+            judged = list(filter(has_objectives, records))
+            return len(judged) - int(self.good(judged).sum())
+
+        allowed = floor(num_with_slo * (1 - self.share) + 1e-9)  # so that 0.1 of 10 requests is 1
+        return (
+            Allowance(what="requests late or refused", allowed=allowed, count=count, is_lost=_is_overdue),
+        )
+
+
+def _is_overdue(record: RequestRecord, now: float) -> bool:
+    """Whether a request has no first token, and the time for it is over."""
+    limit = record.slo.ttft if record.slo else None
+    return limit is not None and not record.delivery_times and now > record.arrival + limit + TOLERANCE
+
+
+def _meets_ttft(record: RequestRecord) -> bool:
+    if not record.is_completed:
+        return False
+    limit = record.slo.ttft if record.slo else None
+    return limit is None or (record.ttft is not None and record.ttft <= limit + TOLERANCE)
+
+
+def _meets_tpot(record: RequestRecord) -> bool:
+    limit = record.slo.tbt if record.slo else None
+    return limit is None or record.tpot is None or record.tpot <= limit + TOLERANCE
+
+
+def with_longer_objectives(load: OfferedLoad, factor: float) -> OfferedLoad:
+    """Return the same requests with objectives so many times as long."""
+
+    def longer(seconds: float | None) -> float | None:
+        return None if seconds is None else min(max(seconds * factor, SHORTEST_OBJECTIVE), LONGEST_OBJECTIVE)
+
+    classes = [
+        replace(each, slo=SLO(ttft=longer(each.slo.ttft), tbt=longer(each.slo.tbt), e2e=longer(each.slo.e2e)))
+        for each in load.classes
+    ]
+    return replace(load, classes=tuple(classes))
+
+
+# ---- names ----
+
+
+def _named_sarathi(tbt: float | None) -> Objective:
+    if tbt is None:
+        raise ConfigError("the objective sarathi limits the P99 of all gaps; give the limit: --slo-tbt-ms")
+    return sarathi(tbt)
+
+
+OBJECTIVES: dict[str, Callable[[float | None], Objective]] = {
+    "sarathi": _named_sarathi,
+    "vidur": lambda _tbt: VIDUR,
+}
+"""By name, those that take no share: made from the TBT objective."""
+SHARES = {"attainment": False, "distserve": True}
+"""By name, those that take a share: `ShareObjective.is_joint`."""
 
 
 def parse_objective(text: str, *, tbt: float | None = None, mode: SLOMode = "stream") -> Objective:
@@ -155,29 +279,17 @@ def parse_objective(text: str, *, tbt: float | None = None, mode: SLOMode = "str
     ConfigError : an unknown name, a share that is none, or no `tbt` where it is needed.
     """
     name, colon, argument = text.partition(":")
-    if name not in OBJECTIVES:
-        near = likely_meant(name, OBJECTIVES)
-        hint = f"did you mean {near}?" if near else f"known are {', '.join(OBJECTIVES)}"
+    if name in OBJECTIVES:
+        if colon:
+            raise ConfigError(f"the objective {name} takes no share, got {text!r}")
+        return OBJECTIVES[name](tbt)
+    if name not in SHARES:
+        known = [*OBJECTIVES, *SHARES]
+        near = likely_meant(name, known)
+        hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
         raise ConfigError(f"unknown objective {text!r}; {hint}")
-    takes_share = name in ("attainment", "distserve")
-    if colon and not takes_share:
-        raise ConfigError(f"the objective {name} takes no share, got {text!r}")
     try:
         share = float(argument) if colon else USUAL_SHARE
     except ValueError as error:
         raise ConfigError(f"expected a share such as {name}:0.9, got {text!r}") from error
-    return OBJECTIVES[name](tbt, share, mode)
-
-
-def _sarathi(tbt: float | None, share: float, mode: SLOMode) -> Objective:  # noqa: ARG001
-    if tbt is None:
-        raise ConfigError("the objective sarathi limits the P99 of all gaps; give the limit: --slo-tbt-ms")
-    return SarathiObjective(tbt=tbt)
-
-
-OBJECTIVES: dict[str, Callable[[float | None, float, SLOMode], Objective]] = {
-    "sarathi": _sarathi,
-    "vidur": lambda _tbt, _share, _mode: VidurObjective(),
-    "attainment": lambda _tbt, share, mode: AttainmentObjective(share=share, mode=mode),
-    "distserve": lambda _tbt, share, _mode: DistServeObjective(share=share),
-}
+    return ShareObjective(share=share, mode=mode, is_joint=SHARES[name])

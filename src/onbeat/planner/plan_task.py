@@ -14,7 +14,7 @@ from onbeat.metrics.distribution import student_half_width
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.fleets import FleetCapacity, FleetCase, FleetRun
 from onbeat.planner.mix import DEFAULT_SLICES
-from onbeat.planner.share_objectives import AttainmentObjective
+from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.units import RatedUnit, Unit
 from onbeat.workload.offered import OfferedLoad
 
@@ -38,7 +38,7 @@ class PlanTask:
     """
 
     rate: float
-    objective: AttainmentObjective
+    objective: ShareObjective
     load: OfferedLoad
     runs: tuple[OfferedLoad, ...]
     available: tuple[tuple[str, float], ...]

@@ -9,9 +9,9 @@ import pytest
 from onbeat.cli.plan_output import PlanReport, warnings_of
 from onbeat.core.slo import SLO
 from onbeat.planner.fleets import FleetCapacity, FleetRun
+from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.planner.prices import Prices
-from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import Unit
 from tests.pure.planner.test_units import BASE, load_of
 
@@ -28,9 +28,7 @@ def fleet_of(capacities: list[float], shares: list[float]) -> Fleet:
 
 def report_of(best: Fleet | None) -> PlanReport:
     load = load_of([(100, 10)] * 3, SLO(ttft=1.0))
-    task = PlanTask(
-        rate=10.0, objective=AttainmentObjective(share=0.9), load=load, runs=(load,), available=()
-    )
+    task = PlanTask(rate=10.0, objective=ShareObjective(share=0.9), load=load, runs=(load,), available=())
     plan = FleetPlan(
         rate=10.0,
         needed_rate=10.0,

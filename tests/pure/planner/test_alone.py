@@ -13,8 +13,8 @@ from onbeat.core.slo import SLO
 from onbeat.planner.buckets import buckets_of
 from onbeat.planner.fleet_plan import AloneSearch, Planner
 from onbeat.planner.fleets import FleetCapacity, FleetSearch
+from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.plan_task import PlanTask, Progress
-from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import RatedUnit, Unit
 from onbeat.workload.offered import OfferedLoad
 from tests.pure.planner.test_units import BASE, load_of
@@ -25,7 +25,7 @@ SLOW = SLO(ttft=5.0)
 def task_of(load: OfferedLoad, **devices: float) -> PlanTask:
     return PlanTask(
         rate=2.0,
-        objective=AttainmentObjective(share=0.9),
+        objective=ShareObjective(share=0.9),
         load=load,
         runs=(load,),
         available=tuple(devices.items()) or (("h100-sxm", 4.0),),

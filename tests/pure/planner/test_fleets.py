@@ -13,9 +13,9 @@ from onbeat.core.slo import SLO
 from onbeat.planner import fleets
 from onbeat.planner.fleet_plan import Planner
 from onbeat.planner.fleets import FleetCase, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
+from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.plan_task import Fleet, PlanTask
 from onbeat.planner.search import SearchOptions
-from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import Unit
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.simulator.simulate import simulate
@@ -47,7 +47,7 @@ def test_requests_that_no_replica_takes_count_as_not_good(
     task = FleetTask(
         case=FleetCase(parts=tuple((unit, 1) for unit in units)),
         load=load_of(sizes, SLO(ttft=5.0)),
-        objective=AttainmentObjective(share=0.9),
+        objective=ShareObjective(share=0.9),
     )
     run = run_fleet(task, QuietContext())
     assert run is not None
@@ -58,7 +58,7 @@ def test_requests_that_no_replica_takes_count_as_not_good(
 
 def test_a_fleet_that_takes_no_request_does_not_keep_a_promise() -> None:
     load = load_of([(4000, 10)] * 3, SLO(ttft=5.0))
-    task = FleetTask(case=FleetCase(parts=((SHORT, 1),)), load=load, objective=AttainmentObjective())
+    task = FleetTask(case=FleetCase(parts=((SHORT, 1),)), load=load, objective=ShareObjective())
     run = run_fleet(task, QuietContext())
     assert run is not None
     assert not run.is_met
@@ -86,7 +86,7 @@ def test_a_search_runs_nothing_twice_and_nothing_that_is_known(monkeypatch: pyte
     search = FleetSearch(
         case=FleetCase(parts=((SHORT, 1),)),
         load=load_of([(100, 10)] * 20, SLO(ttft=5.0)),
-        objective=AttainmentObjective(share=0.9),
+        objective=ShareObjective(share=0.9),
         start=10.0,
         options=SearchOptions(tolerance=0.105, growth=1.1, is_hasty=True),
         known=((10.0, True),),
@@ -103,9 +103,7 @@ def test_a_run_ends_once_those_late_without_a_first_token_are_too_many() -> None
     """Prompts that are left behind end last: counted as they end, they would show up when all is over."""
     sizes = [(900, 100)] * 400
     overload = load_of(sizes, SLO(ttft=0.5, tbt=0.05)).at_rate(200.0)
-    task = FleetTask(
-        case=FleetCase(parts=((SHORT, 1),)), load=overload, objective=AttainmentObjective(share=0.9)
-    )
+    task = FleetTask(case=FleetCase(parts=((SHORT, 1),)), load=overload, objective=ShareObjective(share=0.9))
     context = QuietContext()
     run, whole = (run_fleet(each, context) for each in (task, replace(task, to_the_end=True)))
     assert context.events == [run, whole], "progress is told"
@@ -124,9 +122,7 @@ def test_pools_are_simulated_as_a_server_with_them_would_run() -> None:
     config = case.build().config
     assert (config.num_replicas, config.fleet.disaggregate) == (3, case.pools)
     assert config.kv_link is not None
-    task = FleetTask(
-        case=case, load=load_of([(100, 10)] * 20, SLO(ttft=5.0)), objective=AttainmentObjective()
-    )
+    task = FleetTask(case=case, load=load_of([(100, 10)] * 20, SLO(ttft=5.0)), objective=ShareObjective())
     run = run_fleet(task, QuietContext())
     assert run is not None
     assert run.attainment == 1.0
@@ -139,7 +135,7 @@ def test_pools_are_simulated_as_a_server_with_them_would_run() -> None:
 def test_a_plan_tries_pools_with_a_replica_fewer_towards_what_was_late(needs: int, tried: list[int]) -> None:
     """`needs` replicas for prompts keep the promise; fewer are late with first tokens, more later on."""
     load = load_of([(100, 10)] * 20, SLO(ttft=5.0))
-    objective = AttainmentObjective()
+    objective = ShareObjective()
     task = PlanTask(rate=1.0, objective=objective, load=load, runs=(load,), available=(("h100-sxm", 8.0),))
 
     class Pretended(Planner):

@@ -15,8 +15,8 @@ from onbeat.core.slo import SLO
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.fleets import FleetRun
 from onbeat.planner.mix_search import MixSearch, Parts, everything, unservable
+from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.plan_task import Fleet, PlanTask, Progress, interval_of
-from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import RatedUnit, Unit
 from onbeat.simulator.deployment import Deployment
 from tests.examples import examples
@@ -49,7 +49,7 @@ class World:
         load = load_of([(100, 10)], SLO(ttft=1.0))
         self.task = PlanTask(
             rate=RATE,
-            objective=AttainmentObjective(share=0.9),
+            objective=ShareObjective(share=0.9),
             load=load,
             runs=(load, load),
             available=tuple(available.items()),

@@ -12,35 +12,34 @@ from onbeat.core.slo import SLO
 from onbeat.metrics.distribution import percentile
 from onbeat.planner.cases import MissCounter, ObjectiveMissed
 from onbeat.planner.objective import Objective, allowed_above
-from onbeat.planner.objectives import OBJECTIVES, SarathiObjective, VidurObjective, parse_objective
-from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective
+from onbeat.planner.objectives import OBJECTIVES, SHARES, VIDUR, ShareObjective, parse_objective, sarathi
 from tests.pure.planner.fakes import make_load, make_record, make_result
 
 
 def test_sarathi_pools_all_gaps() -> None:
     steady = [make_record(np.arange(1, 102) * 0.1) for _ in range(9)]
     stalled = make_record([*np.arange(1, 91) * 0.1, *(9 + np.arange(1, 12) * 0.5)])
-    verdict = SarathiObjective(tbt=0.2).judge(make_result([*steady, stalled]))  # 11 of 1000 gaps are long
+    verdict = sarathi(0.2).judge(make_result([*steady, stalled]))  # 11 of 1000 gaps are long
     assert not verdict.is_met
     assert "P99 TBT 500.0 ms > 200.0 ms" in verdict.reason
-    assert SarathiObjective(tbt=0.6).judge(make_result([*steady, stalled])).is_met
+    assert sarathi(0.6).judge(make_result([*steady, stalled])).is_met
 
 
 def test_sarathi_limits_the_median_scheduling_delay() -> None:
     records = [make_record([9.0, 9.1], scheduled=delay) for delay in (0.0, 2.5, 3.0)]
-    verdict = SarathiObjective(tbt=1.0).judge(make_result(records))
+    verdict = sarathi(1.0).judge(make_result(records))
     assert not verdict.is_met
     assert verdict.reason == "median scheduling delay 2.500 s > 2.000 s"
 
 
 def test_vidur_refuses_the_limit_itself() -> None:
     at_limit = make_result([make_record([9.0], scheduled=5.0)])
-    assert not VidurObjective().judge(at_limit).is_met
-    assert VidurObjective().judge(make_result([make_record([9.0], scheduled=4.99)])).is_met
+    assert not VIDUR.judge(at_limit).is_met
+    assert VIDUR.judge(make_result([make_record([9.0], scheduled=4.99)])).is_met
 
 
 def test_a_request_that_never_ran_has_an_infinite_delay() -> None:
-    verdict = VidurObjective().judge(make_result([make_record([1.0]), make_record([1.0], scheduled=None)]))
+    verdict = VIDUR.judge(make_result([make_record([1.0]), make_record([1.0], scheduled=None)]))
     assert not verdict.is_met
     assert verdict.measures[0].value == float("inf")
 
@@ -50,7 +49,7 @@ def test_attainment_counts_good_requests(num_good: int, is_met: bool) -> None:
     slo = SLO(ttft=1.0, tbt=0.1)
     good = [make_record([0.5, 0.55, 0.6], slo=slo) for _ in range(num_good)]
     late = [make_record([1.5, 1.55, 1.6], slo=slo) for _ in range(10 - num_good)]
-    verdict = AttainmentObjective(share=0.9).judge(make_result(good + late))
+    verdict = ShareObjective(share=0.9).judge(make_result(good + late))
     assert verdict.is_met is is_met
     assert f"TTFT met by {num_good * 10:.2f} %" in verdict.reason
 
@@ -58,8 +57,8 @@ def test_attainment_counts_good_requests(num_good: int, is_met: bool) -> None:
 def test_distserve_judges_the_mean_gap_where_attainment_sees_the_stall() -> None:
     stalled = make_record([0.5, *(0.5 + np.arange(1, 50) * 0.05), 4.0], slo=SLO(ttft=1.0, tbt=0.1))
     result = make_result([stalled])
-    assert DistServeObjective(share=1.0).judge(result).is_met
-    assert not AttainmentObjective(share=1.0, mode="gap").judge(result).is_met
+    assert ShareObjective(share=1.0, is_joint=True).judge(result).is_met
+    assert not ShareObjective(share=1.0, mode="gap").judge(result).is_met
 
 
 def test_both_objectives_must_be_met_by_the_same_request() -> None:
@@ -67,12 +66,12 @@ def test_both_objectives_must_be_met_by_the_same_request() -> None:
     late_start = [make_record([2.0, 2.05, 2.1], slo=slo) for _ in range(8)]
     slow_stream = [make_record([0.5, 1.0, 1.5], slo=slo) for _ in range(8)]
     good = [make_record([0.5, 0.55, 0.6], slo=slo) for _ in range(84)]
-    verdict = DistServeObjective(share=0.9).judge(make_result(late_start + slow_stream + good))
+    verdict = ShareObjective(share=0.9, is_joint=True).judge(make_result(late_start + slow_stream + good))
     assert verdict.measures[0].value == pytest.approx(0.84)  # 92 % meet each of the two
     assert not verdict.is_met
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", [*OBJECTIVES, *SHARES])
 def test_an_unfinished_run_misses_every_objective(name: str) -> None:
     result = make_result([make_record([0.1, 0.2], slo=SLO(ttft=1.0))], num_requests=3)
     verdict = parse_objective(name, tbt=1.0).judge(result)
@@ -81,11 +80,11 @@ def test_an_unfinished_run_misses_every_objective(name: str) -> None:
 
 
 def test_parses_names_and_shares() -> None:
-    assert parse_objective("sarathi", tbt=0.2) == SarathiObjective(tbt=0.2)
-    assert parse_objective("vidur") == VidurObjective()
-    assert parse_objective("attainment:0.99", mode="gap") == AttainmentObjective(share=0.99, mode="gap")
+    assert parse_objective("sarathi", tbt=0.2) == sarathi(0.2)
+    assert parse_objective("vidur") == VIDUR
+    assert parse_objective("attainment:0.99", mode="gap") == ShareObjective(share=0.99, mode="gap")
     assert parse_objective("attainment").name == "attainment:0.9"
-    assert parse_objective("distserve:0.5") == DistServeObjective(share=0.5)
+    assert parse_objective("distserve:0.5") == ShareObjective(share=0.5, is_joint=True)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_says_what_is_wrong_with_a_name(text: str, message: str) -> None:
 
 def test_a_share_of_requests_without_objectives_is_refused() -> None:
     with pytest.raises(ConfigError, match="--slo-ttft-ms"):
-        AttainmentObjective().allowances(make_load(5))
+        ShareObjective().allowances(make_load(5))
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=300), st.sampled_from([50, 90, 99]))
@@ -120,7 +119,7 @@ def test_more_than_the_allowed_values_push_a_percentile_above_the_limit(values: 
 
 @pytest.mark.parametrize(
     "objective",
-    [SarathiObjective(tbt=0.2), VidurObjective(), AttainmentObjective(), DistServeObjective()],
+    [sarathi(0.2), VIDUR, ShareObjective(), ShareObjective(is_joint=True)],
     ids=lambda objective: objective.name,
 )
 def test_a_run_that_is_given_up_would_have_missed_its_objective(objective: Objective) -> None:
