@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import zlib
 from pathlib import Path
 from typing import BinaryIO
@@ -32,6 +33,7 @@ class BackgroundFile:
     path : created for this user alone, or overwritten with the mode that it has.
     what : the file is, for messages: `record`.
     is_packed : whether it is written as gzip.
+    waits : for the disk where it falls behind, as whoever is not on time can.
     max_pending_bytes : text that may wait for the disk.
 
     Raises
@@ -40,7 +42,13 @@ class BackgroundFile:
     """
 
     def __init__(
-        self, path: Path, what: str, *, is_packed: bool, max_pending_bytes: int = MAX_PENDING_BYTES
+        self,
+        path: Path,
+        what: str,
+        *,
+        is_packed: bool,
+        waits: bool = False,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         try:
             # The thread opens nothing: who records into a missing directory hears of it at once.
@@ -50,7 +58,7 @@ class BackgroundFile:
                 f"cannot write the {what} to {path}: {error.strerror}; choose another file"
             ) from error
         self._path, self._what = path, what
-        self._max_pending_bytes = max_pending_bytes
+        self._waits, self._max_pending_bytes = waits, max_pending_bytes
         self._compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_FORMAT) if is_packed else None
         self._lock = threading.Lock()
         self._pending: list[bytes] = []
@@ -68,16 +76,16 @@ class BackgroundFile:
         with self._lock:
             self._pending.append(line)
             self._num_pending_bytes += len(line)
-        if self._num_pending_bytes > self._max_pending_bytes:
-            self.give_up(f"the disk is {self._max_pending_bytes:,} bytes behind")
-
-    def flush(self) -> None:
-        """Do nothing: the thread does, about once a second."""
+        while self._num_pending_bytes > self._max_pending_bytes and not self.is_broken:
+            if self._waits:
+                time.sleep(FLUSH_SECONDS / 100)
+            else:
+                self.give_up(f"the disk is {self._max_pending_bytes:,} bytes behind")
 
     def close(self) -> None:
-        """Write what is pending and close the file; gives up on a disk that hangs."""
+        """Write what is pending and close the file; one that does not wait gives up on a disk that hangs."""
         self._is_closing.set()
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(None if self._waits else CLOSE_SECONDS)
 
     def give_up(self, reason: object) -> None:
         """Take no more lines; serving goes on. Those taken so far are written, if the disk takes them."""

@@ -251,8 +251,10 @@ async def _run(
     progress.on_start(run, len(offer.load))
     with settled_memory():
         outcome = await runner.run(items, offer.begin, stop)
-    outcome.drafts = await look_at_drafts(server.session, bench.target)
-    outcome.drafts.subtract(drafts_before)
+    drafts = await look_at_drafts(server.session, bench.target)
+    if drafts_before and drafts:
+        drafts.subtract(drafts_before)
+        outcome.drafts = drafts
     run = replace(run, load=replace(load, num_prompts=offer.num_prompts))
     is_measured = server.count_tokens is not None or load.dataset_name not in TEXT_DATASETS
     length_source = server.pool.source if is_measured else "estimate"

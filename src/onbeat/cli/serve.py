@@ -112,7 +112,7 @@ async def _serve(
     announcer: _Announcer,
 ) -> int:
     from onbeat.cluster.start import open_fleet
-    from onbeat.metrics.timeline import live_timeline
+    from onbeat.metrics.timeline import open_timeline
     from onbeat.server.app import create_app
     from onbeat.server.run import serve
     from onbeat.server.telemetry import Telemetry
@@ -126,7 +126,7 @@ async def _serve(
         name = public_name(config, engine.model)
         listeners: list[RunListener] = []
         if args.timeline:
-            listeners.append(stack.enter_context(live_timeline(args.timeline)))
+            listeners.append(stack.enter_context(open_timeline(args.timeline, is_live=True)))
         if args.otlp_traces_endpoint:
             traces = exported_traces(args.otlp_traces_endpoint, name, config.slo.mode)
             listeners.append(stack.enter_context(traces))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO
 
@@ -27,38 +25,22 @@ class JobCall:
     """Jobs of a kind are expected to be alike."""
 
 
-class Later(NamedTuple):
-    """What is left of a job when a call of it arrives, in the table's units."""
-
-    seconds: float
-    """Until the job's deadline, without the time that it is expected to spend between calls."""
-    own_work: float
-    """Of the call."""
-    later_work: float
-    """Of the calls behind it, all together."""
-    num_later: float
-    """How many these are."""
-    pace: float
-    """Seconds that a unit of work has taken of late; 0 where nothing is known."""
-
-
-Split = Callable[[Later], float]
-"""Returns the seconds that a call may take."""
-
-
-def by_work(later: Later) -> float:
-    """Give a call its share of the work that is left, and so of the slack."""
-    return later.seconds * later.own_work / (later.own_work + later.later_work)
-
-
-def beside_later(later: Later) -> float:
-    """Give a call all but what the calls behind it usually take; by work where that leaves it too little.
+def call_seconds(left: float, own_work: float, later_work: float, pace: float) -> float:
+    """Return what a call may take: all that the calls behind it do not usually need, else its share by work.
 
     A call that misses its share is served behind all others, and its job is lost with it. So slack is given
     to the call that is there: what it does not need, the next one has.
+
+    Parameters
+    ----------
+    left : seconds until the job's deadline, without the time that it is expected to spend between calls.
+    own_work, later_work : of the call, and of those behind it together.
+    pace : seconds that a unit of work has taken of late; 0 where nothing is known.
     """
-    rest = later.seconds - later.later_work * later.pace
-    return rest if later.pace and rest >= later.own_work * later.pace else by_work(later)
+    rest = left - later_work * pace
+    if pace and rest >= own_work * pace:
+        return rest
+    return left * own_work / (own_work + later_work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from typing import TypeVar
 from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.request import Placement
 from onbeat.core.slo import LONGEST_OBJECTIVE
-from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport, Later, Split, beside_later
+from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport, call_seconds
 
 MOST_TENANTS = 1024
 MOST_KINDS = 64
@@ -223,11 +223,9 @@ class JobTable:
 
     Parameters
     ----------
-    split : says what a call may take of the time that its job has left.
     on_end : hears how each job ended, its seconds in calls, and those between them.
     """
 
-    split: Split = beside_later
     on_end: Callable[[JobEnd, float, float], None] = lambda _end, _in_calls, _between: None
     _jobs: OrderedDict[tuple[str, str], _Job] = field(default_factory=OrderedDict)
     """In the order in which their last calls ended."""
@@ -345,17 +343,18 @@ class JobTable:
         num_later = kind.calls_left(job.num_stages) if call.calls_left is None else float(call.calls_left)
         between = num_later * kind.between.value
         usual = job.pace.usual
-        later = Later(job.deadline - now - between, own, num_later * known, num_later, usual.value)
+        later = num_later * known
         least = own * job.pace.quickest
         predicted = None
         knows_left = call.calls_left is not None or (kind.left and kind.left[0].count)
         if kind.work.count and knows_left:  # else it is a guess
-            predicted = (own + later.later_work) * usual.value + between
+            predicted = (own + later) * usual.value + between
         left = job.deadline - now
         if left <= 0:
             return CallShare(e2e=None, predicted_job=predicted)
+        seconds = call_seconds(left - between, own, later, usual.value)
         return CallShare(
-            e2e=min(max(self.split(later), least, 1e-3), left),
+            e2e=min(max(seconds, least, 1e-3), left),
             predicted_job=predicted,
             kept_for=min(left, LONGEST_KEPT) if num_later else 0.0,
         )

@@ -12,25 +12,19 @@ readable but the last second: viewers accept an array without its end.
 from __future__ import annotations
 
 import heapq
-import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
-from onbeat.background_file import BackgroundFile, open_private
-from onbeat.core.errors import ConfigError
+from onbeat.background_file import BackgroundFile
 from onbeat.core.fleet import replica_id
 from onbeat.core.slo import Fate
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
 
-logger = logging.getLogger("onbeat.metrics")
-
-_FLUSH_SECONDS = 1.0
 _REQUESTS = 1
 """Process number of the requests' tracks; those of the replicas' steps and counters come after it."""
 
@@ -40,11 +34,11 @@ class Timeline:
 
     Parameters
     ----------
-    file : open for writing bytes; `close` ends the array and leaves the file open.
+    file : whoever opened it ends the array.
     """
 
-    def __init__(self, file: BinaryIO | BackgroundFile) -> None:
-        self._file: BinaryIO | BackgroundFile | None = file
+    def __init__(self, file: BackgroundFile) -> None:
+        self._file = file
         self._tracks: dict[str, int] = {}
         self._refusals: dict[str, str] = {}
         """Request -> why it is being refused."""
@@ -54,14 +48,7 @@ class Timeline:
         """Replica -> the process number of its steps."""
         self._has_budgets = False
         """Whether the policy has given any step a budget."""
-        self._last_flush = 0.0
-        self._write_bytes(b"[\n" + orjson.dumps(_name_event("process_name", "requests", pid=_REQUESTS)))
-
-    def close(self) -> None:
-        """End the array."""
-        self._write_bytes(b"\n]\n")
-        self._flush()
-        self._file = None
+        file.write(b"[\n" + orjson.dumps(_name_event("process_name", "requests", pid=_REQUESTS)))
 
     def on_request(self, record: RequestRecord) -> None:
         """Give a request its track."""
@@ -119,9 +106,6 @@ class Timeline:
         for request_id in stats.chunk_request_ids:
             if request_id in self._tracks:
                 self._mark("chunk", self._tracks[request_id], stats.start, **about)
-        if stats.end - self._last_flush >= _FLUSH_SECONDS:
-            self._last_flush = stats.end
-            self._flush()
 
     def on_delivery(self, record: RequestRecord) -> None:
         """Write what came before the first delivery, and begin the decode span there."""
@@ -198,71 +182,27 @@ class Timeline:
 
     def _write(self, event: dict[str, Any]) -> None:
         # the comma goes first, so that the file is one bracket away from valid JSON at any time
-        self._write_bytes(b",\n" + orjson.dumps(event))
-
-    def _write_bytes(self, data: bytes) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self._give_up(error)
-
-    def _flush(self) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.flush()
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        """Stop writing: a full disk must not end the requests that are being served."""
-        self._file = None
-        logger.warning("the timeline ends here: cannot write it: %s", error)
+        self._file.write(b",\n" + orjson.dumps(event))
 
 
 @contextmanager
-def live_timeline(path: Path) -> Iterator[Timeline]:
-    """Write a timeline as `open_timeline` does, but never wait for the disk: one that hangs ends the file.
-
-    Raises
-    ------
-    ConfigError : the file cannot be created.
-    """
-    file = BackgroundFile(path, "timeline", is_packed=False)
-    timeline = Timeline(file)
-    try:
-        yield timeline
-    finally:
-        timeline.close()
-        file.close()
-
-
-@contextmanager
-def open_timeline(path: Path) -> Iterator[Timeline]:
+def open_timeline(path: Path, *, is_live: bool = False) -> Iterator[Timeline]:
     """Write a timeline to a file while the block runs; a new one is for this user alone.
 
+    Parameters
+    ----------
+    is_live : never wait for the disk: one that hangs ends the file.
+
     Raises
     ------
     ConfigError : the file cannot be created.
     """
+    file = BackgroundFile(path, "timeline", is_packed=False, waits=not is_live)
     try:
-        # Ids of requests may be their callers' own.
-        file = os.fdopen(open_private(path), "wb", buffering=2**18)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the timeline to {path}: {error.strerror}; choose another file"
-        ) from error
-    timeline = Timeline(file)
-    try:
-        yield timeline
+        yield Timeline(file)
     finally:
-        timeline.close()
-        try:
-            file.close()
-        except OSError as error:
-            logger.warning("the timeline %s is not complete: %s", path, error)
+        file.write(b"\n]\n")
+        file.close()
 
 
 def _event(name: str, phase: str, pid: int, tid: int, time: float) -> dict[str, Any]:

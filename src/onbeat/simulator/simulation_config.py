@@ -7,7 +7,6 @@ from math import inf, isfinite
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
-from onbeat.jobs.call import Split, beside_later
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.scaling import make_policy
 from onbeat.scheduler.replica.policies import composition
@@ -78,8 +77,6 @@ class SimulationConfig(FleetTerms):
     """Of drafts, where the scheduler plans any."""
     kv_link: KVLink | None = None
     """Over which requests go on elsewhere with their KV; None: they end where they began."""
-    job_split: Split = beside_later
-    """What a call of a job may take of the time that its job has left."""
     kinds: tuple[ReplicaKind, ...] = ()
     """What the replicas are where they differ, the first first; further ones, as replicas are added, are like
     the last. Empty: all are as `scheduler` says."""

@@ -13,7 +13,7 @@ import numpy as np
 from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
 from onbeat.core.request import UNKNOWN_GRAMMAR, Request, SamplingParams
 from onbeat.core.slo import SLO
-from onbeat.jobs.call import JobCall, JobEnd, Split
+from onbeat.jobs.call import JobCall, JobEnd
 from onbeat.jobs.table import JobTable, OpenCall
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.draft_acceptance import RequestDrafts
@@ -53,12 +53,11 @@ class JobChains:
     Parameters
     ----------
     rows : which rows of a load are the calls of which job.
-    split : see `JobTable`, which gives calls their objectives here as in a server.
     """
 
-    def __init__(self, rows: JobRows, split: Split) -> None:
+    def __init__(self, rows: JobRows) -> None:
         self._rows = rows
-        self._book = JobTable(split)
+        self._book = JobTable()
         self._due: list[tuple[float, int]] = []
         """(when, row) of calls whose think time passes."""
         self._num_missing: dict[int, int] = {}
@@ -151,7 +150,7 @@ class Clients:
         self._declared_max_tokens = config.declared_max_tokens
         self._shed = config.shed
         self._guided_share = config.guided_share
-        self._chains = None if load.jobs is None else JobChains(load.jobs, config.job_split)
+        self._chains = None if load.jobs is None else JobChains(load.jobs)
         self._rows = None if load.jobs is None else load.jobs.heads
         """Those of the load that wait for no other; None is all."""
         self._num_rows = len(load) if self._rows is None else len(self._rows)

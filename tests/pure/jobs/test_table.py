@@ -10,7 +10,7 @@ from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.request import Placement
 from onbeat.core.slo import SLO
 from onbeat.jobs import table as module
-from onbeat.jobs.call import CallShare, JobCall, JobEnd, by_work
+from onbeat.jobs.call import CallShare, JobCall, JobEnd, call_seconds
 from onbeat.jobs.table import FORGOTTEN_AFTER, LONGEST_KEPT, MOST_KINDS, MOST_TENANTS, JobTable, OpenCall
 
 
@@ -51,9 +51,8 @@ def test_where_time_is_too_short_for_all_calls_they_share_it_by_work() -> None:
     table = JobTable()
     run(table, 0.0, name="x", calls_left=0)
     assert opened(table, 1.0, calls_left=3, e2e=3.0).share.e2e == pytest.approx(max(3.0 / 4, 1.0))
-    split = JobTable(split=by_work)
-    run(split, 0.0, name="x", calls_left=0)
-    assert opened(split, 1.0, calls_left=3, e2e=8.0).share.e2e == pytest.approx(2.0)
+    assert call_seconds(8.0, own_work=1.0, later_work=3.0, pace=0.0) == pytest.approx(2.0)
+    assert call_seconds(8.0, own_work=1.0, later_work=3.0, pace=1.0) == pytest.approx(5.0)
 
 
 def test_calls_left_and_times_between_calls_are_learnt_by_class() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import os
 import threading
 from functools import partial
@@ -10,11 +9,12 @@ from typing import Any
 import orjson
 import pytest
 
+from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import ConfigError, SLOUnattainable
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
-from onbeat.metrics.timeline import Timeline, live_timeline, open_timeline
+from onbeat.metrics.timeline import open_timeline
 from onbeat.metrics.tracker import RequestTracker
 from tests.pure.metrics.runs import output, request, run_one, stats, step
 
@@ -80,60 +80,55 @@ def test_nothing_is_made_up_where_nobody_predicts(events: list[dict[str, Any]]) 
     assert not {"predicted_ms", "mbu", "mfu"} & find(events, "step")[0]["args"].keys()
 
 
-def test_tracks_are_used_again() -> None:
-    file = io.BytesIO()
-    timeline = Timeline(file)
-    tracker = RequestTracker([timeline])
-    for i in range(20):
-        run_one(tracker, f"r{i}", arrival=10.0 * i)
-    tracker.open(request("a", arrival=500.0))
-    tracker.open(request("b", arrival=500.0))
-    tracker.close("a", FinishReason.ABORT, 501.0)
-    timeline.close()
-    events = events_of(file.getvalue())
+def test_tracks_are_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with open_timeline(path) as timeline:
+        tracker = RequestTracker([timeline])
+        for i in range(20):
+            run_one(tracker, f"r{i}", arrival=10.0 * i)
+        tracker.open(request("a", arrival=500.0))
+        tracker.open(request("b", arrival=500.0))
+        tracker.close("a", FinishReason.ABORT, 501.0)
+    events = events_of(path.read_bytes())
     assert {event["tid"] for event in events if event["pid"] == 1} == {0, 1}
     (aborted,) = find(events, "no output")
     assert (aborted["dur"], aborted["args"]["finish"]) == (1e6, "abort")
 
 
-def test_each_replica_has_a_process_by_its_name() -> None:
-    file = io.BytesIO()
-    timeline = Timeline(file)
-    for number in (0, 2):
-        timeline.on_step(stats(1.0, 2.0), number)
-    timeline.close()
-    names = {
-        event["pid"]: event["args"]["name"]
-        for event in events_of(file.getvalue())
-        if event["name"] == "process_name"
-    }
+def test_each_replica_has_a_process_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with open_timeline(path) as timeline:
+        for number in (0, 2):
+            timeline.on_step(stats(1.0, 2.0), number)
+    events = events_of(path.read_bytes())
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert set(names.values()) == {"requests", "engine r0", "engine r2"}
-    steps = [event["pid"] for event in events_of(file.getvalue()) if event["name"] == "step"]
+    steps = [event["pid"] for event in events if event["name"] == "step"]
     assert [names[pid] for pid in steps] == ["engine r0", "engine r2"]
 
 
-def test_a_killed_run_is_one_bracket_away_from_json() -> None:
-    file = io.BytesIO()
-    run_one(RequestTracker([Timeline(file)]))
-    assert len(events_of(file.getvalue() + b"]")) > 10
-
-
-def test_events_reach_the_file_within_a_second_of_steps(tmp_path: Path) -> None:
+def test_a_killed_run_is_one_bracket_away_from_json(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     with open_timeline(path) as timeline:
-        step(RequestTracker([timeline]), StepOutputs(5.0, [], stats(4.0, 5.0)))
-        assert find(events_of(path.read_bytes() + b"]"), "step")
-
-
-class FullDisk(io.BytesIO):
-    def write(self, data: Any) -> int:
-        raise OSError(28, "No space left on device")
+        run_one(RequestTracker([timeline]))
+    assert len(events_of(path.read_bytes().removesuffix(b"\n]\n") + b"]")) > 10
 
 
 def test_a_full_disk_ends_the_timeline_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    run_one(RequestTracker([Timeline(FullDisk())]))
-    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
-    assert "No space left" in caplog.text
+    with open_timeline(Path("/dev/full")) as timeline:
+        run_one(RequestTracker([timeline]))
+    (warning,) = caplog.records
+    assert "No space left" in warning.message
+
+
+def test_a_simulation_waits_for_a_disk_that_falls_behind(tmp_path: Path) -> None:
+    file = BackgroundFile(
+        tmp_path / "run.json", "timeline", is_packed=False, waits=True, max_pending_bytes=10
+    )
+    for _ in range(2):
+        file.write(b"more than ten bytes\n")
+    file.close()
+    assert (tmp_path / "run.json").read_bytes() == b"more than ten bytes\n" * 2
 
 
 def test_a_file_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
@@ -204,7 +199,7 @@ def test_a_server_does_not_wait_for_a_pipe_that_nobody_reads(tmp_path: Path) -> 
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with live_timeline(path) as timeline:
+    with open_timeline(path, is_live=True) as timeline:
         tracker = RequestTracker([timeline])
         for _ in range(200):  # far more than a pipe holds: a write would wait for ever
             run_one(tracker)
@@ -216,7 +211,10 @@ def test_a_server_does_not_wait_for_a_pipe_that_nobody_reads(tmp_path: Path) -> 
 
 
 def test_a_live_timeline_is_whole(tmp_path: Path) -> None:
-    with live_timeline(tmp_path / "live.json") as live, open_timeline(tmp_path / "run.json") as other:
+    with (
+        open_timeline(tmp_path / "live.json", is_live=True) as live,
+        open_timeline(tmp_path / "run.json") as other,
+    ):
         run_one(RequestTracker([live, other]))
     content = (tmp_path / "live.json").read_bytes()
     assert content == (tmp_path / "run.json").read_bytes()
