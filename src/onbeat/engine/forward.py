@@ -55,20 +55,16 @@ class RowProducts(Protocol):
 
 
 class ForwardPass(Protocol):
-    """A model with its KV cache: runs the new tokens of a step, one step after the other."""
+    """A model with its KV cache: runs the new tokens of a step, one step after the other.
 
-    @property
-    def config(self) -> ModelConfig: ...
+    Those that inherit from it take no memory ahead and hold no threads, unless they say otherwise.
+    """
 
-    @property
-    def device(self) -> Device:
-        """Where steps are computed."""
-        ...
-
-    @property
-    def settings(self) -> Mapping[str, str]:
-        """What a reader of measurements wants to know of this forward pass."""
-        ...
+    config: ModelConfig
+    device: Device
+    """Where steps are computed."""
+    settings: Mapping[str, str]
+    """What a reader of measurements wants to know of this forward pass."""
 
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         """Store the keys and values of all tokens, and compute what is wanted of some.
@@ -92,14 +88,19 @@ class ForwardPass(Protocol):
 
         Called over and over while nothing runs; a call takes some milliseconds at most.
         """
-        ...
-
-    def products(self) -> RowProducts:
-        """Return products of its kind; no step may run until they are closed."""
-        ...
+        return False
 
     def close(self) -> None:
         """Let go of threads; no step may run any more."""
+        return
+
+
+@runtime_checkable
+class GivesProducts(Protocol):
+    """A forward pass whose matrix products can be timed by themselves."""
+
+    def products(self) -> RowProducts:
+        """Return products of its kind; no step may run until they are closed."""
         ...
 
 

@@ -13,7 +13,7 @@ from scipy.stats import binomtest, chi2_contingency, chisquare
 from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.device import CPU
 from onbeat.engine.draw import Floats
-from onbeat.engine.forward import RowProducts, StepLogits
+from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.sampler import Sampler
@@ -27,33 +27,29 @@ NUM_TOKENS = 5
 PROMPT = (1, 2, 0, 1, 2, 3, 1)
 
 
-class MarkovForward:
+class MarkovForward(ForwardPass):
     """A model whose logits depend on the last token alone."""
 
     device = CPU
     settings: Mapping[str, str] = {}
+    config = ModelConfig(  # with as many logits; nobody asks a Markov chain for layers
+        family="llama",
+        architecture="markov",
+        vocab_size=VOCAB,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+    )
 
     def __init__(self) -> None:
         generator = np.random.default_rng(3)
         self.logits_VV = generator.normal(0.0, 1.0, (VOCAB, VOCAB)).astype(np.float32)
-
-    @property
-    def config(self) -> ModelConfig:
-        """Return what has as many logits; nobody asks a Markov chain for layers."""
-        return ModelConfig(
-            family="llama",
-            architecture="markov",
-            vocab_size=VOCAB,
-            hidden_size=8,
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=8,
-            intermediate_size=8,
-            max_position_embeddings=64,
-            rms_norm_eps=1e-5,
-            rope=RopeConfig(theta=1e4),
-        )
 
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         if not len(inputs.sampling_tokens):
@@ -61,14 +57,6 @@ class MarkovForward:
         return StepLogits(self.logits_VV[inputs.token_ids_T[inputs.sampling_tokens]])
 
     def scrub(self, block_ids: IntArray) -> None: ...
-
-    def touch_ahead(self) -> bool:
-        return False
-
-    def products(self) -> RowProducts:
-        raise NotImplementedError("nobody times a Markov chain")
-
-    def close(self) -> None: ...
 
     def transitions(self, temperature: float) -> Floats:
         weights_VV: Floats = np.exp(self.logits_VV.astype(np.float64) / temperature)

@@ -8,7 +8,7 @@ logits are copied to the host, V vocabulary, X numbers of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,11 +28,9 @@ from onbeat.engine.cuda.sampling import draw_params
 from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
 from onbeat.engine.cuda.step_packer import ALL_DRAWN, PackedStep, StepPacker
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
-from onbeat.engine.device import Device
-from onbeat.engine.forward import ChosenTokens, Mark, RowProducts, StepLogits
+from onbeat.engine.forward import ChosenTokens, ForwardPass, Mark, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import BestTokens
 from onbeat.engine.torch.kernels import (
     BestBuffers,
@@ -55,7 +53,7 @@ from onbeat.engine.torch.layer import (
     write_logits,
 )
 from onbeat.engine.torch.types import device_of, numpy_dtype
-from onbeat.engine.torch.weights import LayerProducts, TorchWeights
+from onbeat.engine.torch.weights import TorchWeights
 
 __all__ = ["CudaForward", "CudaOptions", "kernel_sizes"]
 
@@ -103,7 +101,7 @@ class _Launched:
         return self.packed.best_tokens()
 
 
-class CudaForward:
+class CudaForward(ForwardPass):
     """Runs steps of a model on a device, with a KV cache of its own.
 
     Parameters
@@ -129,7 +127,7 @@ class CudaForward:
         multiply: Multiply = functional.linear,
         stream: DeviceStream | None = None,
     ) -> None:
-        self.weights = weights
+        self.weights, self.config, self.device = weights, weights.config, device_of(weights.device)
         self.kernels = kernels
         self.options = options
         self._graphs = graphs
@@ -142,6 +140,9 @@ class CudaForward:
             weights.config, dtype=numpy_dtype(weights.dtype), block_size=options.block_size
         )
         most = max(options.max_num_seqs, *self._sizes)
+        pieces = " and pieces" if options.piece_sizes else ""
+        graphs_name = f"{graphs.name}{pieces}, up to {self._sizes[-1]} rows"
+        self.settings = {"backend": "cuda", "kernels": kernels.name, "graphs": graphs_name}
         with torch.inference_mode():
             self._state = DeviceState(spec, options, weights.device)
             shape = most, weights.config.vocab_size
@@ -158,24 +159,6 @@ class CudaForward:
                 self._stream.run(self._make_pieces)
             for size in {self._sizes[0], self._sizes[-1]}:
                 self._stream.run(partial(self._draw, self._fixed[size]))  # compiled before it is needed
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.weights.config
-
-    @property
-    def device(self) -> Device:
-        return device_of(self.weights.device)
-
-    @property
-    def settings(self) -> Mapping[str, str]:
-        """What a reader of measurements wants to know of this forward pass."""
-        pieces = " and pieces" if self._pieces else ""
-        return {
-            "backend": "cuda",
-            "kernels": self.kernels.name,
-            "graphs": f"{self._graphs.name}{pieces}, up to {self._sizes[-1]} rows",
-        }
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
@@ -231,17 +214,6 @@ class CudaForward:
         ids = torch.from_numpy(block_ids)
         with _failures_in_words(None):
             self._stream.run(lambda: scrub(self._state.kv, ids.to(self.weights.device)))
-
-    def touch_ahead(self) -> bool:
-        """Return False: all memory is taken at start."""
-        return False
-
-    def products(self) -> RowProducts:
-        """Return those of the model's first layer; see `ForwardPass.products`."""
-        return LayerProducts(self.weights)
-
-    def close(self) -> None:
-        """Let go of nothing: memory goes with the object."""
 
     def _submit(
         self, inputs: StepInputs, queue: Callable[[PackedStep], object], drawn_N: NDArray[np.bool_] | None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from onbeat.core.errors import ConfigError, EngineError
 from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.device import CPU
 from onbeat.engine.engine_config import ActivationQuantization
-from onbeat.engine.forward import RowProducts, StepLogits
+from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.model_config import ModelConfig, inverse_frequencies
@@ -77,7 +77,7 @@ class NativeModel(NamedTuple):
     options: NativeOptions
 
 
-class NativeForward:
+class NativeForward(ForwardPass):
     """Runs steps in the library, with a KV cache of its own.
 
     Parameters
@@ -101,6 +101,15 @@ class NativeForward:
         self.device = CPU
         self.weights = weights  # the library only borrows them
         self.instruction_set = options.instruction_set or library.instruction_sets[0]
+        self.settings = {
+            "backend": "native",
+            "instruction_set": self.instruction_set,
+            "weights": weights.stores,
+        }
+        if options.copy_rows:
+            self.settings["weights_copy"] = f"from {options.copy_rows} rows"
+        if options.batch_invariant:
+            self.settings["batch_invariant"] = "yes"
         self._num_threads = options.num_threads
         kv_numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim * options.block_size
         self._num_blocks_ahead = max(1, _BYTES_AHEAD // (kv_numbers * options.dtype.itemsize))
@@ -116,20 +125,6 @@ class NativeForward:
         self._free = weakref.finalize(self, self._functions.ob_engine_free, self._engine)
         self._free.atexit = False  # the process's end frees it too
         self._logits_RV = np.empty((0, config.vocab_size), np.float32)
-
-    @property
-    def settings(self) -> Mapping[str, str]:
-        """What a reader of measurements wants to know of this forward pass."""
-        settings = {
-            "backend": "native",
-            "instruction_set": self.instruction_set,
-            "weights": self.weights.stores,
-        }
-        if self.options.copy_rows:
-            settings["weights_copy"] = f"from {self.options.copy_rows} rows"
-        if self.options.batch_invariant:
-            settings["batch_invariant"] = "yes"
-        return settings
 
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         """Run one step; see `ForwardPass.run`. Logits are valid until the next step."""
@@ -182,7 +177,7 @@ class NativeForward:
         return bool(self._functions.ob_engine_touch(self._engine, self._num_blocks_ahead))
 
     def products(self) -> RowProducts:
-        """Return those of the model's first layer; see `ForwardPass.products`."""
+        """Return those of the model's first layer; see `GivesProducts`."""
         return _FirstLayer(self._library, self.config, self.weights, self._options)
 
     def close(self) -> None:

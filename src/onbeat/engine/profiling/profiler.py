@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.forward import GivesProducts
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.profiling.batches import (
     BatchLimits,
@@ -128,7 +129,13 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
         return None
     device = loaded.backend.device
     if device_id == "cpu":
-        return cpu_limits(device.num_threads, loaded.runner.forward.products(), number_format)
+        forward = loaded.runner.forward
+        if not isinstance(forward, GivesProducts):
+            raise ConfigError(
+                f"the engine {forward.settings['backend']!r} gives no products to time; predict its steps by "
+                "--step-time-profile FILE or none"
+            )
+        return cpu_limits(device.num_threads, forward.products(), number_format)
     from onbeat.engine.cuda.limits import gpu_limits
     from onbeat.engine.torch.types import torch_dtype
 

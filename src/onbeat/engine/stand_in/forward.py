@@ -24,7 +24,7 @@ from onbeat.core.step import BatchShape
 from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.device import CPU
 from onbeat.engine.draw import Logits
-from onbeat.engine.forward import RowProducts, StepLogits
+from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.guided_draw import hold_to_grammars
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_access import KVRegion
@@ -126,7 +126,7 @@ _MOST_LAG = 2e-4
 """Seconds; a sleep that takes longer by more was kept from ending by others on the processor."""
 
 
-class StandInForward:
+class StandInForward(ForwardPass):
     """Takes as long as a step is predicted to take, and says what its KV blocks make of it.
 
     The next token of a request is a hash of all that its blocks hold, and of its place in the answer; with a
@@ -185,17 +185,6 @@ class StandInForward:
         """Return the entries of all blocks; see `GivesKV`."""
         entries_BS = self.cache.entries_BS
         return [KVRegion(entries_BS.ctypes.data, entries_BS[0].nbytes)]
-
-    def touch_ahead(self) -> bool:
-        """Return False: the cache is small."""
-        return False
-
-    def products(self) -> RowProducts:
-        """Raise: nothing is computed here, and nobody measures a stand-in."""
-        raise NotImplementedError("a stand-in computes no products")
-
-    def close(self) -> None:
-        """Let go of nothing."""
 
     def _choose(self, inputs: StepInputs) -> BestTokens:
         numbers_R = self.cache.numbers(

@@ -5,19 +5,15 @@ Legend: T tokens of the step, N tokens that are sampled or scored, P tokens whos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from onbeat.engine.attention_batch import IntArray
-from onbeat.engine.device import Device
-from onbeat.engine.forward import RowProducts, StepLogits
+from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import BestTokens
 from onbeat.engine.torch.kernels import BestBuffers, ChunkRows, LayerSpec, StepTensors
 from onbeat.engine.torch.kv import LayerKVCache, allocate_kv, region_of, scrub
@@ -34,7 +30,7 @@ from onbeat.engine.torch.types import device_of, numpy_dtype
 from onbeat.engine.torch.weights import LayerProducts, TorchWeights
 
 
-class TorchForward:
+class TorchForward(ForwardPass):
     """Runs steps by plain torch, with a KV cache of its own; the host chooses the tokens.
 
     Parameters
@@ -45,7 +41,8 @@ class TorchForward:
     """
 
     def __init__(self, weights: TorchWeights, *, num_blocks: int, block_size: int) -> None:
-        self.weights = weights
+        self.weights, self.config, self.device = weights, weights.config, device_of(weights.device)
+        self.settings = {"backend": "torch"}
         self._block_size = block_size
         self._kernels = TorchKernels(weights.dtype, weights.device, block_size)
         self._windows = first_of_windows(weights)
@@ -53,18 +50,6 @@ class TorchForward:
         spec = KVCacheSpec.of_model(weights.config, dtype=dtype, block_size=block_size)
         with torch.inference_mode():
             self.kv = allocate_kv(spec, num_blocks, weights.device)
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.weights.config
-
-    @property
-    def device(self) -> Device:
-        return device_of(self.weights.device)
-
-    @property
-    def settings(self) -> Mapping[str, str]:
-        return {"backend": "torch"}
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
@@ -116,13 +101,6 @@ class TorchForward:
         """Return keys and values of each layer; see `GivesKV`."""
         return [region_of(part) for layer in self.kv for part in layer]
 
-    def touch_ahead(self) -> bool:
-        """Return False: torch takes all memory at start."""
-        return False
-
     def products(self) -> RowProducts:
-        """Return those of the model's first layer; see `ForwardPass.products`."""
+        """Return those of the model's first layer; see `GivesProducts`."""
         return LayerProducts(self.weights)
-
-    def close(self) -> None:
-        """Let go of nothing: torch keeps its threads, and memory goes with the object."""
