@@ -19,6 +19,7 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import TIMES_AT_ONCE, BatchRow, MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.sampler import Sampler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0)
@@ -45,14 +46,15 @@ def prompt(num_tokens: int) -> MeasuredBatch:
 
 def runner_of(forward: ForwardPass, *, num_blocks: int, max_rows: int, max_len: int) -> ModelRunner:
     """Return what runs steps."""
-    return ModelRunner(
-        forward=forward,
+    limits = SchedulerConfig(
+        policy="sarathi",
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_num_seqs=max_rows,
+        max_num_batched_tokens=max(max_rows, max_len),
         max_model_len=max_len,
-        sampler=Sampler(forward.config.vocab_size),
     )
+    return ModelRunner(limits, forward, Sampler(forward.config.vocab_size))
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.test_embeddings_tiny import check, serve, to_embed
 from tests.gpu.engines import on_gpu_engine, relative_error, run_fixed
+from tests.pure.scheduler.driver import make_config
 
 pytestmark = pytest.mark.gpu
 
@@ -176,14 +177,9 @@ def test_steps_that_overlap_choose_the_tokens_of_steps_one_by_one(
     )
 
     def tokens(depth: int) -> dict[str, list[int]]:
-        runner = ModelRunner(
-            forward=make(num_blocks=NUM_BLOCKS, block_size=16),
-            num_blocks=NUM_BLOCKS,
-            block_size=16,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_model_len=MAX_MODEL_LEN,
-            sampler=Sampler(weights.config.vocab_size),
-        )
+        limits = make_config(num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN)
+        forward = make(num_blocks=NUM_BLOCKS, block_size=16)
+        runner = ModelRunner(limits, forward, Sampler(weights.config.vocab_size))
         return run(runner, Plan(seed, 4 * SETTINGS + SERIAL_SETTINGS).steps(60), depth)
 
     assert tokens(depth=2) == tokens(depth=1)

@@ -192,7 +192,7 @@ def _say_what_was_cut(
     loaded: LoadedModel, settings: ProfileSettings, result: ProfileResult, console: Console
 ) -> None:
     from onbeat.engine.profiling.batches import BatchLimits
-    from onbeat.engine.profiling.campaign import MIN_RUNS
+    from onbeat.engine.profiling.profiler import MIN_RUNS
 
     in_cache = loaded.limits.num_blocks * loaded.limits.block_size
     if in_cache > settings.max_context_tokens:

@@ -26,7 +26,7 @@ from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
 from onbeat.core.handover import Detached, MoveTask, TaskAnswer
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Request
-from onbeat.engine.kv_transfer.source import KVSource
+from onbeat.engine.kv_access import KVSource
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,

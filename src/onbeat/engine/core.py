@@ -17,9 +17,8 @@ from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.kv_access import BlockMemory, KVLayout
-from onbeat.engine.kv_handover import KVHandover
-from onbeat.engine.kv_transfer.tcp import TcpTransport
-from onbeat.engine.kv_transfer.transfers import KVTransfers
+from onbeat.engine.kv_handover import KVHandover, KVTransfers
+from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.step_report import Planned, StepReporter

@@ -13,10 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.device import Device
 from onbeat.engine.draw import Logits
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import BestTokens
 

@@ -17,9 +17,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.step import AdmittedRequest, ScheduledRequest
-from onbeat.engine.attention_batch import AttentionBatch, BlockTable, IntArray
 from onbeat.engine.pooling import PooledPrompt, PooledTokens
 from onbeat.engine.sampler import SampledTokens, SamplingRow
+
+IntArray = NDArray[np.int64]
+BlockTable = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One step, in host memory. Tokens are packed row after row."""
+
+    query_lens_R: IntArray
+    """New tokens of each row, at least 1."""
+    context_lens_R: IntArray
+    """Tokens that the row's last new token sees, itself included."""
+    slots_R: IntArray
+    """Each row's line of `block_tables_SB`."""
+    block_tables_SB: BlockTable
+    slot_mapping_T: IntArray
+    """Where each token's KV goes: block id * block size + offset."""
+    admissions_S: IntArray | None = None
+    """Whose line of `block_tables_SB` it is. As long as a line's number stays, blocks are only added at its
+    end. None where nobody asks: only devices remember tables."""
+
 
 UNKNOWN_TOKEN = -1
 """Stands for a token that a step under way will have chosen: the last one of a request."""

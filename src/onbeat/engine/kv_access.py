@@ -2,6 +2,8 @@
 
 A block is the same bytes on every replica of one `KVLayout`, however its back end lays them out: whoever
 moves blocks copies bytes and knows nothing of what they mean.
+
+A `KVSource` is what one engine tells another, through whoever moves requests, so that it can copy blocks.
 """
 
 from __future__ import annotations
@@ -124,3 +126,26 @@ class BlockMemory:
 def block_bytes_of(forward: GivesKV) -> int:
     """Return the bytes of a block."""
     return sum(region.block_bytes for region in forward.kv_regions())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEndpoint:
+    """Where an engine gives its blocks away."""
+
+    layout: KVLayout
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSource:
+    """Blocks of one request that may be copied while their lease lasts."""
+
+    endpoint: KVEndpoint
+    lease_id: str
+    serial: int
+    """Of the lease, never used twice by an engine."""
+    block_ids: tuple[int, ...]
+    """Of the engine that gives them, in the order of the request's tokens."""
+    checksums: tuple[int, ...] = ()
+    """CRC-32 of each; without them nothing is copied."""

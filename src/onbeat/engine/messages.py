@@ -12,8 +12,7 @@ from onbeat.core.handover import MoveTask, TaskAnswer
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import StepOutputs
-from onbeat.engine.kv_access import KVLayout
-from onbeat.engine.kv_transfer.source import KVSource
+from onbeat.engine.kv_access import KVLayout, KVSource
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):

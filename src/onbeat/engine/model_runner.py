@@ -9,11 +9,10 @@ from functools import partial
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.executor import DoneStep, PendingStep
 from onbeat.engine.forward import ChosenTokens, ForwardPass, LaunchesSteps, StepLogits
-from onbeat.engine.guided_rows import Guides, begin_guide, guided_drafts, guided_rows, with_forced
-from onbeat.engine.input_batch import InputBatch, StepInputs
+from onbeat.engine.guided_draw import Guides, begin_guide, guided_drafts, guided_rows, with_forced
+from onbeat.engine.input_batch import InputBatch, IntArray, StepInputs
 from onbeat.engine.pooling import pool
 from onbeat.engine.prompt_scorer import PromptScorer
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
@@ -30,32 +29,29 @@ class ModelRunner:
 
     Parameters
     ----------
+    limits : what a scheduler may plan; KV blocks have the ids 0 to `limits.num_blocks` - 1.
     forward : the model and its KV cache.
-    num_blocks : KV blocks of `forward`, ids 0 to `num_blocks` - 1.
-    block_size : tokens of each.
-    max_num_seqs : most requests at once.
-    max_model_len : most tokens of one request.
     sampler : chooses tokens.
     proposer : makes the drafts of rows that are planned with some; None where none ever is.
     """
 
-    def __init__(  # noqa: PLR0913 -- what it runs on, and what it runs with
+    def __init__(
         self,
-        *,
+        limits: SchedulerConfig,
         forward: ForwardPass,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_model_len: int,
         sampler: TokenSampler,
         proposer: Proposer | None = None,
     ) -> None:
         self.forward = forward
         self.sampler = sampler
         self.proposer = proposer
-        self.max_model_len = max_model_len
-        self.num_blocks = num_blocks
-        self.batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+        self.max_model_len = limits.max_model_len
+        self.num_blocks = limits.num_blocks
+        self.batch = InputBatch(
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+        )
         self.prompts = PromptScorer(self.batch, sampler, forward.config.vocab_size)
         self.guides: Guides | None = None
         """Where guides of grammars come from; set by whoever builds the engine. None: none is enforced."""
@@ -69,25 +65,6 @@ class ModelRunner:
         """Slots whose KV may not be finite; it is made so when they are given away."""
         self._to_scrub: list[IntArray] = []
         """Blocks of failed requests that left."""
-
-    @classmethod
-    def within(
-        cls,
-        limits: SchedulerConfig,
-        forward: ForwardPass,
-        sampler: TokenSampler,
-        proposer: Proposer | None = None,
-    ) -> ModelRunner:
-        """Return a runner of all that a scheduler with these limits may plan."""
-        return cls(
-            forward=forward,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-            sampler=sampler,
-            proposer=proposer,
-        )
 
     @property
     def overlaps(self) -> bool:

@@ -30,8 +30,8 @@ from onbeat.core.settled_memory import settled_memory
 from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.grammar_port import CompilingRequests
-from onbeat.engine.kv_transfer.source import KVSource
-from onbeat.engine.kv_transfer.tcp import TcpTransport
+from onbeat.engine.kv_access import KVSource
+from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,

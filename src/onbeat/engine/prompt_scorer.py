@@ -15,9 +15,8 @@ import numpy as np
 
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import AdmittedRequest, ScheduledRequest
-from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.forward import StepLogits
-from onbeat.engine.input_batch import InputBatch, StepInputs
+from onbeat.engine.input_batch import InputBatch, IntArray, StepInputs
 from onbeat.engine.speculation.verifier import TokenSampler
 
 MOST_LOGIT_BYTES = 64 << 20

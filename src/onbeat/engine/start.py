@@ -1,7 +1,11 @@
-"""From a configuration to a running engine: backend, limits, model, step times, step loop."""
+"""From a configuration to a running engine: backend, limits, model, step times, step loop.
+
+Whether this machine can meet the objectives of classes is said at start, and corrected by the steps.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -10,6 +14,8 @@ from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineInfo
+from onbeat.core.slo import SLO
+from onbeat.core.step import StepStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.backends.base import Backend, Room, SettleLimits
 from onbeat.engine.backends.stand_in import StandInBackend
@@ -22,7 +28,6 @@ from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.loaded_model import LoadedModel
 from onbeat.engine.memory import short_memory_in_words
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.objective_watch import ObjectiveWatch
 from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.speculation.build import ProposerBuilder, choose_proposer
@@ -37,6 +42,8 @@ from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.text.sampling_defaults import sampling_defaults
 from onbeat.version import __version__
+
+logger = logging.getLogger("onbeat.engine")
 
 _SWITCH_SECONDS = 2e-4
 """Between threads of the interpreter: at its 5 ms one that plans would hold up another that launches."""
@@ -215,7 +222,7 @@ class ModelLoader:
             say(_describe_proposer(self.proposer, limits))
             proposer = self.proposer.build(forward, limits)
         _say_limits(limits, say)
-        runner = ModelRunner.within(limits, forward, backend.sampler(), proposer)
+        runner = ModelRunner(limits, forward, backend.sampler(), proposer)
         say(Detail("warming up"))
         runner.warm_up()
         backend.tell_excess(say)
@@ -294,3 +301,57 @@ def _describe_proposer(proposer: ProposerBuilder, limits: SchedulerConfig) -> st
         f"speculative decoding by {proposer.description}: drafts of a request in a step: "
         f"{length[limits.speculation.draft_length]}; {memory}"
     )
+
+
+_SETTLED_SECONDS = 10.0
+"""How long another verdict must last before it is said: a machine that other work disturbs comes and goes."""
+_SETTLED_STEPS = 64
+"""And how many steps the step-time model must have been told of meanwhile."""
+_CLOSE = 1.1
+"""Within this factor of the objective a verdict stays what it was."""
+
+
+class ObjectiveWatch:
+    """Holds every class against an idle machine, as the step-time model knows it by now.
+
+    Parameters
+    ----------
+    check : what a request does on an idle machine.
+    model : learns from steps.
+    classes : objectives by name.
+    """
+
+    def __init__(self, check: IdleCheck, model: StepTimeModel, classes: Mapping[str, SLO]) -> None:
+        self._check = check
+        self._model = model
+        self._classes = classes
+        self._is_missed = {name: check.is_missed(model, slo) for name, slo in classes.items()}
+        self._changed: dict[str, tuple[float, int]] = {}
+        """Class with another verdict than the last one -> end of the first step that gave it, steps since."""
+
+    def misses(self) -> list[str]:
+        """Return a sentence for each objective that is missed, as the model knows the machine now."""
+        return self._check.misses(self._model, self._classes)
+
+    def judge(self, stats: StepStats) -> None:
+        """Look again after a step, of which the model has been told; say in the log what has changed."""
+        for name, slo in self._classes.items():
+            was_missed = self._is_missed[name]
+            margin = 1 / _CLOSE if was_missed else _CLOSE
+            if self._check.is_missed(self._model, slo, margin) == was_missed:
+                self._changed.pop(name, None)
+                continue
+            since, num_steps = self._changed.get(name, (stats.end, 0))
+            self._changed[name] = since, num_steps + 1
+            if stats.end - since >= _SETTLED_SECONDS and num_steps >= _SETTLED_STEPS:
+                del self._changed[name]
+                self._is_missed[name] = not was_missed
+                self._say(name, slo)
+
+    def _say(self, name: str, slo: SLO) -> None:
+        if not self._is_missed[name]:
+            speed = self._check.speed(self._model, slo)
+            logger.info("class %s is feasible after all: %s", name, speed)
+            return
+        for miss in self._check.misses(self._model, {name: slo}):
+            logger.warning("%s", miss)

@@ -1,30 +1,42 @@
-"""What predicts step times in this run: decided once at start, and said."""
+"""What predicts step times in this run: decided once at start, and said.
+
+An engine that starts without a profile times a decode and a prompt, for estimates are several times off.
+Every step that ran is judged: what it reached of the device, and whether its time still follows the model.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median_low
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape, StepStats
+from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.backends.base import CheckpointBackend
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
-from onbeat.engine.profiling.first_look import time_both
+from onbeat.engine.profiling.batches import TIMES_AT_ONCE, BatchRow, MeasuredBatch
+from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of
-from onbeat.engine.step_watch import StepWatch
+from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, Profile
 from onbeat.perfmodel.profile_file import find_profile, profile_path, profiles_dir, read_profile
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.speculative import BatchOperations, SpeculativeOperations, SpeculativeStepTime
 from onbeat.perfmodel.utilisation import StepOperations
 from onbeat.scheduler.replica.idle_check import ms_text
+
+logger = logging.getLogger("onbeat.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,3 +305,112 @@ class OthersMeter:
                 ticks += sum(values) - sum(values[_IDLE])
                 num_cores += 1
         return ticks / os.sysconf("SC_CLK_TCK") if num_cores == len(self._cores) else None
+
+
+_SETTLED_SECONDS = 60.0
+"""A machine that other work disturbs comes and goes; what lasts this long is said."""
+
+
+class StepWatch:
+    """Fills in what a step reached, and says in the log when step times leave their model and come back.
+
+    Parameters
+    ----------
+    operations : operations and bytes of a batch.
+    memory_bandwidth : the device's peak, bytes per second.
+    peak_flops : the device's peak in the engine's number format, operations per second.
+    drift : asks the step-time model whether it still describes the machine; None where nobody predicts.
+    was_measured : whether the model was fitted to this machine. What was only computed is off from the start,
+        which is no news.
+    """
+
+    def __init__(
+        self,
+        operations: BatchOperations,
+        *,
+        memory_bandwidth: float,
+        peak_flops: float,
+        drift: Callable[[], Drift | None] | None = None,
+        was_measured: bool = False,
+    ) -> None:
+        self._operations = operations
+        self._seconds_per_byte = 1.0 / memory_bandwidth
+        self._seconds_per_flop = 1.0 / peak_flops
+        self._drift = drift
+        self._was_measured = was_measured
+        self._is_drifting = False
+        self._changed: float | None = None
+
+    def judge(self, stats: StepStats) -> None:
+        """Set `mbu`, `mfu` and `is_drifting`; the first two stay None for a step that took no time."""
+        seconds = stats.end - stats.start
+        if seconds > 0:
+            stats.mbu = self._operations.bytes_read(stats.shape) * self._seconds_per_byte / seconds
+            stats.mfu = self._operations.flops(stats.shape) * self._seconds_per_flop / seconds
+        if self._drift is not None and (drift := self._drift()) is not None:
+            stats.is_drifting = drift.is_alarming
+            if self._was_measured:
+                self._follow(drift, stats.end)
+
+    def _follow(self, drift: Drift, now: float) -> None:
+        if drift.is_alarming == self._is_drifting:
+            self._changed = None
+            return
+        if self._changed is None:
+            self._changed = now
+        if now - self._changed < _SETTLED_SECONDS:
+            return
+        self._is_drifting = drift.is_alarming
+        self._changed = None
+        if not drift.is_alarming:
+            logger.warning("steps take what their profile says again (%.2f times)", drift.ratio)
+            return
+        cause = "something else loads the machine, or it" if drift.ratio > 1 else "the machine"
+        logger.warning(
+            "steps take %.2f times what their profile says (before it is corrected): %s has changed; "
+            "`onbeat profile` measures it again",
+            drift.ratio,
+            cause,
+        )
+
+
+_MOST_TOKENS = 2048
+"""Of the prompt; a decode reads half as many."""
+_LONG_DECODE = 0.25
+"""Seconds of a decode from which on a prompt, which takes a multiple, would hold up the start."""
+_SHORTEST_PROMPT, _DECODES = 0.03, 2
+"""Seconds, and decodes: a prompt that is to take as long does not only read weights."""
+_RUNS, _SECONDS = 3, 0.4
+"""Of a batch at most, where one run is not longer."""
+
+
+def time_both(loaded: LoadedModel, model: StepTimeModel) -> list[MeasuredStep]:
+    """Time a decode, and a prompt unless a decode alone takes long; about a second in all.
+
+    Parameters
+    ----------
+    loaded : the model, not yet in use.
+    model : the estimate, which says how long a prompt may be.
+    """
+    limits, samples = loaded.limits, loaded.backend.model.has_head
+    in_model, in_cache = limits.max_model_len - TIMES_AT_ONCE, limits.num_blocks * limits.block_size
+    longest = max(min(in_model, in_cache, limits.max_num_batched_tokens, _MOST_TOKENS), 2)
+    decode = MeasuredBatch((BatchRow(longest // 2, 1, samples),))
+    timer = StepTimer(loaded.runner, num_blocks=-(-longest // limits.block_size))
+    try:
+        steps = [_time(timer, decode)]
+        if (seconds := steps[0].seconds) < _LONG_DECODE:
+            estimate = max(_SHORTEST_PROMPT, _DECODES * seconds) * model.step_time(decode.shape) / seconds
+            tokens = min(max(model.max_chunk_tokens(BatchShape(), 0, estimate), 2), longest)
+            steps.append(_time(timer, MeasuredBatch((BatchRow(0, tokens, samples),))))
+    finally:
+        timer.close()
+    return steps
+
+
+def _time(timer: StepTimer, batch: MeasuredBatch) -> MeasuredStep:
+    times: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while not times or (len(times) < _RUNS and time.perf_counter() < end):
+        times.append(timer.time(batch))
+    return MeasuredStep(batch.shape, median_low(times))

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
-from onbeat.engine.kv_transfer.source import KVSource
-from onbeat.engine.kv_transfer.tcp import TcpTransport
-from onbeat.engine.kv_transfer.transfers import KVTransfers
+from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion, KVSource
+from onbeat.engine.kv_handover import KVTransfers
+from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.engine.torch.kv import region_of
 
 NUM_BLOCKS = 24

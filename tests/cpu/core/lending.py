@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from onbeat.engine.kv_transfer import tcp, transfers
-from onbeat.engine.kv_transfer.source import KVSource
+from onbeat.engine import kv_handover, kv_transfer
+from onbeat.engine.kv_access import KVSource
 from tests.cpu.core.kv_engines import (
     REGION_BYTES,
     make_transfers,
@@ -19,7 +19,7 @@ WAIT = 30.0
 
 
 def short_pulls(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    for module in (tcp, transfers):
+    for module in (kv_transfer, kv_handover):
         monkeypatch.setattr(module, "PULL_SECONDS", seconds)
 
 

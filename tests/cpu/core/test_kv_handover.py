@@ -16,11 +16,9 @@ from onbeat.core.errors import InvalidRequest, KVUnavailable
 from onbeat.core.request import FinishReason
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
-from onbeat.engine.kv_access import BlockMemory
-from onbeat.engine.kv_handover import KVHandover
-from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
-from onbeat.engine.kv_transfer.tcp import TcpTransport
-from onbeat.engine.kv_transfer.transfers import KVTransfers
+from onbeat.engine.kv_access import BlockMemory, KVEndpoint, KVSource
+from onbeat.engine.kv_handover import KVHandover, KVTransfers
+from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.recording.reader import Recording
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.replica.scheduler import Scheduler

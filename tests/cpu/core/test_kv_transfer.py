@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from onbeat.core.errors import ConfigError, KVUnavailable
-from onbeat.engine.kv_access import BlockMemory
-from onbeat.engine.kv_transfer import leases
-from onbeat.engine.kv_transfer.source import KVSource
+from onbeat.engine import kv_transfer
+from onbeat.engine.kv_access import BlockMemory, KVSource
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.torch.kv import region_of
 from tests.cpu.core.kv_engines import (
@@ -153,7 +152,7 @@ def test_each_block_is_read_once_a_lease(monkeypatch: pytest.MonkeyPatch) -> Non
 
 class TestLeases:
     def test_a_name_is_lent_again_as_something_else(self) -> None:
-        table = leases.Leases()
+        table = kv_transfer.Leases()
         first = table.grant("r", [1, 2])
         assert table.grant("r", [1, 2, 3]).serial == first.serial
         table.revoke("r")
@@ -165,8 +164,8 @@ class TestLeases:
         assert table.block_ids("r", second.serial) == (4,)
 
     def test_there_is_an_end_to_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(leases, "MOST_LEASES", 2)
-        table = leases.Leases()
+        monkeypatch.setattr(kv_transfer, "MOST_LEASES", 2)
+        table = kv_transfer.Leases()
         for name in "ab":
             table.grant(name, [1])
         with pytest.raises(KVUnavailable, match="2 requests"):

@@ -12,9 +12,8 @@ from dataclasses import replace
 import pytest
 
 from onbeat.core.errors import KVUnavailable
-from onbeat.engine.kv_access import BlockMemory
-from onbeat.engine.kv_transfer import tcp
-from onbeat.engine.kv_transfer.source import KVSource
+from onbeat.engine import kv_transfer
+from onbeat.engine.kv_access import BlockMemory, KVSource
 from tests.cpu.core.kv_engines import (
     LendingProcess,
     make_transfers,
@@ -77,12 +76,12 @@ class TestOverTcp:
     @pytest.mark.parametrize("first_words", [b"", b"n" * 16 + b"\x80\0\0\0" + b"[" * 100])
     def test_strangers_keep_nobody_out(self, first_words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
         """However many they are and however long they stay; nor the engine from ending."""
-        monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 600.0)
+        monkeypatch.setattr(kv_transfer, "_HANDSHAKE_SECONDS", 600.0)
         strangers: list[socket.socket] = []
         with ExitStack() as stack:
             with lending_source() as source:
                 address = (source.endpoint.host, source.endpoint.port)
-                for _ in range(tcp._MOST_STRANGERS + 50):
+                for _ in range(kv_transfer._MOST_STRANGERS + 50):
                     strangers.append(stack.enter_context(socket.create_connection(address)))
                     with suppress(ConnectionError):
                         strangers[-1].sendall(first_words)
@@ -96,7 +95,7 @@ class TestOverTcp:
             assert all(map(_is_closed, strangers))
 
     def test_strangers_are_put_out_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 0.3)
+        monkeypatch.setattr(kv_transfer, "_HANDSHAKE_SECONDS", 0.3)
         with lending_source() as source:
             silent = socket.create_connection((source.endpoint.host, source.endpoint.port), timeout=WAIT)
             assert len(silent.recv(100)) == 16
@@ -115,7 +114,7 @@ class TestOverTcp:
     def test_words_without_the_key_close_the_connection(
         self, words: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 600.0)
+        monkeypatch.setattr(kv_transfer, "_HANDSHAKE_SECONDS", 600.0)
         with lending_source() as source, caplog.at_level("INFO"):
             stranger = socket.create_connection((source.endpoint.host, source.endpoint.port), timeout=WAIT)
             for byte in words:
@@ -128,16 +127,16 @@ class TestOverTcp:
         assert caplog.records == []
 
     def test_more_copies_than_there_are_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 0.3)
-        monkeypatch.setattr(tcp, "_MOST_COPIES", 1)
-        send, is_sending, goes_on = tcp._Server._send_block, threading.Event(), threading.Event()
+        monkeypatch.setattr(kv_transfer, "_HANDSHAKE_SECONDS", 0.3)
+        monkeypatch.setattr(kv_transfer, "_MOST_COPIES", 1)
+        send, is_sending, goes_on = kv_transfer._Server._send_block, threading.Event(), threading.Event()
 
-        def send_later(server: tcp._Server, wire: tcp._Wire, block_id: int) -> None:
+        def send_later(server: kv_transfer._Server, wire: kv_transfer._Wire, block_id: int) -> None:
             is_sending.set()
             goes_on.wait(WAIT)
             send(server, wire, block_id)
 
-        monkeypatch.setattr(tcp._Server, "_send_block", send_later)
+        monkeypatch.setattr(kv_transfer._Server, "_send_block", send_later)
         with lending_source() as source:
             _, first = make_transfers()
             _, second = make_transfers()

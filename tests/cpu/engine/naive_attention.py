@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from onbeat.engine.attention_batch import AttentionBatch
+from onbeat.engine.input_batch import AttentionBatch
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.torch.kernels import ChunkRows, LayerSpec

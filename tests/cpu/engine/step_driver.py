@@ -15,6 +15,7 @@ from onbeat.engine.draw import Logits
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from tests.cpu.engine.forwards import MakeForward
+from tests.pure.scheduler.driver import make_config
 
 GREEDY = SamplingParams(temperature=0.0, num_logprobs=0)
 """Its logits come to the host even where a device could choose."""
@@ -88,14 +89,15 @@ class StepDriver:
         seed: int = 0,
     ) -> None:
         self.sampler = RecordingSampler()
-        self.runner = ModelRunner(
-            forward=make_forward(num_blocks=num_blocks, block_size=block_size),
+        limits = make_config(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs,
             max_model_len=max_model_len,
-            sampler=self.sampler,
         )
+        forward = make_forward(num_blocks=num_blocks, block_size=block_size)
+        self.runner = ModelRunner(limits, forward, self.sampler)
         self.block_size = block_size
         self.random = random.Random(seed)
         self.free_blocks = list(range(num_blocks))

@@ -18,6 +18,7 @@ from onbeat.engine.torch.forward import TorchForward
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
+from tests.pure.scheduler.driver import make_config
 
 
 class FailingSampler:
@@ -52,7 +53,7 @@ def make_runner(sampler: Sampler | FailingSampler | None = None, **options: int)
     sizes = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 4, "max_model_len": 128, **options}
     forward = TorchForward(model, num_blocks=sizes["num_blocks"], block_size=sizes["block_size"])
     chooser = sampler or Sampler(model.config.vocab_size)
-    return ModelRunner(forward=forward, sampler=chooser, proposer=None, **sizes)
+    return ModelRunner(make_config("sarathi", **sizes), forward, chooser)
 
 
 def request(request_id: str, prompt: list[int], **sampling: float) -> Request:
@@ -192,7 +193,7 @@ def test_values_that_are_not_finite_leave_with_the_failed_request() -> None:
     assert output.failed is None
 
 
-@pytest.mark.parametrize("max_model_len", [1, 2, 16, 17, 128])
+@pytest.mark.parametrize("max_model_len", [1, 2, 16, 17, 32])
 def test_warm_up_leaves_no_request_behind(max_model_len: int) -> None:
     runner = make_runner(max_model_len=max_model_len, num_blocks=2)
     runner.warm_up()

@@ -34,10 +34,9 @@ from onbeat.engine.profiling.batches import (
     random_batches,
     verify_batches,
 )
-from onbeat.engine.profiling.campaign import Campaign
 from onbeat.engine.profiling.limits import cpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
-from onbeat.engine.profiling.profiler import ProfileSettings, limits_of, profile_model
+from onbeat.engine.profiling.profiler import Campaign, ProfileSettings, limits_of, profile_model
 from onbeat.engine.start import prepare
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.engine.torch.weights import LayerProducts

@@ -23,8 +23,7 @@ from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
 from onbeat.engine.progress import Detail
 from onbeat.engine.start import build_engine, prepare
-from onbeat.engine.step_times import Others, OthersMeter, choose_step_time
-from onbeat.engine.step_watch import StepWatch
+from onbeat.engine.step_times import Others, OthersMeter, StepWatch, choose_step_time
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.predictor import Predictor

@@ -86,7 +86,7 @@ def run_engine(
         policy=setting.policy,
     )
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
-    runner = ModelRunner.within(config, forward, Sampler(forward.config.vocab_size))
+    runner = ModelRunner(config, forward, Sampler(forward.config.vocab_size))
     scheduler = Scheduler(config, LinearStepTime())
     executor = PredictedTime(ThreadExecutor(runner), scheduler)
     core = EngineCore(scheduler, executor, max_in_flight_steps=setting.depth, clock=lambda: executor.now)

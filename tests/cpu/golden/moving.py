@@ -12,12 +12,10 @@ from typing import Any
 from onbeat.core.request import FinishReason, Request
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
-from onbeat.engine.guided_rows import Guides
-from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of
-from onbeat.engine.kv_handover import KVHandover
-from onbeat.engine.kv_transfer.source import KVSource
-from onbeat.engine.kv_transfer.tcp import TcpTransport
-from onbeat.engine.kv_transfer.transfers import KVTransfers
+from onbeat.engine.guided_draw import Guides
+from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, KVSource, block_bytes_of
+from onbeat.engine.kv_handover import KVHandover, KVTransfers
+from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
@@ -51,7 +49,7 @@ def make_core(
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
     assert isinstance(forward, GivesKV)
     sampler = Sampler(forward.config.vocab_size)
-    runner = ModelRunner.within(config, forward, sampler, make_proposer and make_proposer())
+    runner = ModelRunner(config, forward, sampler, make_proposer and make_proposer())
     runner.guides = guides
     layout = KVLayout(
         model=model,

@@ -61,7 +61,7 @@ def serve(make_forward: MakeForward, requests: list[Request], **limits) -> Serve
     limits.setdefault("max_num_batched_tokens", 256)
     config = SchedulerConfig(**limits)
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
-    runner = ModelRunner.within(config, forward, Sampler(forward.config.vocab_size))
+    runner = ModelRunner(config, forward, Sampler(forward.config.vocab_size))
     scheduler = Scheduler(config, LinearStepTime())
     executor = PredictedTime(ThreadExecutor(runner), scheduler)
     num_ahead = 2 if runner.overlaps else 1

@@ -30,6 +30,7 @@ from tests.cpu.engine.tiny_models import (
     tiny_model,
 )
 from tests.many_cases import each_case
+from tests.pure.scheduler.driver import make_config
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTHS = (1, 16, 33, 70, 150)
@@ -138,12 +139,7 @@ def test_settings_say_what_runs(native_library: NativeLibrary) -> None:
 def make_runner(make_forward: MakeForward, **options: int) -> ModelRunner:
     sizes = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 8, "max_model_len": 128, **options}
     forward = make_forward(num_blocks=sizes["num_blocks"], block_size=sizes["block_size"])
-    return ModelRunner(
-        forward=forward,
-        sampler=Sampler(forward.config.vocab_size),
-        proposer=None,
-        **sizes,
-    )
+    return ModelRunner(make_config("sarathi", **sizes), forward, Sampler(forward.config.vocab_size))
 
 
 def admit(

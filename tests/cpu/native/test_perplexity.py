@@ -12,10 +12,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from onbeat.engine.attention_batch import AttentionBatch
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.input_batch import AttentionBatch, StepInputs
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.weights import Checkpoint, QuantizedRows, open_checkpoint
 from onbeat.hub.files import ModelFiles

@@ -13,8 +13,7 @@ from onbeat.core.request import SamplingParams
 from onbeat.engine import sampler as sampler_module
 from onbeat.engine.draw import Floats, Logits
 from onbeat.engine.grammar_port import GrammarPort
-from onbeat.engine.guided_draw import GuideOutcome, allowed_ids
-from onbeat.engine.guided_rows import begin_guide
+from onbeat.engine.guided_draw import GuideOutcome, allowed_ids, begin_guide
 from onbeat.engine.sampler import Sampler, token_logprobs
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.text.grammar.guide import GrammarTooComplex

@@ -125,7 +125,7 @@ def serve(
     forward = make_forward(num_blocks=limits.num_blocks, block_size=limits.block_size)
     proposer = None if make_proposer is None else make_proposer(forward, limits)
     sampler = Sampler(forward.config.vocab_size)
-    runner = ModelRunner.within(limits, forward, sampler, proposer)
+    runner = ModelRunner(limits, forward, sampler, proposer)
     scheduler = Scheduler(limits)
     core = EngineCore(scheduler, ThreadExecutor(runner), max_in_flight_steps=setting.depth)
     outcome = Outcome([], 0, 0, 0, 0, 0, 0)

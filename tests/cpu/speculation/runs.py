@@ -13,7 +13,7 @@ from onbeat.core.request import FinishReason, Request, SamplingParams, TokenLogp
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import DoneStep, ThreadExecutor
-from onbeat.engine.guided_rows import Guides
+from onbeat.engine.guided_draw import Guides
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler, SamplingRow
 from onbeat.engine.speculation.build import NgramProposer
@@ -122,7 +122,7 @@ def run(
     config = SchedulerConfig(**{**LIMITS, **limits}, speculation=speculation)
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
     runner = NotingRunner(
-        ModelRunner.within(config, forward, sampler or Sampler(forward.config.vocab_size), proposer)
+        ModelRunner(config, forward, sampler or Sampler(forward.config.vocab_size), proposer)
     )
     runner.runner.guides = guides
     ticks = itertools.count()

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, chi2_contingency, chisquare
 
-from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.device import CPU
 from onbeat.engine.draw import Floats
 from onbeat.engine.forward import ForwardPass, StepLogits
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer

@@ -11,9 +11,8 @@ import torch
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest
-from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.forward import StepLogits
-from onbeat.engine.input_batch import InputBatch, StepInputs
+from onbeat.engine.input_batch import InputBatch, IntArray, StepInputs
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import DraftRow
 from tests.cpu.engine.engines import TinyEngine, in_turns, is_due

@@ -12,6 +12,7 @@ from onbeat.engine.sampler import SampledTokens, Sampler
 from onbeat.engine.torch.forward import TorchForward
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
 from tests.cpu.speculation.runs import ScriptedProposer, make_request, ngram
+from tests.pure.scheduler.driver import make_config
 
 PROMPT = random_prompt(17)
 SIZES = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 4, "max_model_len": 128}
@@ -25,12 +26,8 @@ def make_runner(proposer: Any, sampler: Any = None, **options: int) -> ModelRunn
     model = tiny_model("llama3").weights
     sizes = SIZES | options
     forward = TorchForward(model, num_blocks=sizes["num_blocks"], block_size=sizes["block_size"])
-    return ModelRunner(
-        forward=forward,
-        sampler=sampler or Sampler(model.config.vocab_size),
-        proposer=proposer,
-        **sizes,
-    )
+    chooser = sampler or Sampler(model.config.vocab_size)
+    return ModelRunner(make_config("sarathi", **sizes), forward, chooser, proposer)
 
 
 def step(
@@ -105,7 +102,7 @@ def test_a_proposer_hears_who_comes_and_goes() -> None:
     assert script.slots == {}
 
 
-@pytest.mark.parametrize("max_model_len", [1, 2, 3, 16, 17, 128])
+@pytest.mark.parametrize("max_model_len", [1, 2, 3, 16, 17, 32])
 def test_warm_up_leaves_nothing_with_the_proposer(max_model_len: int) -> None:
     script = ScriptedProposer(lambda row: [0, 0, 0])
     runner = make_runner(script, max_model_len=max_model_len, num_blocks=2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.engine.attention_batch import AttentionBatch
+from onbeat.engine.input_batch import AttentionBatch
 from onbeat.engine.random_stream import mix, mix_words
 from onbeat.engine.stand_in.forward import HashCache
 from tests.examples import examples

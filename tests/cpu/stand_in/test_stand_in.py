@@ -33,6 +33,7 @@ from tests.cpu.engine.tiny_models import random_prompt
 from tests.cpu.speculation import runs
 from tests.cpu.speculation.runs import Run, make_request
 from tests.cpu.speculation.test_lossless import budget
+from tests.pure.scheduler.driver import make_config
 
 MODEL = ModelConfig(
     family="llama",
@@ -153,14 +154,7 @@ class Hand:
 
     def __init__(self) -> None:
         self.forward = make_forward(num_blocks=16, block_size=16)
-        self.runner = ModelRunner(
-            forward=self.forward,
-            num_blocks=16,
-            block_size=16,
-            max_num_seqs=4,
-            max_model_len=256,
-            sampler=StandInSampler(),
-        )
+        self.runner = ModelRunner(make_config(num_blocks=16), self.forward, StandInSampler())
         self.num_computed = 0
         request = Request(request_id="r", prompt_token_ids=tuple(range(40)), sampling=SamplingParams())
         self.admitted: tuple[AdmittedRequest, ...] = (AdmittedRequest(request, (), (4, 2, 7)),)

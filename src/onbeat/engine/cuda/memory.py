@@ -11,9 +11,8 @@ import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import SamplingParams
-from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.input_batch import ADMISSIONS, StepInputs, wave_order
+from onbeat.engine.input_batch import ADMISSIONS, AttentionBatch, IntArray, StepInputs, wave_order
 from onbeat.engine.memory import flag_size
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.scheduler.scheduler_config import SchedulerConfig

@@ -8,9 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.cuda.packing import StepWords
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.random_stream import uniforms
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.kernels import DrawParams

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
 from onbeat.engine.cuda.stream import DeviceStream
 from onbeat.engine.forward import Mark
+from onbeat.engine.input_batch import AttentionBatch, IntArray
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.kernels import Int32Array

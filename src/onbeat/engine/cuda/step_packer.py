@@ -13,11 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
 from onbeat.engine.cuda.sampling import SlotSettings
 from onbeat.engine.cuda.state import CudaOptions, EntryViews, RingEntry, TableMirror
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.sampler import BestTokens
 from onbeat.engine.torch.kernels import ChunkRows, Int32Array
 

@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, EngineError
-from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.device import CPU
 from onbeat.engine.engine_config import ActivationQuantization
 from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.model_config import ModelConfig, inverse_frequencies
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.engine.attention_batch import AttentionBatch
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.input_batch import AttentionBatch, StepInputs
 from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions, first_layers
 from onbeat.engine.native.instruction_sets import (
     SetChoice,

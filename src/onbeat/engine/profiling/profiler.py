@@ -1,11 +1,18 @@
-"""The whole of a profile: measure limits and batches on a loaded model, fit, test."""
+"""The whole of a profile: measure limits and batches on a loaded model, fit, test.
+
+Batches are measured against noise: in interleaved rounds of random order, and by the median of each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from statistics import median
 from typing import NamedTuple
+
+import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.forward import GivesProducts
@@ -18,7 +25,6 @@ from onbeat.engine.profiling.batches import (
     random_batches,
     verify_batches,
 )
-from onbeat.engine.profiling.campaign import Campaign, OnRun
 from onbeat.engine.profiling.limits import best_limits, cpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of
@@ -26,6 +32,14 @@ from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget, fit_best
 from onbeat.perfmodel.profile import MachineLimits, Profile
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.version import __version__
+
+MIN_RUNS = 3
+"""Runs that even a long batch gets where time allows: the median of fewer follows every disturbance."""
+_COSTLY_SHARE = 3.0
+"""A batch that took this many times its share of the budget waits until all others have had more runs."""
+
+OnRun = Callable[[float], None]
+"""Hears after each run which share of the campaign is done, in [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,3 +203,54 @@ def _engine_settings(loaded: LoadedModel, measured: _Measured) -> dict[str, str 
         "num_held_back": len(measured.held_back),
         "runs_per_batch": round(measured.runs_per_batch, 1),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """How long to measure.
+
+    Parameters
+    ----------
+    seconds : the budget; measuring ends with the first run beyond it. Batches that had no run by then are
+        left out.
+    max_rounds : runs of each batch at most.
+    """
+
+    seconds: float
+    max_rounds: int = 15
+    seed: int = 0
+
+    def measure(
+        self,
+        run: Callable[[MeasuredBatch], float],
+        batches: Sequence[MeasuredBatch],
+        on_run: OnRun = lambda _: None,
+    ) -> list[MeasuredStep | None]:
+        """Return the median time of each batch, in their order; None where the time did not suffice.
+
+        Every round goes through the batches in another order, so that neither the batch before nor a slow
+        minute of the machine is always the same batch's lot.
+        """
+        rng = np.random.default_rng(self.seed)
+        times: list[list[float]] = [[] for _ in batches]
+        start = time.perf_counter()
+        fair_share = self.seconds / max(len(batches), 1)
+        for round_index in range(self.max_rounds):
+            for index in rng.permutation(len(batches)).tolist():
+                if round_index >= MIN_RUNS and sum(times[index]) > _COSTLY_SHARE * fair_share:
+                    continue
+                elapsed = time.perf_counter() - start
+                if elapsed >= self.seconds:
+                    return _medians(batches, times)
+                times[index].append(run(batches[index]))
+                by_time = elapsed / self.seconds
+                by_rounds = round_index / self.max_rounds
+                on_run(min(max(by_time, by_rounds), 1.0))
+        return _medians(batches, times)
+
+
+def _medians(batches: Sequence[MeasuredBatch], times: list[list[float]]) -> list[MeasuredStep | None]:
+    return [
+        MeasuredStep(batch.shape, median(runs)) if runs else None
+        for batch, runs in zip(batches, times, strict=True)
+    ]

@@ -271,14 +271,7 @@ def _build_draft_model(
 
 def _warm_up(forward: ForwardPass, limits: SchedulerConfig) -> None:
     """Run a chunk and a decode of a draft model, whose KV cache is empty before and after."""
-    ModelRunner(
-        forward=forward,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
-        max_num_seqs=1,
-        max_model_len=limits.max_model_len,
-        sampler=Sampler(forward.config.vocab_size),
-    ).warm_up()
+    ModelRunner(replace(limits, max_num_seqs=1), forward, Sampler(forward.config.vocab_size)).warm_up()
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -28,9 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.request import SamplingParams
-from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.forward import ForwardPass, StepLogits
-from onbeat.engine.input_batch import InputBatch, StepInputs
+from onbeat.engine.input_batch import AttentionBatch, InputBatch, IntArray, StepInputs
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.speculation.proposer import DraftRow, Proposer

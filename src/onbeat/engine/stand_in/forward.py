@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import BatchShape
-from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.device import CPU
 from onbeat.engine.draw import Logits
 from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.guided_draw import hold_to_grammars
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.random_stream import GOLDEN_GAMMA, mix, mix_words

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.sampler import BestTokens

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.attention_batch import AttentionBatch
+from onbeat.engine.input_batch import AttentionBatch
 from onbeat.engine.model_config import Activation, ModelConfig
 from onbeat.engine.torch.kv import LayerKVCache
 

@@ -12,10 +12,10 @@ import torch
 
 from onbeat.core.request import Request
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
-from onbeat.engine.attention_batch import AttentionBatch
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey, graph_sizes, piece_sizes
 from onbeat.engine.cuda.state import TableMirror
+from onbeat.engine.input_batch import AttentionBatch
 from onbeat.engine.model_config import Activation
 from onbeat.engine.torch.kernels import DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.torch.weights import load_weights

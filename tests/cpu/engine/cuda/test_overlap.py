@@ -31,6 +31,7 @@ from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.cuda.fake_stream import FakeStream
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
+from tests.pure.scheduler.driver import make_config
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 211
@@ -83,14 +84,8 @@ def on_reference() -> TorchForward:
 
 
 def make_runner(forward: ForwardPass) -> ModelRunner:
-    return ModelRunner(
-        forward=forward,
-        num_blocks=NUM_BLOCKS,
-        block_size=16,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_model_len=MAX_MODEL_LEN,
-        sampler=Sampler(VOCAB_SIZE),
-    )
+    limits = make_config(num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN)
+    return ModelRunner(limits, forward, Sampler(VOCAB_SIZE))
 
 
 @dataclass

@@ -1,1 +1,0 @@
-"""Copies KV blocks from one engine's memory into another's."""
