@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from onbeat.scheduler.cluster.membership import Membership, Replica, RoutedRequest
-from onbeat.scheduler.cluster.migration import PoolPolicy
-from onbeat.scheduler.cluster.move_stages import STANDS_STILL, Move
-from onbeat.scheduler.cluster.mover import MOST_STOPPED, Mover, num_blocks_of
-from onbeat.scheduler.cluster.pools import Pools
+from onbeat.scheduler.cluster.membership import Replica, RoutedRequest
+from onbeat.scheduler.cluster.migration import (
+    MOST_STOPPED,
+    Migration,
+    PoolPolicy,
+    could_take,
+    num_blocks_of,
+)
+from onbeat.scheduler.cluster.moves import STANDS_STILL, Move
 
 WAITS_FOR_CAPACITY = replace(STANDS_STILL, waits_for_capacity=True)
 """The stages of a move whose request stands still until a replica has capacity."""
@@ -21,10 +25,10 @@ class DistServe(PoolPolicy):
     They stand still, in the order of their first tokens, so that bursts hold up prompts and not streams.
     """
 
-    def __init__(self, mover: Mover, members: Membership, pools: Pools) -> None:
-        super().__init__(mover, members, pools)
-        self._waiting = mover.waiting
-        mover.least_left = 0
+    def __init__(self, migration: Migration) -> None:
+        super().__init__(migration)
+        self._waiting = migration.waiting
+        migration.least_left = 0
         self._may_have_capacity = False
         """Whether a replica may have capacity since those that wait were last looked at."""
 
@@ -57,21 +61,23 @@ class DistServe(PoolPolicy):
         if not self._waiting or not (self._may_have_capacity or is_time):
             return
         self._may_have_capacity = False
-        mover = self._mover
+        migration = self._migration
         for request_id, (open_request, move) in list(self._waiting.items()):
             assert open_request.replica is not None
             source = self._members.replicas[open_request.replica]
-            destination = mover.destination(open_request, source, most_coming=MOST_STOPPED)
-            if destination is None and mover.may_ever_move(open_request, source):
+            destination = migration.destination(open_request, source, most_coming=MOST_STOPPED)
+            if destination is None and any(
+                could_take(open_request, each) for each in migration.candidates(source)
+            ):
                 return
             del self._waiting[request_id]
             if destination is None and move is None:
-                mover.put_back(open_request, source, now)
+                migration.put_back(open_request, source, now)
             elif destination is None:
                 assert move is not None
-                mover.moves.stay(move)
+                migration.moves.stay(move)
             elif move is None:
-                mover.begin(open_request, source, destination, "prefill", now, course=WAITS_FOR_CAPACITY)
+                migration.begin(open_request, source, destination, "prefill", now, course=WAITS_FOR_CAPACITY)
             else:
                 num_blocks = num_blocks_of(open_request, destination)
-                mover.moves.try_again(move, destination.replica_id, num_blocks=num_blocks, now=now)
+                migration.moves.try_again(move, destination.replica_id, num_blocks=num_blocks, now=now)

@@ -14,7 +14,7 @@ from math import inf
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.membership import Replica, ReplicaState, RoutedRequest
-from onbeat.scheduler.cluster.mover import Mover, num_blocks_of
+from onbeat.scheduler.cluster.migration import Migration, num_blocks_of
 from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, Router, RoutingChoice
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy, Wanted
 
@@ -208,8 +208,8 @@ class Pairing:
     replica that drains is the least free of all.
     """
 
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
+    def __init__(self, migration: Migration) -> None:
+        self._migration = migration
         self._look_at = 0.0
 
     def on_report(self, replica: Replica, now: float) -> None:  # noqa: ARG002 (all are looked at)
@@ -217,25 +217,34 @@ class Pairing:
         if now < self._look_at:
             return
         self._look_at = now + _PAIR_SECONDS
-        known = [each for each in self._mover.movable() if each.load is not None]
+        known = [each for each in self._movable() if each.load is not None]
         free = {each.order: self._freeness(each) for each in known}
         known.sort(key=lambda each: (free[each.order], each.order))
         sources = [each for each in known if free[each.order] < FREE_ENOUGH]
         destinations = [each for each in reversed(known) if free[each.order] > FREE_ENOUGH]
         for source, destination in zip(sources, destinations, strict=False):
-            if not self._mover.moves.num_from(source.replica_id):
+            if not self._migration.moves.num_from(source.replica_id):
                 self._move_one(source, destination, now)
 
+    def _movable(self) -> list[Replica]:
+        """Return the replicas whose streams may move; those of prompts let go of theirs in any case."""
+        members, pools = self._migration.members, self._migration.pools
+        return [
+            each
+            for each in members.having(ReplicaState.READY, ReplicaState.DRAINING)
+            if each.moves_streams and not pools.is_prefill(each.replica_id)
+        ]
+
     def _move_one(self, source: Replica, destination: Replica, now: float) -> None:
-        may_move = [each for each in source.open.values() if self._mover.may_move(each, now)]
+        may_move = [each for each in source.open.values() if self._migration.may_move(each, now)]
         open_request = min(may_move, key=_turn, default=None)
         if (
             open_request is not None
-            and destination in self._mover.candidates(source)
-            and self._mover.fits(open_request, destination)
+            and destination in self._migration.candidates(source)
+            and self._migration.fits(open_request, destination)
             and self._evens_out(open_request, source, destination)
         ):
-            self._mover.begin(open_request, source, destination, "balance", now)
+            self._migration.begin(open_request, source, destination, "balance", now)
 
     def _evens_out(self, open_request: RoutedRequest, source: Replica, destination: Replica) -> bool:
         num_high = int(is_high(open_request.request.priority))
@@ -250,8 +259,8 @@ class Pairing:
             replica.load,
             replica.limits,
             num_high=num_high + sum(is_high(each.request.priority) for each in replica.open.values()),
-            num_blocks=num_blocks + self._mover.moves.num_blocks_to(replica_id),
-            num_more=num_more + self._mover.moves.num_coming(replica_id),
+            num_blocks=num_blocks + self._migration.moves.num_blocks_to(replica_id),
+            num_more=num_more + self._migration.moves.num_coming(replica_id),
             is_draining=replica.state is ReplicaState.DRAINING,
         )
 

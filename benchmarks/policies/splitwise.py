@@ -7,7 +7,7 @@ from math import inf
 
 from onbeat.scheduler.cluster.membership import Replica, ReplicaState, RoutedRequest
 from onbeat.scheduler.cluster.migration import PoolPolicy
-from onbeat.scheduler.cluster.move_stages import Course, Stage
+from onbeat.scheduler.cluster.moves import Course, Stage
 
 MOST_QUEUED_TOKENS = 8192
 """In a queue of prompts that has not only this one. The paper speaks of a threshold; this is that of its
@@ -57,20 +57,20 @@ class Splitwise(PoolPolicy):
             if each.moves_streams:
                 is_prefill = self._pools.is_prefill(each.replica_id)
                 pools[1 if self._is_mixed(each) else 2 * is_prefill].append(each)
-        mover = self._mover
+        migration = self._migration
         for pool in pools:
-            fitting = [each for each in pool if mover.fits(open_request, each, most_coming=inf)]
+            fitting = [each for each in pool if migration.fits(open_request, each, most_coming=inf)]
             if fitting:
                 # Of equal ones it stays where its prompt is: nothing is copied then.
                 return max(
                     fitting,
-                    key=lambda each: (mover.freeness(open_request, each), each is source, -each.order),
+                    key=lambda each: (migration.freeness(open_request, each), each is source, -each.order),
                 )
         return None
 
     def on_sent(self, open_request: RoutedRequest, source: Replica, destination: Replica, now: float) -> None:
         """Begin to copy a prompt to where its stream will go on."""
-        self._mover.begin(open_request, source, destination, "prefill", now, course=COPIED_AHEAD)
+        self._migration.begin(open_request, source, destination, "prefill", now, course=COPIED_AHEAD)
 
     def _is_mixed(self, replica: Replica) -> bool:
         """Return whether a replica has work of the other pool: prompts in its queue, or streams that stay.
@@ -79,7 +79,7 @@ class Splitwise(PoolPolicy):
         """
         if not self._pools.is_prefill(replica.replica_id):
             return replica.num_queued_tokens > 0
-        return replica.num_streams > self._mover.moves.num_from(replica.replica_id)
+        return replica.num_streams > self._migration.moves.num_from(replica.replica_id)
 
 
 def _queue(replica: Replica) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.policies.distserve import WAITS_FOR_CAPACITY
 from benchmarks.policies.splitwise import COPIED_AHEAD
 from onbeat.core.handover import MoveVerb
-from onbeat.scheduler.cluster.move_stages import RUNS, STANDS_STILL, VERBS, Course, Lack, Stage
+from onbeat.scheduler.cluster.moves import RUNS, STANDS_STILL, VERBS, Course, Lack, Stage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "maintainers" / "fleet_decisions.md"
 COURSES = {"runs": RUNS, "stands still": STANDS_STILL, "copied ahead": COPIED_AHEAD}

@@ -10,8 +10,7 @@ from benchmarks.policies.distserve import WAITS_FOR_CAPACITY
 from benchmarks.policies.splitwise import COPIED_AHEAD
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import Answered, MoveStep
-from onbeat.scheduler.cluster.move_stages import ANSWER_SECONDS, RUNS, STILL_SECONDS, Course, Move
-from onbeat.scheduler.cluster.moves import Moves, Outcome
+from onbeat.scheduler.cluster.moves import ANSWER_SECONDS, RUNS, STILL_SECONDS, Course, Move, Moves, Outcome
 
 RESERVE, HOLD, PULL, FREEZE, ADOPT = (
     MoveVerb.RESERVE,

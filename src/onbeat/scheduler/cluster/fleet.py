@@ -100,7 +100,7 @@ class Fleet:
             rule=self._rules.move_rule,
             act=self._act,
             on_moved=self._on_moved,
-            on_resend=lambda *resent: self._requests.send_elsewhere(*resent),
+            resend=lambda *resent: self._requests.send_elsewhere(*resent),
         )
         self._requests = Requests(
             open_requests,

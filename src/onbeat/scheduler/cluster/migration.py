@@ -1,31 +1,33 @@
 """Which running requests are to go on elsewhere, with their KV, and where.
 
-Where prompts are computed and where their streams go on, between two pools of replicas.
-
-Moves that mend what is predicted to go wrong on a replica, and no others.
+Prompts are computed, and their streams go on, in two pools of replicas. A replica that is predicted to get
+into trouble lets streams go, and no other does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
+from typing import Protocol
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
-from onbeat.scheduler.cluster.events import Answered, FleetAction
+from onbeat.core.handover import MoveVerb
+from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
 from onbeat.scheduler.cluster.membership import Membership, Replica, ReplicaState, RoutedRequest, deadline
-from onbeat.scheduler.cluster.move_stages import STANDS_STILL, Move
-from onbeat.scheduler.cluster.mover import (
-    MOST_AT_ONCE,
-    MOST_STOPPED,
-    RETRY_SECONDS,
-    Mover,
-    MoveRule,
-    Resend,
-    num_blocks_of,
-)
-from onbeat.scheduler.cluster.moves import Moves, Outcome
+from onbeat.scheduler.cluster.moves import GROWTH_BLOCKS, RUNS, STANDS_STILL, Course, Move, Moves, Outcome
 from onbeat.scheduler.cluster.pools import Pools
+
+MOST_AT_ONCE = 2
+"""Moves from one replica, and to one: copies share the memory's bandwidth with the steps."""
+MOST_STOPPED = 8
+"""Moves to one replica where requests stand still already, since only their prompts were computed."""
+FEW_TOKENS = 8
+"""A request that has as few left ends sooner than it is moved."""
+RETRY_SECONDS = 0.25
+"""After which a request is moved that could not be."""
+_MOST_FAILURES = 3
+"""Moves of a request that fail, not for want of capacity, before it is left where it is."""
 
 LOOK_AHEAD = 1.0
 """Seconds for which streams are to have blocks: without, one is about to be preempted."""
@@ -100,14 +102,25 @@ _STAY_SECONDS = 5.0
 """For so long a request that was moved to mend something is not moved for that again."""
 
 
+class MoveRule(Protocol):
+    """Decides which streams move without a drain, and without prompts on replicas of their own."""
+
+    def on_report(self, replica: Replica, now: float) -> None:
+        """Look at how a replica stands, by its newest report, and begin what moves are wanted.
+
+        It is ready, and its streams may move.
+        """
+        ...
+
+
 class Mending:
     """Moves the request that came last away from a replica that is in trouble, if that is worth it.
 
     The first that waits there without blocks, new or preempted, has nothing to move: it begins elsewhere.
     """
 
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
+    def __init__(self, migration: Migration) -> None:
+        self._migration = migration
 
     def on_report(self, replica: Replica, now: float) -> None:
         """See `MoveRule.on_report`."""
@@ -116,7 +129,7 @@ class Mending:
         assert limits is not None
         if now < replica.no_mending_before or (load.blocked and self._resend(replica, load.blocked, now)):
             return
-        if (why := trouble(load, limits)) and not self._mover.moves.num_from(replica.replica_id):
+        if (why := trouble(load, limits)) and not self._migration.moves.num_from(replica.replica_id):
             self._mend(replica, why, now)
 
     def _resend(self, source: Replica, request_id: str, now: float) -> bool:
@@ -125,47 +138,47 @@ class Mending:
         if (
             open_request is None
             or now < open_request.no_mending_before
-            or not self._mover.may_resend(open_request, source)
+            or not self._migration.may_resend(open_request, source)
         ):
             return False
         destination = self._destination(open_request, source)
         if destination is not None:
             source.no_mending_before = now + _CALM_SECONDS
             open_request.no_mending_before = now + _STAY_SECONDS
-            self._mover.resend(open_request, source, destination, now)
+            self._migration.resend(open_request, source, destination, now)
         return destination is not None
 
     def _mend(self, source: Replica, why: str, now: float) -> None:
         """Begin to move the request that came last, which would be preempted first, if that is worth it."""
-        load, mover = source.load, self._mover
+        load, migration = source.load, self._migration
         assert load is not None
         source.no_mending_before = now + _CALM_SECONDS
         for open_request in sorted(source.open.values(), key=_arrival, reverse=True):
             num_steps = 0 if why == "steps" else _steps_to_an_end(source, open_request)
             if not is_worth_it(load, open_request.num_tokens, num_steps=num_steps):
                 continue
-            if now < open_request.no_mending_before or not mover.may_move(open_request, now):
+            if now < open_request.no_mending_before or not migration.may_move(open_request, now):
                 continue
             destination = self._destination(open_request, source)
             if destination is not None:
-                mover.begin(open_request, source, destination, why, now)
+                migration.begin(open_request, source, destination, why, now)
                 open_request.no_mending_before = now + _STAY_SECONDS
             return
 
     def _destination(self, open_request: RoutedRequest, source: Replica) -> Replica | None:
         """Return the replica with the most capacity of those that take a request without trouble."""
-        spare = [each for each in self._mover.candidates(source) if self._can_spare(open_request, each)]
+        spare = [each for each in self._migration.candidates(source) if self._can_spare(open_request, each)]
         return max(
-            spare, key=lambda each: (self._mover.freeness(open_request, each), -each.order), default=None
+            spare, key=lambda each: (self._migration.freeness(open_request, each), -each.order), default=None
         )
 
     def _can_spare(self, open_request: RoutedRequest, replica: Replica) -> bool:
         """Return whether a replica takes a request without being in trouble itself."""
         load, limits = replica.load, replica.limits
-        if load is None or limits is None or not self._mover.fits(open_request, replica):
+        if load is None or limits is None or not self._migration.fits(open_request, replica):
             return False
-        num_coming = self._mover.moves.num_coming(replica.replica_id)
-        num_blocks = self._mover.moves.num_blocks_to(replica.replica_id) + num_blocks_of(
+        num_coming = self._migration.moves.num_coming(replica.replica_id)
+        num_blocks = self._migration.moves.num_blocks_to(replica.replica_id) + num_blocks_of(
             open_request, replica
         )
         num_blocks += limits.num_blocks_for(replica.num_queued_tokens)  # which its report may not show
@@ -201,13 +214,12 @@ class PoolPolicy:
 
     Parameters
     ----------
-    mover : moves streams.
+    migration : moves streams.
     """
 
-    def __init__(self, mover: Mover, members: Membership, pools: Pools) -> None:
-        self._mover = mover
-        self._members = members
-        self._pools = pools
+    def __init__(self, migration: Migration) -> None:
+        self._migration = migration
+        self._members, self._pools = migration.members, migration.pools
 
     def prompt_replicas(
         self, open_request: RoutedRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
@@ -231,11 +243,11 @@ class PoolPolicy:
 
     def on_first_token(self, open_request: RoutedRequest, source: Replica, now: float) -> None:
         """Move a request that stands still, or let it go on where it is until there is capacity."""
-        destination = self._mover.destination(open_request, source, most_coming=MOST_STOPPED)
+        destination = self._migration.destination(open_request, source, most_coming=MOST_STOPPED)
         if destination is None:
-            self._mover.put_back(open_request, source, now)
+            self._migration.put_back(open_request, source, now)
         else:
-            self._mover.begin(open_request, source, destination, "prefill", now, course=STANDS_STILL)
+            self._migration.begin(open_request, source, destination, "prefill", now, course=STANDS_STILL)
 
     # --- for policies whose streams wait for capacity, and stand still meanwhile --------------------------
 
@@ -267,11 +279,12 @@ def _fits_in_a_step(load: ReplicaLoad | None, num_tokens: int, num_cached_tokens
     return step + load.costs.seconds(num_new, num_cached_tokens) <= longest
 
 
+Resend = Callable[[RoutedRequest, Replica, Replica, float], None]
 OnMoved = Callable[[RoutedRequest, Replica], None]
 
-MOVE_RULES: dict[str, Callable[[Mover], MoveRule]] = {"mend": Mending}
+MOVE_RULES: dict[str, Callable[[Migration], MoveRule]] = {"mend": Mending}
 """What moves streams of replicas that do not drain, and compute no prompts for others."""
-POOL_POLICIES: dict[str, Callable[[Mover, Membership, Pools], PoolPolicy]] = {"adaptive": PoolPolicy}
+POOL_POLICIES: dict[str, Callable[[Migration], PoolPolicy]] = {"adaptive": PoolPolicy}
 """How prompts and streams share two pools of replicas."""
 
 
@@ -296,6 +309,8 @@ def check_move_rule(rule: str, *, moves: bool, cure: str) -> None:
 class Migration:
     """Moves requests from replicas that drain, that compute prompts for others, or that are in trouble.
 
+    It tells its rules which requests may move, and which replicas have capacity for them.
+
     Parameters
     ----------
     members : with what they have.
@@ -304,7 +319,16 @@ class Migration:
     rule : one of `MOVE_RULES`.
     act : takes what is to be done.
     on_moved : is called with a request and the replica that it has come to.
-    on_resend : is called with a request that is to begin elsewhere, its replica, the other one, and the time.
+    resend : takes a request back from a replica and sends it to another one, which computes it from the
+        start; is called with the request, both replicas, and the time.
+
+    Attributes
+    ----------
+    members, pools : as given.
+    moves : those under way.
+    waiting : requests that stand still until a replica has capacity, the first first; with their moves, where
+        one has been begun.
+    least_left : a stream that has as few tokens left, or fewer, is not moved.
     """
 
     def __init__(  # noqa: PLR0913 -- who is asked, and who is told
@@ -316,28 +340,33 @@ class Migration:
         rule: str,
         act: Callable[[FleetAction], None],
         on_moved: OnMoved,
-        on_resend: Resend,
+        resend: Resend,
     ) -> None:
-        self._members = members
+        self.members = members
         self._open = open_requests
-        self._pools = pools
+        self.pools = pools
+        self._act = act
         self._on_moved = on_moved
-        self._moves = Moves(act, self._on_end, self._on_no_capacity)
-        self._mover = Mover(members, pools, self._moves, act=act, resend=on_resend)
-        self._rule = MOVE_RULES[rule](self._mover)
-        self.pool_policy = POOL_POLICIES[pools.rule](self._mover, members, pools)
+        self.resend = resend
+        self.moves = Moves(act, self._on_end, self._on_no_capacity)
+        self.waiting: dict[str, tuple[RoutedRequest, Move | None]] = {}
+        self.least_left = FEW_TOKENS
+        self._rule = MOVE_RULES[rule](self)
+        self.pool_policy = POOL_POLICIES[pools.rule](self)
         self._now = 0.0
+        self._is_to_look = False
+        """Whether somebody may be free to move that was not before."""
         self._look_at = inf
         """When to look again at what could not be moved."""
 
     @property
     def next_time(self) -> float:
         """When `advance` is wanted at the latest; infinite where never."""
-        return min(self._look_at, self._moves.next_time)
+        return min(self._look_at, self.moves.next_time)
 
     def look(self) -> None:
         """Let the next `advance` look at who should be elsewhere."""
-        self._mover.is_to_look = True
+        self._is_to_look = True
         self.pool_policy.on_change()
 
     def stream_replica(self, open_request: RoutedRequest, replica: Replica) -> Replica | None:
@@ -346,10 +375,10 @@ class Migration:
         Elsewhere than there, it is to stand still after its first token.
         """
         goes_on = (
-            self._pools.is_prefill(replica.replica_id)
+            self.pools.is_prefill(replica.replica_id)
             and replica.moves_streams
-            and self._mover.has_many_left(open_request)
-            and any(True for _ in self._mover.candidates(replica))
+            and self.has_many_left(open_request)
+            and any(True for _ in self.candidates(replica))
         )
         return self.pool_policy.stream_replica(open_request, replica) if goes_on else replica
 
@@ -358,17 +387,17 @@ class Migration:
         if open_request.stops:
             open_request.stops = False
             self._move_on(open_request, replica, now)
-        elif replica.state is ReplicaState.DRAINING or self._pools.is_prefill(replica.replica_id):
-            self._mover.is_to_look = True
+        elif replica.state is ReplicaState.DRAINING or self.pools.is_prefill(replica.replica_id):
+            self._is_to_look = True
 
     def _move_on(self, open_request: RoutedRequest, source: Replica, now: float) -> None:
         """Let a request that stands still be moved, or go on where it is."""
-        if self._moves.on_first_token(open_request.request.request_id, now):
+        if self.moves.on_first_token(open_request.request.request_id, now):
             return
-        if self._mover.has_many_left(open_request):
+        if self.has_many_left(open_request):
             self.pool_policy.on_first_token(open_request, source, now)
         else:
-            self._mover.put_back(open_request, source, now)
+            self.put_back(open_request, source, now)
 
     def on_report(self, replica: Replica, now: float) -> None:
         """Look at how a replica stands, which may be a reason to move streams."""
@@ -379,32 +408,32 @@ class Migration:
     def on_answer(self, event: Answered, now: float) -> None:
         """Hear what came of a step of a move."""
         self._now = now
-        self._moves.on_answer(event, now)
+        self.moves.on_answer(event, now)
 
     def on_end(self, request_id: str) -> None:
         """Hear that a request has left its replica otherwise: by its end, or because it was taken back."""
-        self._mover.waiting.pop(request_id, None)
-        self._moves.drop(request_id)
+        self.waiting.pop(request_id, None)
+        self.moves.drop(request_id)
 
     def on_leave(self, replica: Replica) -> None:
         """Hear that a replica takes nothing new."""
         self.pool_policy.on_change()
-        self._moves.on_leave(replica.replica_id)
+        self.moves.on_leave(replica.replica_id)
 
     def on_lost(self, replica: Replica) -> None:
         """Hear that a replica is gone, before its requests are sent elsewhere."""
-        self._moves.on_lost(replica.replica_id)
+        self.moves.on_lost(replica.replica_id)
 
     def advance(self, now: float) -> None:
         """Begin the moves that are due; at the end of each event."""
         self._now = now
-        if self._moves.next_time <= now:
-            self._moves.on_tick(now)
+        if self.moves.next_time <= now:
+            self.moves.on_tick(now)
         self.pool_policy.advance(now, is_time=self._look_at <= now)
-        if not self._mover.is_to_look and now < self._look_at:
+        if not self._is_to_look and now < self._look_at:
             return
-        self._mover.is_to_look, self._look_at = False, inf
-        for source in self._members.having(*self._pools.states_to_relieve):
+        self._is_to_look, self._look_at = False, inf
+        for source in self.members.having(*self.pools.states_to_relieve):
             if source.open and source.moves_streams:
                 self._relieve(source, now)
 
@@ -412,24 +441,24 @@ class Migration:
         """Begin to move what should not be on a replica, those that are due first."""
         if source.state is ReplicaState.DRAINING:
             why = "drain"
-        elif self._pools.is_prefill(source.replica_id):
+        elif self.pools.is_prefill(source.replica_id):
             why = "prefill"
         else:
             return
         for open_request in sorted(source.open.values(), key=deadline):
-            if self._moves.num_from(source.replica_id) >= MOST_AT_ONCE:
+            if self.moves.num_from(source.replica_id) >= MOST_AT_ONCE:
                 return
-            if not self._mover.is_free_to_move(open_request):
+            if not self.is_free_to_move(open_request):
                 continue
             if now < open_request.no_move_before:
                 self._look_at = min(self._look_at, open_request.no_move_before)
                 continue
-            destination = self._mover.destination(open_request, source)
+            destination = self.destination(open_request, source)
             if destination is None:
                 open_request.no_move_before = now + RETRY_SECONDS
                 self._look_at = min(self._look_at, open_request.no_move_before)
                 continue
-            self._mover.begin(open_request, source, destination, why, now)
+            self.begin(open_request, source, destination, why, now)
 
     def _on_no_capacity(self, move: Move) -> None:
         """Let a move wait for capacity."""
@@ -442,8 +471,128 @@ class Migration:
         if open_request is None:
             return
         if outcome is Outcome.MOVED:
-            self._on_moved(open_request, self._members.replicas[move.destination])
+            self._on_moved(open_request, self.members.replicas[move.destination])
             return
         open_request.num_failed_moves += outcome is Outcome.FAILED
         open_request.no_move_before = self._now + RETRY_SECONDS
         self._look_at = min(self._look_at, open_request.no_move_before)
+
+    # --- what rules ask before they move a stream ------------------------------------------------------
+
+    def may_move(self, open_request: RoutedRequest, now: float) -> bool:
+        """Return whether a stream is free to move, and no move of it has just failed."""
+        return now >= open_request.no_move_before and self.is_free_to_move(open_request)
+
+    def may_resend(self, open_request: RoutedRequest, source: Replica) -> bool:
+        """Return whether a request that holds no KV may begin elsewhere: prompts of pools stay in theirs."""
+        request_id = open_request.request.request_id
+        is_elsewhere = request_id in self.waiting or self.moves.is_under_way(request_id)
+        return open_request.may_begin_again and not (is_elsewhere or self.pools.is_prefill(source.replica_id))
+
+    def begin(
+        self,
+        open_request: RoutedRequest,
+        source: Replica,
+        destination: Replica,
+        why: str,
+        now: float,
+        *,
+        course: Course = RUNS,
+    ) -> None:
+        """Begin to move a stream."""
+        self.moves.begin(
+            open_request.request.request_id,
+            source.replica_id,
+            destination.replica_id,
+            num_blocks=num_blocks_of(open_request, destination),
+            why=why,
+            now=now,
+            course=course,
+        )
+
+    def put_back(self, open_request: RoutedRequest, source: Replica, now: float) -> None:
+        """Let a request go on at its source that stands still there and does not move."""
+        self._act(MoveStep(source.replica_id, "", open_request.request.request_id, MoveVerb.REATTACH))
+        open_request.no_move_before = now + RETRY_SECONDS
+        self._is_to_look = True
+
+    def is_free_to_move(self, open_request: RoutedRequest) -> bool:
+        """Return whether a stream runs that may be moved, and has so much left that this is worth it."""
+        request = open_request.request
+        may_succeed = open_request.num_failed_moves < _MOST_FAILURES
+        return (
+            open_request.has_started
+            and self.has_many_left(open_request)
+            and may_succeed
+            and request.request_id not in self.waiting
+            and not self.moves.is_under_way(request.request_id)
+        )
+
+    def has_many_left(self, open_request: RoutedRequest) -> bool:
+        """Return whether a request does not end sooner than it is moved."""
+        return open_request.request.max_tokens - open_request.num_output_tokens > self.least_left
+
+    def destination(
+        self, open_request: RoutedRequest, source: Replica, *, most_coming: float = MOST_AT_ONCE
+    ) -> Replica | None:
+        """Return the candidate with the most capacity for each of its requests, this one included."""
+        fitting = [
+            each for each in self.candidates(source) if self.fits(open_request, each, most_coming=most_coming)
+        ]
+        return max(fitting, key=lambda each: (self.freeness(open_request, each), -each.order), default=None)
+
+    def candidates(self, source: Replica) -> Iterable[Replica]:
+        """Return the replicas that may take a request: those that decode, else any, where one drains."""
+        others = [
+            each
+            for each in self.members.having(ReplicaState.READY)
+            if each is not source and each.moves_streams
+        ]
+        decoding = [each for each in others if not self.pools.is_prefill(each.replica_id)]
+        return decoding if decoding or source.state is not ReplicaState.DRAINING else others
+
+    def fits(
+        self, open_request: RoutedRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE
+    ) -> bool:
+        """Return whether a replica has a slot and blocks for a stream, and fewer are on their way to it."""
+        limits = replica.limits
+        assert limits is not None, "it is ready"
+        return (
+            could_take(open_request, replica)
+            and self.moves.num_to(replica.replica_id) < most_coming
+            and self._num_running(replica) < limits.max_num_seqs
+            and self._num_free(replica) >= num_blocks_of(open_request, replica) + GROWTH_BLOCKS
+        )
+
+    def freeness(self, open_request: RoutedRequest, replica: Replica) -> float:
+        """Return the free blocks for each request, once this one is there (Llumnix, section 4.4.2)."""
+        num_left = self._num_free(replica) - num_blocks_of(open_request, replica)
+        return num_left / (1 + self._num_running(replica))
+
+    def _num_running(self, replica: Replica) -> int:
+        """Return the requests that run there or are on their way."""
+        num_reported = 0 if replica.load is None else replica.load.num_running
+        return num_reported + self.moves.num_coming(replica.replica_id)
+
+    def _num_free(self, replica: Replica) -> int:
+        """Return the blocks that nobody has there, is going to have, or waits for."""
+        limits, load = replica.limits, replica.load
+        assert limits is not None
+        num_coming = self.moves.num_blocks_to(replica.replica_id)
+        if load is None:
+            return limits.num_blocks - num_coming
+        return load.num_free_blocks - load.num_wanted_blocks - num_coming
+
+
+def could_take(open_request: RoutedRequest, replica: Replica) -> bool:
+    """Return whether a replica with nothing to do would take a request."""
+    limits, request = replica.limits, open_request.request
+    assert limits is not None, "it is ready"
+    is_short = request.num_prompt_tokens + request.max_tokens <= limits.max_model_len
+    return is_short and limits.num_blocks >= num_blocks_of(open_request, replica) + GROWTH_BLOCKS
+
+
+def num_blocks_of(open_request: RoutedRequest, replica: Replica) -> int:
+    """Return the blocks of a replica that a request has, as far as the fleet knows."""
+    assert replica.limits is not None
+    return replica.limits.num_blocks_for(open_request.num_tokens)
