@@ -33,17 +33,6 @@ class MoveVerb(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldKV:
-    """KV of a request that stays where it is until it is released, whatever becomes of the request."""
-
-    request_id: str
-    block_ids: tuple[int, ...]
-    """In the order of its tokens. No step writes to them any more."""
-    num_tokens: int
-    """Of the request, whose KV they hold."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamDeadlines:
     """How a stream stands with its objectives. Times are seconds of the machine's monotonic clock."""
 
@@ -84,15 +73,6 @@ class Detached:
         return replace(
             request, resumed_token_ids=self.output_token_ids, num_external_tokens=self.num_kv_tokens
         )
-
-
-@dataclass(frozen=True, slots=True)
-class DetachAnswer:
-    """What became of a request that was to leave its batch."""
-
-    request_id: str
-    detached: Detached | None
-    """None: it has ended, or waits; it stays where it is."""
 
 
 class Lent(Protocol):

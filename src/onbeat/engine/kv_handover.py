@@ -145,6 +145,7 @@ class KVHandover:
     ) -> None:
         self._handover = scheduler.handover
         self._transfers = transfers
+        self.num_full_tokens, self.summed = self._handover.num_full_tokens, transfers.summed
         self._clock = clock
         self._recorder = recorder
         self._newest_step = newest_step
@@ -171,23 +172,15 @@ class KVHandover:
         KVUnavailable : too many are lent.
         """
         now = self._clock()
-        held = self._handover.hold(request_id, now + seconds)
-        self._note("hold", request_id, now, block_ids=None if held is None else held.block_ids)
-        if held is None:
+        block_ids = self._handover.hold(request_id, now + seconds)
+        self._note("hold", request_id, now, block_ids=block_ids)
+        if block_ids is None:
             return None
         self._lent.add(request_id)
         leases = self._transfers.leases
         if request_id not in self._detached:
-            leases.grant(request_id, held.block_ids)
+            leases.grant(request_id, block_ids)
         return leases.source(request_id, self._transfers.endpoint)
-
-    def summed(self, source: KVSource) -> Future[KVSource]:
-        """Return what is lent with the checksums of its blocks, from a thread of its own."""
-        return self._transfers.summed(source)
-
-    def num_full_tokens(self, request_id: str) -> int:
-        """Return the tokens of the blocks of a request that `hold` would lend by now."""
-        return self._handover.num_full_blocks(request_id) * self._transfers.memory.layout.block_size
 
     def unhold(self, request_id: str) -> None:
         """Lend it no longer; one without any is ignored."""
@@ -206,8 +199,7 @@ class KVHandover:
     def take_departures(self) -> list[Departure[KVSource]]:
         """Return what became of those who were to leave since the last call; ask after each step."""
         departures = []
-        for answer in self._handover.take_detached():
-            request_id, detached = answer.request_id, answer.detached
+        for request_id, detached in self._handover.take_detached():
             self._note("left", request_id, is_out=detached is not None)
             source = None
             if detached is not None:

@@ -139,131 +139,20 @@ class _Copy:
     """Whether the reservation is to be given back at its end."""
 
 
-class Copies:
-    """The copies between virtual replicas. Each takes memory bandwidth from the next step of both.
-
-    Parameters
-    ----------
-    replicas : those that live, by number.
-    link : what lies between them.
-    block_size : tokens of a KV block.
-    memory_bandwidth : returns the bytes per second that the memory of a replica's devices moves.
-    call : takes the number of a replica that has something new to plan with.
-    on_capacity : takes that of one that has more capacity, whether it runs a step or not.
-
-    Attributes
-    ----------
-    now : the instant that has come, seconds; whoever holds this sets it.
-    """
-
-    def __init__(
-        self,
-        replicas: Mapping[int, VirtualReplica],
-        link: KVLink,
-        *,
-        block_size: int,
-        memory_bandwidth: Callable[[int], float],
-        call: Callable[[int], None],
-        on_capacity: Callable[[int], None],
-    ) -> None:
-        self._replicas = replicas
-        self._bytes_per_block = block_size * link.bytes_per_token
-        self._memory_bandwidth = memory_bandwidth
-        self._call = call
-        self._on_capacity = on_capacity
-        self.links: Links[str] = Links(link.bandwidth)
-        self._by_move: dict[str, _Copy] = {}
-        """Those into reservations that were given up included."""
-        self.now = 0.0
-
-    def settle(self, number: int) -> None:
-        """Let a replica see what has come of its steps by now, and plan with what is about to change."""
-        self._replicas[number].settle(self.now)
-        self._call(number)
-
-    def begin(self, move: str, source: VirtualSource, first_block: int, destination: int) -> Future[int]:
-        """Begin a copy; the future has its bytes."""
-        num_bytes = (len(source.block_ids) - first_block) * self._bytes_per_block
-        copy = self._by_move[move] = _Copy(source.replica, destination, num_bytes)
-        self.links.begin(move, source.replica, destination, num_bytes, self.now)
-        for number in (source.replica, destination):
-            self.settle(number)  # a run ends with its step under way: the next one takes longer
-            self._replicas[number].charge(num_bytes / self._memory_bandwidth(number))
-        return copy.pull
-
-    def release(self, move: str, destination: int) -> None:
-        """Free what is kept for a move at its destination, once no copy writes there."""
-        copy = self._by_move.get(move)
-        if copy is not None:
-            copy.is_given_up = True
-        elif destination in self._replicas:
-            self.settle(destination)
-            self._replicas[destination].scheduler.handover.release_reservation(move)
-            self._on_capacity(destination)
-
-    def end(self) -> None:
-        """End the copies whose last byte has gone."""
-        for move in self.links.end(self.now):
-            copy = self._by_move.pop(move)
-            if copy.is_given_up:
-                self.release(move, copy.destination)
-            else:
-                copy.pull.set_result(round(copy.num_bytes))
-
-    def cut(self, number: int | None = None) -> None:
-        """End copies from or to a replica, or all, before their last byte: nobody waits for them."""
-        for move, copy in self._drop(number):
-            assert copy.is_given_up, "it has something left"
-            self.release(move, copy.destination)
-
-    def lose(self, number: int) -> None:
-        """Let the copies from and to a replica be gone with it."""
-        for move, copy in self._drop(number):
-            if copy.is_given_up and copy.destination != number:
-                self.release(move, copy.destination)
-
-    def _drop(self, number: int | None) -> Iterator[tuple[str, _Copy]]:
-        for move, copy in list(self._by_move.items()):
-            if number in (None, copy.source, copy.destination):
-                self.links.drop(move, self.now)
-                del self._by_move[move]
-                yield move, copy
-
-
 class VirtualKV:
-    """Lends the KV of a virtual replica, and takes that of others, with the verbs of its scheduler.
+    """Lends the KV of a virtual replica, and takes that of others, with the verbs of its scheduler."""
 
-    Parameters
-    ----------
-    number : the replica's.
-    block_size : tokens of a KV block.
-    copies : those between all replicas.
-    adopted : the requests that moves bring, by move.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        replica: VirtualReplica,
-        block_size: int,
-        copies: Copies,
-        adopted: Mapping[str, OfferedRequest],
-    ) -> None:
-        self._number = number
-        self._replica = replica
-        self._handover = replica.scheduler.handover
-        self._block_size = block_size
-        self._copies = copies
-        self._adopted = adopted
-
-    def num_full_tokens(self, request_id: str) -> int:
-        """Return the tokens of the blocks that `hold` would lend."""
-        return self._handover.num_full_blocks(request_id) * self._block_size
+    def __init__(self, number: int, moves: VirtualMoves) -> None:
+        self._number, self._moves = number, moves
+        self._replica = moves.replicas[number]
+        self._handover = handover = self._replica.scheduler.handover
+        self.num_full_tokens, self.unhold = handover.num_full_tokens, handover.release_hold
+        self.detach, self.reattach = handover.detach, handover.reattach
 
     def hold(self, request_id: str) -> VirtualSource | None:
         """Lend the full blocks of a request, for as long as it takes."""
-        held = self._handover.hold(request_id, inf)
-        return None if held is None else VirtualSource(self._number, held.block_ids)
+        block_ids = self._handover.hold(request_id, inf)
+        return None if block_ids is None else VirtualSource(self._number, block_ids)
 
     def summed(self, source: VirtualSource) -> Future[VirtualSource]:
         """Return what is lent, at once."""
@@ -271,28 +160,12 @@ class VirtualKV:
         future.set_result(source)
         return future
 
-    def unhold(self, request_id: str) -> None:
-        """Lend it no longer."""
-        self._handover.release_hold(request_id)
-
-    def detach(self, request_id: str) -> None:
-        """Take a request out of the batch at the end of the steps under way."""
-        self._handover.detach(request_id)
-
     def take_departures(self) -> list[Departure[VirtualSource]]:
         """Return what became of those who were to leave since the last call."""
         return [
-            Departure(
-                each.request_id,
-                each.detached,
-                None if each.detached is None else VirtualSource(self._number, each.detached.block_ids),
-            )
-            for each in self._handover.take_detached()
+            Departure(name, out, None if out is None else VirtualSource(self._number, out.block_ids))
+            for name, out in self._handover.take_detached()
         ]
-
-    def reattach(self, request_id: str) -> bool:
-        """Let a request go on that has left."""
-        return self._handover.reattach(request_id)
 
     def free(self, request_id: str) -> None:
         """Forget a request that has left, and lend its KV no longer."""
@@ -305,15 +178,15 @@ class VirtualKV:
 
     def pull(self, move: str, source: VirtualSource, first_block: int) -> Future[int]:
         """Begin a copy."""
-        return self._copies.begin(move, source, first_block, self._number)
+        return self._moves.copy(move, source, first_block, self._number)
 
     def adopt(self, move: str, request: Request, detached: Detached) -> None:  # noqa: ARG002
         """Go on with a request whose KV has come."""
-        self._replica.adopt(move, self._adopted[move], detached, self._copies.now)
+        self._replica.adopt(move, self._moves.adopted[move], detached, self._moves.now)
 
     def release(self, move: str) -> None:
         """Give a reservation back, once no copy writes there."""
-        self._copies.release(move, self._number)
+        self._moves.release(move, self._number)
 
 
 Answer = Callable[[Answered, float, float], None]
@@ -352,6 +225,11 @@ class VirtualMoves:
     answer : takes answers.
     call : takes the number of a replica that has something new to plan with.
     on_capacity : takes that of one that has more capacity, whether it runs a step or not.
+
+    Attributes
+    ----------
+    now : the instant that has come, seconds.
+    adopted : move -> its request, from when its destination is asked to go on with it.
     """
 
     def __init__(  # noqa: PLR0913 (three say whom to tell and ask)
@@ -366,26 +244,22 @@ class VirtualMoves:
         call: Callable[[int], None],
         on_capacity: Callable[[int], None],
     ) -> None:
-        self._replicas = replicas
+        self.replicas = replicas
         self._block_size = block_size
+        self._bytes_per_block = block_size * link.bytes_per_token
         self._message_seconds = message_seconds
         self._latency = link.latency
+        self._memory_bandwidth = memory_bandwidth
         self._answer = answer
         self._call = call
         self._on_capacity = on_capacity
-        self._copies = Copies(
-            replicas,
-            link,
-            block_size=block_size,
-            memory_bandwidth=memory_bandwidth,
-            call=call,
-            on_capacity=on_capacity,
-        )
-        self.links = self._copies.links
+        self.links: Links[str] = Links(link.bandwidth)
+        self._copies: dict[str, _Copy] = {}
+        """By move; those into reservations that were given up included."""
+        self.now = 0.0
         self._executor: MoveExecutor[OfferedRequest, VirtualSource] = MoveExecutor(self)
         self._tasks: deque[_Task] = deque()
-        self._adopted: dict[str, OfferedRequest] = {}
-        """Move -> its request, from when its destination is asked to go on with it."""
+        self.adopted: dict[str, OfferedRequest] = {}
         self._agents: dict[int, MoveAgent[VirtualSource]] = {}
         """Of replicas that have been asked for anything."""
 
@@ -438,19 +312,18 @@ class VirtualMoves:
             ):  # a stream that was to stop, of which no answer has come
                 self._do(number, MoveTask(move_id, MoveVerb.UNHOLD, move.name), now)
         self._agents.pop(number, None)
-        self._copies.now = now
-        self._copies.cut(number)
+        self._cut(number, now)
 
     def lose(self, number: int, now: float) -> None:
         """Let a replica be gone, with all that it has."""
-        self._copies.now = now
-        self._copies.lose(number)
+        for move, copy in self._drop(number, now):
+            if copy.is_given_up and copy.destination != number:
+                self.release(move, copy.destination)
         self._agents.pop(number, None)
 
     def close(self, now: float) -> None:
         """Cut the copies that go on once every request has ended."""
-        self._copies.now = now
-        self._copies.cut()
+        self._cut(None, now)
 
     def stop_after_first(self, number: int, request_id: str) -> None:
         """Let a request that is new stand still after its first token, until it is moved or put back."""
@@ -473,13 +346,18 @@ class VirtualMoves:
         """Take note of the requests that have left the batch of a replica."""
         agent = self._agents.get(number)
         if agent is not None:
-            self._copies.now = now
+            self.now = now
             agent.look()
 
     def end_copies(self, now: float) -> None:
         """End the copies whose last byte has gone."""
-        self._copies.now = now
-        self._copies.end()
+        self.now = now
+        for move in self.links.end(now):
+            copy = self._copies.pop(move)
+            if copy.is_given_up:
+                self.release(move, copy.destination)
+            else:
+                copy.pull.set_result(round(copy.num_bytes))
 
     # --- one step -------------------------------------------------------------------------------------
 
@@ -487,7 +365,7 @@ class VirtualMoves:
         agent = self._agents.get(number)
         if agent is None:
             agent = self._agents[number] = MoveAgent(
-                VirtualKV(number, self._replicas[number], self._block_size, self._copies, self._adopted),
+                VirtualKV(number, self),
                 answer=partial(self._executor.on_answer, replica_id(number)),
                 ring=partial(self._look_at_copies, number),
             )
@@ -497,18 +375,59 @@ class VirtualMoves:
         self._agents[number].look_at_copies()
 
     def _do(self, number: int, task: MoveTask[VirtualSource], now: float) -> None:
-        self._copies.now = now
+        self.now = now
         is_over = task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE)
-        offered = self._adopted.pop(task.move, None) if is_over else None
-        if number not in self._replicas:
+        offered = self.adopted.pop(task.move, None) if is_over else None
+        if number not in self.replicas:
             return
         if task.verb is not MoveVerb.RELEASE:
-            self._copies.settle(number)
+            self._settle(number)
         for request_id in self._agent(number).take(task):
             assert offered is not None
-            self._replicas[number].withdraw(request_id, now)
+            self.replicas[number].withdraw(request_id, now)
             offered.record.replica = (offered.record.replica or "").rpartition("+")[0]
             self._call(number)
+
+    # --- copies: each takes memory bandwidth from the next step of both replicas ------------------------
+
+    def copy(self, move: str, source: VirtualSource, first_block: int, destination: int) -> Future[int]:
+        """Begin a copy; the future has its bytes."""
+        num_bytes = (len(source.block_ids) - first_block) * self._bytes_per_block
+        copy = self._copies[move] = _Copy(source.replica, destination, num_bytes)
+        self.links.begin(move, source.replica, destination, num_bytes, self.now)
+        for number in (source.replica, destination):
+            self._settle(number)  # a run ends with its step under way: the next one takes longer
+            self.replicas[number].charge(num_bytes / self._memory_bandwidth(number))
+        return copy.pull
+
+    def release(self, move: str, destination: int) -> None:
+        """Free what is kept for a move at its destination, once no copy writes there."""
+        copy = self._copies.get(move)
+        if copy is not None:
+            copy.is_given_up = True
+        elif destination in self.replicas:
+            self._settle(destination)
+            self.replicas[destination].scheduler.handover.release_reservation(move)
+            self._on_capacity(destination)
+
+    def _settle(self, number: int) -> None:
+        """Let a replica see what has come of its steps by now, and plan with what is about to change."""
+        self.replicas[number].settle(self.now)
+        self._call(number)
+
+    def _cut(self, number: int | None, now: float) -> None:
+        """End copies from or to a replica, or all, before their last byte: nobody waits for them."""
+        for move, copy in self._drop(number, now):
+            assert copy.is_given_up, "it has something left"
+            self.release(move, copy.destination)
+
+    def _drop(self, number: int | None, now: float) -> Iterator[tuple[str, _Copy]]:
+        self.now = now
+        for move, copy in list(self._copies.items()):
+            if number in (None, copy.source, copy.destination):
+                self.links.drop(move, now)
+                del self._copies[move]
+                yield move, copy
 
     # --- what the executor asks for, see `MoveHost` ----------------------------------------------------
 
@@ -525,7 +444,7 @@ class VirtualMoves:
             delay += self._latency
         elif event.verb is MoveVerb.ADOPT and event.ok:
             delay = 0.0  # it may have a token before anybody could hear of this: the answer comes first
-        self._answer(event, self._copies.now, delay)
+        self._answer(event, self.now, delay)
 
     def block_size(self, replica: ReplicaId) -> int:  # noqa: ARG002 (all have the same)
         """Return the tokens of a block."""
@@ -543,7 +462,7 @@ class VirtualMoves:
     ) -> tuple[Request, Detached]:
         """Return a request, under its only name."""
         assert move.detached is not None
-        self._adopted[move_id] = move.request
+        self.adopted[move_id] = move.request
         return move.request.request, move.detached
 
     def hand_over(self, move: _Move, destination: ReplicaId) -> None:

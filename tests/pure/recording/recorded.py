@@ -89,8 +89,7 @@ class RecordedRun:
         room = pick.choice(["one", "two"])
         match verb:
             case "hold":
-                held = handover.hold(name, now + 30)
-                note("hold", name, now, block_ids=None if held is None else held.block_ids)
+                note("hold", name, now, block_ids=handover.hold(name, now + 30))
             case "unhold":
                 handover.release_hold(name)
                 note("unhold", name, now)
@@ -132,11 +131,10 @@ class RecordedRun:
         self.num_adopted += 1
 
     def take_detached(self) -> None:
-        for answer in self.scheduler.handover.take_detached():
-            is_out = answer.detached is not None
-            self.writer.handover("left", answer.request_id, self.tick(), is_out=is_out)
-            if answer.detached is not None:
-                self.detached[answer.request_id] = answer.detached
+        for request_id, detached in self.scheduler.handover.take_detached():
+            self.writer.handover("left", request_id, self.tick(), is_out=detached is not None)
+            if detached is not None:
+                self.detached[request_id] = detached
 
     def step(self) -> None:
         now, before = self.tick(), self.scheduler.num_preemptions

@@ -11,12 +11,12 @@ Nobody here reads a clock: holds and reservations have ends, and whoever has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.core.handover import DetachAnswer, Detached, HeldKV
+from onbeat.core.handover import Detached
 from onbeat.core.request import Request
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
@@ -28,7 +28,6 @@ from onbeat.scheduler.replica.results import StepsInFlight
 class _Hold:
     lease_end: float = inf
     block_ids: list[int] = field(default_factory=list)
-    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -73,7 +72,7 @@ class Handovers:
         self._leaving: dict[str, RequestState] = {}
         """Requests that are to leave the batch once no step in flight has them."""
         self._detached: dict[str, RequestState] = {}
-        self._answers: list[DetachAnswer] = []
+        self._answers: list[tuple[str, Detached | None]] = []
 
     @property
     def num_slots_kept(self) -> int:
@@ -86,7 +85,7 @@ class Handovers:
 
     # --- the source: KV that others copy --------------------------------------------------------------
 
-    def hold(self, request_id: str, lease_end: float) -> HeldKV | None:
+    def hold(self, request_id: str, lease_end: float) -> tuple[int, ...] | None:
         """Keep KV of a request for others to copy: full blocks, which no step will write to.
 
         The request may run on, end, or be preempted. Called again, it holds the blocks that are full by now,
@@ -98,27 +97,33 @@ class Handovers:
 
         Returns
         -------
-        All that is held of it; None where there is nothing to hold, or what was held is unsound.
+        All its blocks that are held, in the order of its tokens; None where there is nothing to hold, or what
+        was held is unsound.
         """
         state = self._table.states.get(request_id)
         hold = self._holds.get(request_id)
         if state is not None and state.status is RequestStatus.RUNNING:
-            num_full = self.num_full_blocks(request_id)
+            num_full = self.num_full_tokens(request_id) // self._kv.block_size
             if num_full and hold is None:
                 hold = self._holds[request_id] = _Hold()
-            if hold is not None:
-                self._extend(hold, state.block_ids[:num_full], num_full * self._kv.block_size)
+            if hold is not None:  # what was held before a preemption holds the same tokens still
+                more_ids = state.block_ids[len(hold.block_ids) : num_full]
+                self._kv.pool.hold(more_ids)
+                hold.block_ids += more_ids
         if hold is None or hold.lease_end == -inf:
             return None
         hold.lease_end = lease_end
-        return HeldKV(request_id=request_id, block_ids=tuple(hold.block_ids), num_tokens=hold.num_tokens)
+        return tuple(hold.block_ids)
 
-    def num_full_blocks(self, request_id: str) -> int:
-        """Return how many blocks of a request `hold` would hold by now."""
+    def num_full_tokens(self, request_id: str) -> int:
+        """Return the tokens of the blocks of a request that `hold` would hold by now."""
         state = self._table.states.get(request_id)
         if state is None or state.status is not RequestStatus.RUNNING:
             return 0
-        return self._num_valid_tokens(state) // self._kv.block_size
+        # Those with KV that steps have come back with.
+        num_computed = state.num_computed_tokens - self._in_flight.num_new_tokens(state)
+        num_valid = min(num_computed, state.num_tokens - 1)
+        return num_valid - num_valid % self._kv.block_size
 
     def release_hold(self, request_id: str) -> None:
         """Give up the KV that is held of a request; an id without any is ignored."""
@@ -141,7 +146,7 @@ class Handovers:
         """
         state = self._table.states.get(request_id)
         if state is None or state.status is not RequestStatus.RUNNING or state.scores_prompt:
-            self._answers.append(DetachAnswer(request_id, None))
+            self._answers.append((request_id, None))
             return
         self._leaving[request_id] = state
         self._table.mark_in_flight([state], is_in_flight=True)
@@ -169,11 +174,14 @@ class Handovers:
                 self._table.take_out(state)
                 self._detached[request_id] = state
                 detached = self._describe(state)
-            self._answers.append(DetachAnswer(request_id, detached))
+            self._answers.append((request_id, detached))
         self._release_batch()
 
-    def take_detached(self) -> list[DetachAnswer]:
-        """Return the answers to `detach` since the last call; ask after it, and after each update."""
+    def take_detached(self) -> list[tuple[str, Detached | None]]:
+        """Return what became of requests that were to leave since the last call; None: it stays where it is.
+
+        Ask after `detach`, and after each update.
+        """
         answers, self._answers = self._answers, []
         return answers
 
@@ -303,18 +311,6 @@ class Handovers:
     def _next_step_id(self) -> int:
         """What no planned step has reached yet."""
         return self._in_flight[-1].step_id + 1 if self._in_flight else 0
-
-    def _num_valid_tokens(self, state: RequestState) -> int:
-        """Return how many of a running request's first tokens have KV that steps have come back with."""
-        num_computed = state.num_computed_tokens - self._in_flight.num_new_tokens(state)
-        return min(num_computed, state.num_tokens - 1)
-
-    def _extend(self, hold: _Hold, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Hold a request's further blocks; what was held before a preemption holds the same tokens still."""
-        more_ids = block_ids[len(hold.block_ids) :]
-        self._kv.pool.hold(more_ids)
-        hold.block_ids += more_ids
-        hold.num_tokens = max(hold.num_tokens, num_tokens)
 
     def _describe(self, state: RequestState) -> Detached:
         num_kv_tokens = state.num_computed_tokens

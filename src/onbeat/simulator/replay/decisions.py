@@ -9,7 +9,7 @@ from math import inf, isclose
 from typing import Any
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable, quoted
-from onbeat.core.handover import DetachAnswer, Detached
+from onbeat.core.handover import Detached
 from onbeat.core.request import (
     UNKNOWN_GRAMMAR,
     FinishReason,
@@ -118,7 +118,7 @@ class Replay:
         self.result = ReplayResult()
         self._ids: dict[int, str] = {}
         self._in_flight: deque[SchedulerOutput] = deque()
-        self._left: list[DetachAnswer] = []
+        self._left: list[tuple[str, Detached | None]] = []
         """Answers of the scheduler that the record has not come to."""
 
     def run(self) -> ReplayResult:
@@ -220,8 +220,7 @@ class Replay:
         is_out: bool | None = None
         match call.verb:
             case "hold":
-                held = handover.hold(name, inf)
-                block_ids = None if held is None else held.block_ids
+                block_ids = handover.hold(name, inf)
             case "unhold":
                 handover.release_hold(name)
             case "reserve":
@@ -233,8 +232,8 @@ class Replay:
                 handover.detach(name)
             case "left":
                 self._left += handover.take_detached()
-                is_out = any(each.request_id == name and each.detached is not None for each in self._left)
-                self._left = [each for each in self._left if each.request_id != name]
+                is_out = any(left == name and detached is not None for left, detached in self._left)
+                self._left = [each for each in self._left if each[0] != name]
             case "reattach":
                 is_out = handover.reattach(name)
             case "free":
