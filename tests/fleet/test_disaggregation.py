@@ -104,7 +104,7 @@ async def test_a_prompt_is_copied_while_it_is_computed(ahead: int) -> None:
         carry_out = moves.do
 
         def watched(step: MoveStep) -> None:
-            steps.append((step.verb, bool(moves._requests[step.request_id].token_ids)))
+            steps.append((step.verb, bool(client.streams.open[step.request_id].token_ids)))
             carry_out(step)
 
         moves.do = watched  # type: ignore[method-assign]

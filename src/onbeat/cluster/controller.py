@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from onbeat.cluster.streams import OpenRequest, Origin, Streams
 from onbeat.cluster.wire import Wire
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
-from onbeat.core.handover import Detached, MoveTask, TaskAnswer
+from onbeat.core.handover import Detached, MoveTask, MoveVerb, TaskAnswer
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Request
 from onbeat.engine.kv_access import KVSource
@@ -76,32 +76,22 @@ class LiveMoves:
     Parameters
     ----------
     replicas : who sends messages.
-    requests : those that are open, by id.
-    on_moved : is called with a request that is its destination's from now on.
-    on_stayed : is called for each move that has failed, with what it was for.
-    on_copied : is called with the bytes of each copy.
+    streams : of the requests, which hear and count what becomes of moves.
     """
 
-    def __init__(
-        self,
-        replicas: FleetController,
-        requests: Mapping[str, OpenRequest],
-        *,
-        on_moved: Callable[[OpenRequest, Origin], None],
-        on_stayed: Callable[[str], None],
-        on_copied: Callable[[int], None],
-    ) -> None:
+    def __init__(self, replicas: FleetController, streams: Streams) -> None:
         self._replicas = replicas
-        self._requests = requests
-        self._on_moved = on_moved
-        self._on_copied = on_copied
-        self._executor: MoveExecutor[OpenRequest, KVSource] = MoveExecutor(self, on_stayed=on_stayed)
+        self._streams = streams
+        self._executor: MoveExecutor[OpenRequest, KVSource] = MoveExecutor(self)
         self.tell = replicas.tell
         self.block_size = replicas.block_size
 
     def do(self, step: MoveStep) -> None:
         """Carry out a step."""
-        self._executor.do(step, self._requests.get(step.request_id))
+        move = self._executor.moves.get(step.move)
+        if step.verb is MoveVerb.RELEASE and move is not None:
+            self._streams.counts.moves[move.why, "stayed"] += 1
+        self._executor.do(step, self._streams.open.get(step.request_id))
 
     def on_answer(self, replica: ReplicaId, answer: TaskAnswer[KVSource]) -> None:
         """Take what a replica says of a step."""
@@ -112,8 +102,7 @@ class LiveMoves:
             logger.info(
                 "%s: %s of %s failed: %s", replica, answer.verb, move.name, answer.why or "it has ended"
             )
-        if answer.num_bytes:
-            self._on_copied(answer.num_bytes)
+        self._streams.counts.num_moved_bytes += answer.num_bytes
         if answer.detached is not None:
             answer.detached = _shifted(answer.detached, self._replicas.clock_offset(replica))
         self._executor.on_answer(replica, answer)
@@ -149,7 +138,7 @@ class LiveMoves:
         """Take a request's tokens from its destination."""
         open_request = move.request
         open_request.move_to(destination, move.adopted)
-        self._on_moved(open_request, Origin(move.source, move.name, move.why))
+        self._streams.on_moved(open_request, Origin(move.source, move.name, move.why))
 
 
 def _shifted(detached: Detached, seconds: float) -> Detached:
@@ -218,13 +207,7 @@ class FleetController:
         self._on_progress = on_progress
         self._moves_kv = moves_kv
         self._kv_key = secrets.token_bytes(32)
-        self._moves = LiveMoves(
-            self,
-            streams.open,
-            on_moved=streams.on_moved,
-            on_stayed=streams.on_stayed,
-            on_copied=streams.on_copied,
-        )
+        self._moves = LiveMoves(self, streams)
         self._dispatcher = EventDispatcher(fleet.on_event, self)
         self._open_wire: Wire | None = None
         self._look: asyncio.Task[None] | None = None
@@ -294,7 +277,8 @@ class FleetController:
     def do_rescale(self, action: Rescale, now: float) -> None:  # noqa: ARG002
         """Say that there is to be another number of replicas."""
         logger.info("the fleet now wants %s", action)
-        self._streams.on_rescaled(action)
+        direction = "up" if action.num_replicas > action.num_before else "down"
+        self._streams.counts.rescales[direction, action.why] += 1
 
     def do_start(self, action: Start, now: float) -> None:  # noqa: ARG002
         """Start a replica."""

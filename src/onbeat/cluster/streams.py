@@ -26,7 +26,7 @@ from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
 from onbeat.engine.messages import TOLD_TOKENS, Fetched, Rejected, never_fits
 from onbeat.metrics.fleet_counts import FleetCounts
-from onbeat.scheduler.cluster.events import Aborted, Delivered, FleetEvent, Refuse, Refused, Rescale, Send
+from onbeat.scheduler.cluster.events import Aborted, Delivered, FleetEvent, Refuse, Refused, Send
 from onbeat.scheduler.cluster.fleet import MOST_LIVES
 
 MOST_AT_ONCE = 32
@@ -321,10 +321,6 @@ class Streams:
                     told.setdefault(each.replica, Fetched({})).num_tokens[each.name] = each.num_fetched
         return told
 
-    def put(self, open_request: OpenRequest, item: Delivery) -> None:
-        """Put something into a request's stream that no replica has said."""
-        self.hand_out.put(open_request, item)
-
     def before_send(self, action: Send, now: float) -> None:
         """Hear where a request goes now."""
         open_request = self.open[action.request_id]
@@ -350,24 +346,6 @@ class Streams:
         self.by_name[open_request.name] = open_request
         assert open_request.replica is not None
         self.counts.count_move(origin.replica, open_request.replica, origin.why)
-
-    def on_stayed(self, why: str) -> None:
-        """Hear that a request which was to be moved goes on where it is, or has ended.
-
-        Parameters
-        ----------
-        why : it was to be moved.
-        """
-        self.counts.moves[why, "stayed"] += 1
-
-    def on_copied(self, num_bytes: int) -> None:
-        """Hear how much KV has been copied."""
-        self.counts.num_moved_bytes += num_bytes
-
-    def on_rescaled(self, action: Rescale) -> None:
-        """Hear that there are to be more or fewer replicas."""
-        direction = "up" if action.num_replicas > action.num_before else "down"
-        self.counts.rescales[direction, action.why] += 1
 
     def on_lost(self, replica: ReplicaId) -> None:
         """Hear that a replica was lost."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -64,20 +63,13 @@ class MoveHost(Protocol[RequestT, LentT]):
 class MoveExecutor(Generic[RequestT, LentT]):
     """The moves under way.
 
-    Parameters
-    ----------
-    on_stayed : is called for each move that has failed, with what it was for.
-
     Attributes
     ----------
     moves : by their ids, until the source may forget them.
     """
 
-    def __init__(
-        self, host: MoveHost[RequestT, LentT], *, on_stayed: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, host: MoveHost[RequestT, LentT]) -> None:
         self._host = host
-        self._on_stayed = on_stayed
         self.moves: dict[str, OpenMove[RequestT, LentT]] = {}
 
     def do(self, step: MoveStep, request: RequestT | None) -> None:
@@ -91,8 +83,6 @@ class MoveExecutor(Generic[RequestT, LentT]):
             if not step.move and request is not None:  # one that stands still and is not moved
                 host.send(step.replica, MoveTask("", verb, host.whereabouts(request)[1]))
             return
-        if verb is MoveVerb.RELEASE:
-            self._on_stayed(move.why)
         task = self._task(step, move)
         if task is None:
             host.tell(Answered(step.replica, step.move, verb, ok=False))
