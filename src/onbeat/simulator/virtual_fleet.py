@@ -1,9 +1,12 @@
-"""A fleet under a virtual clock: the live fleet's decisions, carried out on virtual replicas."""
+"""A fleet under a virtual clock: the live fleet's decisions, carried out on virtual replicas.
+
+Virtual replicas start, live, report and end here.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, nan
@@ -24,6 +27,7 @@ from onbeat.scheduler.cluster.events import (
     MoveStep,
     Refuse,
     Refused,
+    Reported,
     Rescale,
     RoutingRequest,
     ScaleAsked,
@@ -39,14 +43,156 @@ from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deliveries import REFUSALS, count_singles, refuse
-from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, TICK, FleetLoop, Member
+from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, REPORT, TICK, FleetLoop, FrontEnd, Member
 from onbeat.simulator.fleet_terms import FleetChange
-from onbeat.simulator.lives import Lives, MakeReplica, Reports
-from onbeat.simulator.result import FleetSize
+from onbeat.simulator.result import FleetSize, ReplicaCounters
 from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_moves import VirtualMoves
+from onbeat.simulator.virtual_replica import VirtualReplica
 
+MakeReplica = Callable[[int, ReplicaKind], VirtualReplica]
+
+
+class Lives:
+    """Starts replicas of a loop and lets them be gone.
+
+    Parameters
+    ----------
+    front_end : of the loop.
+    kinds : what the replicas are, the first first; further ones are like the last.
+    make_replica : makes a replica of a kind, each time that one starts.
+    start_seconds : from when one is asked for until it is ready; those at time 0 are there at once.
+    on_ready : takes the number of one that is ready, and the time.
+
+    Attributes
+    ----------
+    replicas : those that live, by number.
+    seconds : for which replicas were held, those that are still held left out.
+    """
+
+    def __init__(
+        self,
+        loop: FleetLoop,
+        front_end: FrontEnd,
+        kinds: Sequence[ReplicaKind],
+        make_replica: MakeReplica,
+        *,
+        start_seconds: float,
+        on_ready: Callable[[int, float], None],
+    ) -> None:
+        self._loop = loop
+        self._desk = front_end
+        self._kinds = kinds
+        self._make_replica = make_replica
+        self._start_seconds = start_seconds
+        self._on_ready = on_ready
+        self.replicas: dict[int, VirtualReplica] = {}
+        self._counters: dict[int, ReplicaCounters] = {}
+        """Of replicas that have lived, by number."""
+        self._starting: dict[int, int] = {}
+        """The newest start of a replica that starts, by number: one that was stopped meanwhile is not ready
+        when that start would have been done."""
+        self._num_starts = 0
+        self._held: dict[int, float] = {}
+        """Since when a replica has been held, by number: from its start, before it is ready."""
+        self.seconds = 0.0
+
+    def kind(self, number: int) -> ReplicaKind:
+        """Return what a replica is."""
+        return self._kinds[min(number, len(self._kinds) - 1)]
+
+    def start(self, number: int, delay: float, now: float) -> None:
+        """Begin to start a replica, after a delay."""
+        self._held.setdefault(number, now)
+        is_first = now == 0.0 and number not in self._counters
+        self._num_starts += 1
+        self._starting[number] = self._num_starts
+        when = now if is_first else now + delay + self._start_seconds
+        self._loop.at(when, HEAR, partial(self._started, number, self._num_starts))
+
+    def _started(self, number: int, start: int, now: float) -> None:
+        """Let a replica join whose start is done, unless it was stopped since."""
+        if self._starting.get(number) == start:
+            del self._starting[number]
+            self.replicas[number] = self._make_replica(number, self.kind(number))
+            self._loop.join(number, self.replicas[number], self._desk)
+            self._on_ready(number, now)
+
+    def give_back(self, number: int, now: float) -> None:
+        """Hold a replica no longer, nor start it."""
+        self.seconds += now - self._held.pop(number, now)
+        self._starting.pop(number, None)
+
+    def remove(self, number: int, *, died: bool = False) -> None:
+        """Let a replica be gone."""
+        del self.replicas[number]
+        counters = self._loop.leave(number).counters()
+        if died:  # with what it held, such as the KV of streams that were leaving
+            counters = replace(counters, num_leaked_blocks=0)
+        before = self._counters.get(number)
+        self._counters[number] = counters if before is None else before.joined(counters)
+
+    def end(self, now: float) -> None:
+        """Hold no replica any longer."""
+        for number in list(self._held):
+            self.give_back(number, now)
+
+    def counters(self) -> list[ReplicaCounters]:
+        """Let all be gone; return what each replica has done, over all its lives, by number."""
+        for number in list(self.replicas):
+            self.remove(number)
+        return [self._counters[number] for number in sorted(self._counters)]
+
+
+class Reports:
+    """Lets replicas say how they stand.
+
+    Parameters
+    ----------
+    replicas : those that live, by number.
+    seconds : until a report is heard of.
+    hear : takes reports, and the time.
+    """
+
+    def __init__(
+        self,
+        loop: FleetLoop,
+        replicas: Mapping[int, VirtualReplica],
+        *,
+        seconds: float,
+        hear: Callable[[Reported, float], None],
+    ) -> None:
+        self._loop = loop
+        self._replicas = replicas
+        self._seconds = seconds
+        self._hear = hear
+        self._report_times: dict[int, float] = {}
+        """By number, the instant at which a replica is to report, or has."""
+
+    def ask(self, number: int) -> None:
+        """Let a replica report at this instant, once all have planned."""
+        now = self._loop.now
+        if self._report_times.get(number) != now:
+            self._report_times[number] = now
+            self._loop.at(now, REPORT, partial(self.take, number), number)
+
+    def take(self, number: int, now: float) -> None:
+        """Let what a replica reports now be heard of a little later."""
+        replica = self._replicas.get(number)
+        if replica is None or replica.next_time <= now:
+            return  # it is gone; or its run had no further step, and it reports once that has ended
+        load = replica.load(now)
+
+        def hear(then: float) -> None:
+            if self._replicas.get(number) is replica:
+                self._hear(Reported(replica_id(number), load), then)
+
+        self._loop.at(now + self._seconds, HEAR, hear)
+
+
+_NO_LINK = KVLink(bytes_per_token=1.0, bandwidth=1.0)
+"""Of replicas between which nothing moves."""
 _RARE = (Lost, Joined, DrainAsked, ScaleAsked, ScalingAsked, Refused, Tick)
 """Events after which the fleet may want another tick."""
 
@@ -117,22 +263,19 @@ class VirtualFleet:
         self._reports = Reports(
             loop, self.lives.replicas, seconds=times.report_seconds, hear=self._dispatcher.dispatch
         )
-        self._moves = None if config.kv_link is None else self._make_moves(loop, config.kv_link)
-        self._next_copy = inf
-        """When an end of a copy is in the loop."""
-        self.hears_all = self._hears_all = self._is_reported or self._moves is not None
-
-    def _make_moves(self, loop: FleetLoop, link: KVLink) -> VirtualMoves:
-        return VirtualMoves(
+        self._moves = VirtualMoves(
             self.lives.replicas,
-            link,
+            config.kv_link or _NO_LINK,
             block_size=self.lives.kind(0).scheduler.block_size,
-            message_seconds=self._config.fleet_times.report_seconds,
+            message_seconds=times.report_seconds,
             memory_bandwidth=lambda number: self.lives.kind(number).memory_bandwidth,
             answer=self._hear_of,
             call=loop.call,
             on_capacity=self._reports.ask,
         )
+        self._next_copy = inf
+        """When an end of a copy is in the loop."""
+        self.hears_all = self._hears_all = self._is_reported or config.kv_link is not None
 
     def open(self) -> None:
         """Start the replicas, and have happen to them what is to happen."""
@@ -147,8 +290,7 @@ class VirtualFleet:
     def end(self) -> None:
         """Hear that all requests have ended."""
         now = self._loop.now
-        if self._moves is not None:
-            self._moves.close(now)
+        self._moves.close(now)
         self.lives.end(now)
 
     # ---- what happens ----
@@ -188,7 +330,7 @@ class VirtualFleet:
             self._num_before.pop(offered.request.request_id, None)
             self._tell_delivery(member, offered, now, is_finished=True)
             self._close(offered, now)
-        if self._moves is not None and not member.is_gone:
+        if not member.is_gone:
             self._moves.on_step_end(member.number, now)
         if self._is_reported:
             self._reports.ask(member.number)
@@ -207,7 +349,7 @@ class VirtualFleet:
         self, member: Member, offered: OfferedRequest, now: float, *, is_finished: bool = False
     ) -> None:
         request_id, record = offered.request.request_id, offered.record
-        if self._moves is not None and not member.is_gone:
+        if not member.is_gone:
             self._moves.on_first_token(member.number, request_id, now, is_finished=is_finished)
         num_tokens = len(record.delivery_times)
         num_new, self._num_heard[request_id] = num_tokens - self._num_heard.get(request_id, 0), num_tokens
@@ -217,13 +359,11 @@ class VirtualFleet:
 
     def before_plan(self, member: Member, now: float) -> None:
         """Let moves take note of the requests that have left a batch."""
-        if self._moves is not None:
-            self._moves.on_step_end(member.number, now)
+        self._moves.on_step_end(member.number, now)
 
     def on_expired(self, member: Member, offered: OfferedRequest, now: float) -> None:
         """Tell the fleet of a request that a replica ended in its queue, or would not have."""
-        if self._moves is not None:
-            self._moves.forget(member.number, offered.request.request_id)
+        self._moves.forget(member.number, offered.request.request_id)
         if offered.refusal is not None:
             self._tell_refusal(member, offered, offered.refusal, now)
         else:
@@ -255,9 +395,8 @@ class VirtualFleet:
             self._num_before.pop(offered.request.request_id, None)
             if len(offered.record.delivery_times) > self._num_heard.get(offered.request.request_id, 0):
                 self._tell_delivery(member, offered, now)
-        if self._moves is not None:
-            self._moves.lose(number, now)
-            self._expect_copies()
+        self._moves.lose(number, now)
+        self._expect_copies()
         self.lives.remove(number, died=True)
         self._tell(Lost(member.name, "killed"), now)
 
@@ -270,7 +409,7 @@ class VirtualFleet:
             max_num_seqs=limits.max_num_seqs,
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
-            moves_streams=self._moves is not None and not composition(limits.policy).holds_finished,
+            moves_streams=self._config.kv_link is not None and not composition(limits.policy).holds_finished,
         )
         self._tell(Joined(replica_id(number), told), now)
         if self._is_reported:
@@ -287,14 +426,12 @@ class VirtualFleet:
 
     def _take_steps(self, now: float) -> None:
         """Do what was asked for of moves."""
-        assert self._moves is not None
         while self._moves.has_tasks:
             self._moves.do_next(now)
         self._expect_copies()
 
     def _expect_copies(self) -> None:
         """Have the next copy end when it does, which is another time whenever one begins or ends."""
-        assert self._moves is not None
         when = self._moves.links.next_time
         if when != self._next_copy:
             self._next_copy = when
@@ -302,7 +439,6 @@ class VirtualFleet:
                 self._loop.at(when, COPY, self._end_copies)
 
     def _end_copies(self, now: float) -> None:
-        assert self._moves is not None
         self._moves.end_copies(now)
         self._expect_copies()
 
@@ -324,7 +460,6 @@ class VirtualFleet:
         try:
             member.replica.add(offered, now)
             if action.stops:
-                assert self._moves is not None, "no replica moves streams"
                 self._moves.stop_after_first(number, request.request_id)
         except REFUSALS as refusal:
             record.replica, offered.refusal = member.replica.name, refusal
@@ -338,8 +473,7 @@ class VirtualFleet:
         number = replica_number(action.replica)
         if self._open[action.request_id].refusal is None:
             self.lives.replicas[number].withdraw(action.request_id, now)
-        if self._moves is not None:
-            self._moves.forget(number, action.request_id)
+        self._moves.forget(number, action.request_id)
         self._num_before.pop(action.request_id, None)
         self._loop.call(number)
 
@@ -368,14 +502,12 @@ class VirtualFleet:
         number = replica_number(action.replica)
         self.lives.give_back(number, now)
         if number in self.lives.replicas:
-            if self._moves is not None:
-                self._moves.leave(number, now)
-                self._expect_copies()
+            self._moves.leave(number, now)
+            self._expect_copies()
             self.lives.remove(number)
 
     def do_move_step(self, action: MoveStep, now: float) -> None:
         """Let a step of a move be taken once no step of a replica is left to end at this instant."""
-        assert self._moves is not None, "no replica moves streams"
         if action.verb is MoveVerb.TAKE:
             self.decisions[f"moved: {self._moves.why(action.move)}"] += 1
         self._moves.ask(action, self._open.get(action.request_id))

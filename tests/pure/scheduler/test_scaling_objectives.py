@@ -16,9 +16,9 @@ from onbeat.scheduler.cluster.events import (
     ScalingAsked,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.objective_scaling import Offered, OfferedWork
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.scaling import ScaleBounds, make_policy, parse_bounds
+from onbeat.scheduler.cluster.scaling_policy import Offered, OfferedWork
 from tests.examples import examples
 from tests.pure.scheduler.scaled import COSTS, LIMITS, START_SECONDS, Scaled
 

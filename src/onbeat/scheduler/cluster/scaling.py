@@ -10,8 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import MOST_REPLICAS, ScalingView
 from onbeat.scheduler.cluster.events import Rescale
 from onbeat.scheduler.cluster.membership import Membership, ReplicaState
-from onbeat.scheduler.cluster.objective_scaling import ObjectiveScaling
-from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy
+from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ObjectiveScaling, ScalingPolicy
 
 DOWN_SECONDS = 600.0
 DOWN_HELP = "time of low load after which a replica goes"
