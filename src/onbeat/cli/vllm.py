@@ -6,14 +6,13 @@ import argparse
 import json
 import os
 import shutil
-import stat
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from onbeat.cli.args import PASSED_ON, count
+from onbeat.cli.args import PASSED_ON
 from onbeat.cli.options import add_options, find_group
 from onbeat.core.errors import ConfigError, MissingExtra
 from onbeat.core.slo import OBJECTIVES, SLO
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     from onbeat.server.slo_defaults import SLODefaults
-    from onbeat.vllm.plugin_config import MAX_BODY_BYTES
 
     parser.set_defaults(**{PASSED_ON: []})
     parser.add_argument(
@@ -49,22 +47,15 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="measure steps at the start; auto: unless an earlier start did; always; off",
     )
     group.add_argument("--profile", type=Path, metavar="FILE", help="measured step times to plan with")
-    group.add_argument(
-        "--telemetry",
-        metavar="ADDRESS",
-        help="ZeroMQ address on which the scheduler reports (default: a socket of this user)",
-    )
-    group.add_argument(
-        "--max-body-bytes", type=count, default=MAX_BODY_BYTES, metavar="BYTES", help="largest request"
-    )
 
 
 def run(args: argparse.Namespace) -> NoReturn:
     """Start the server: vLLM takes the place of this process."""
     executable = find_vllm()
-    address = args.telemetry or own_address()
+    # A folder of its own, which only this user can look into.
+    address = f"ipc://{tempfile.mkdtemp(prefix='onbeat-vllm-')}/telemetry"
     command = [executable, *vllm_arguments(args, address)]
-    print(f"onbeat: telemetry at {address}; starting {' '.join(command)}", file=sys.stderr, flush=True)
+    print(f"onbeat: starting {' '.join(command)}", file=sys.stderr, flush=True)
     os.execv(executable, command)
 
 
@@ -96,6 +87,7 @@ def vllm_arguments(args: argparse.Namespace, address: str) -> list[str]:
 
     passed_on = list(args.passed_on)
     _refuse_conflicts(passed_on)
+    additional, rest = _additional_config(passed_on)
     own = {
         "ttft_ms": _milliseconds(args.slo_ttft_ms),
         "tbt_ms": _milliseconds(args.slo_tbt_ms),
@@ -104,16 +96,14 @@ def vllm_arguments(args: argparse.Namespace, address: str) -> list[str]:
         "shed": args.shed,
         "mode": args.slo_mode,
         "classes": None if args.slo_classes is None else str(args.slo_classes.absolute()),
-        "telemetry": address,
         "calibrate": args.calibrate,
         "profile": None if args.profile is None else str(args.profile.absolute()),
-        "max_body_bytes": args.max_body_bytes,
     }
-    stated = {name: value for name, value in own.items() if value is not None}
+    flags = {name: value for name, value in own.items() if value is not None}
+    stated = {"telemetry": address, **additional.get("onbeat", {}), **flags}
     read_config({"onbeat": stated}, os.environ)  # what is wrong is said before a model is loaded
     if args.profile is not None and not args.profile.is_file():
         raise ConfigError(f"--profile {args.profile} is no file; `onbeat profile` makes one")
-    additional, rest = _additional_config(passed_on)
     config = json.dumps({**additional, "onbeat": stated})
     return [
         *("serve", args.model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE),
@@ -155,37 +145,6 @@ def _additional_config(passed_on: list[str]) -> tuple[dict[str, Any], list[str]]
             found = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"--additional-config is {text[:100]!r}, which is no JSON: {error}") from error
-        if not isinstance(found, dict) or "onbeat" in found:
-            raise ConfigError(
-                "--additional-config must be a JSON object without 'onbeat'; set that by the flags before --"
-            )
+        if not isinstance(found, dict) or not isinstance(found.get("onbeat", {}), dict):
+            raise ConfigError(f"--additional-config is {text[:100]!r}; it must be an object, as onbeat in it")
     return found, rest
-
-
-def telemetry_folder() -> Path:
-    """Return the folder of this user's sockets; only he can look into it.
-
-    Raises
-    ------
-    ConfigError : somebody else made it.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(base) / f"onbeat-vllm-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{folder} is not this user's alone; remove it, or give --telemetry ADDRESS")
-    return folder
-
-
-def own_address() -> str:
-    """Return an address for the server that this process becomes; sockets of ended servers are removed."""
-    folder = telemetry_folder()
-    for path in folder.iterdir():
-        if not _is_running(path):
-            path.unlink(missing_ok=True)
-    return f"ipc://{folder}/{os.getpid()}"
-
-
-def _is_running(path: Path) -> bool:
-    return path.stem.isdecimal() and Path(f"/proc/{path.stem}").exists()

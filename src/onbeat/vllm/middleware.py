@@ -20,8 +20,7 @@ from onbeat.core.errors import OnbeatError
 from onbeat.server.errors import ClientGone, error_response, too_large
 from onbeat.server.slo_defaults import key_digest
 from onbeat.vllm.objectives import KnownCaller
-from onbeat.vllm.origin import log_as_vllm_does
-from onbeat.vllm.plugin_config import PluginConfig, read_config
+from onbeat.vllm.plugin_config import log_as_vllm_does, read_config
 from onbeat.vllm.relay import TOLD_SECONDS, AnswerRelay
 from onbeat.vllm.requests import ROUTES, ReadRequest, read_request
 from onbeat.vllm.telemetry import Subscriber
@@ -91,10 +90,12 @@ class _Shared:
     def __init__(self, state: Any) -> None:
         log_as_vllm_does()
         vllm_config, args = getattr(state, "vllm_config", None), getattr(state, "args", None)
-        self._config: PluginConfig = read_config(getattr(vllm_config, "additional_config", None), os.environ)
+        self._config, self._defaults = read_config(
+            getattr(vllm_config, "additional_config", None), os.environ
+        )
         self._cors = {name: getattr(args, own) for name, own in _CORS.items() if hasattr(args, own)}
         self._asks_for_keys = bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))
-        self.requests = OpenRequests(self._config.slo.mode)
+        self.requests = OpenRequests(self._defaults.mode)
         self._subscriber: Subscriber | None = None
         self._hearing: asyncio.Task[None] | None = None
         if self._config.telemetry is None:
@@ -126,7 +127,7 @@ class _Shared:
         try:
             raw = await self._read_body(scope, receive)
             request = read_request(
-                path, raw, Headers(scope=scope), caller, self._config.slo, slo_id=uuid.uuid4().hex
+                path, raw, Headers(scope=scope), caller, self._defaults, slo_id=uuid.uuid4().hex
             )
         except OnbeatError as error:
             response = error_response(error, path)
@@ -171,7 +172,7 @@ class _Shared:
         if scheme.lower() != "bearer" or not key.strip():
             return KnownCaller()
         digest = key_digest(key.strip())
-        is_known = self._asks_for_keys or digest in self._config.slo.keys
+        is_known = self._asks_for_keys or digest in self._defaults.keys
         return KnownCaller(digest if is_known else None)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:

@@ -11,20 +11,17 @@ from typing import Any
 from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.scheduler.replica.idle_check import IdleCheck
-from onbeat.vllm.calibrate import kept_steps, predictor, step_times
+from onbeat.vllm.calibrate import KeptSteps, capture_sizes, predictor, profile_key, settings, step_times
 from onbeat.vllm.impose import Imposed, impose, mismatch
 from onbeat.vllm.objectives import ID, read
-from onbeat.vllm.origin import log_as_vllm_does, origin_of
-from onbeat.vllm.plugin_config import read_config
+from onbeat.vllm.plugin_config import log_as_vllm_does, read_config
 from onbeat.vllm.refusals import Refusal, refusal_after, refusal_by
 from onbeat.vllm.self_calibration import (
     BatchLimits,
     RequestMaker,
     SelfCalibration,
-    capture_sizes,
     hindrance,
     is_made_up,
-    settings,
 )
 from onbeat.vllm.steps import EngineSteps, TakenStep
 from onbeat.vllm.surface import EngineRequest, Surface
@@ -70,10 +67,10 @@ class Plugin:
         if not self.is_on:
             logger.info("onbeat plans nothing here: the model pools, and has no time between tokens")
             return
-        self.config = read_config(surface.options, os.environ)
-        self._kept = kept_steps(origin_of(scheduler.vllm_config), settings(scheduler))
+        self.config, self.defaults = read_config(surface.options, os.environ)
+        self._kept = KeptSteps(profile_key(scheduler.vllm_config), settings(scheduler))
         known, measures = step_times(self.config, self._kept, hindrance(scheduler))
-        self.steps = EngineSteps(surface, predictor(known), self.config.slo.mode)
+        self.steps = EngineSteps(surface, predictor(known), self.defaults.mode)
         if measures:
             self._calibration = self._new_calibration()
         elif known is not None:
@@ -154,7 +151,7 @@ class Plugin:
             return
         with self._guarded():
             try:
-                objectives = read(self.surface.extra_args(request), self.config.slo)
+                objectives = read(self.surface.extra_args(request), self.defaults)
                 asked = self.steps.table.asked(request, objectives, arrival)
                 slo = self.steps.add(request, asked, now).slo
             except (SLOUnattainable, InvalidRequest) as error:
@@ -252,7 +249,7 @@ class Plugin:
             if calibration.is_done:
                 self._calibration = None
                 known = self._kept.keep(calibration.measured, calibration.seconds)
-                self.steps = EngineSteps(self.surface, predictor(known), self.config.slo.mode)
+                self.steps = EngineSteps(self.surface, predictor(known), self.defaults.mode)
                 self._say_misses()
         except Exception as fault:
             self._calibration = None
@@ -265,7 +262,7 @@ class Plugin:
         """Say which objectives no step can keep, before somebody waits for them."""
         short, long = (min(num, self.surface.max_model_len) for num in (128, 1024))
         check = IdleCheck(short=short, long=long, context=long)
-        for miss in check.misses(self.steps.model, self.config.slo.objectives_by_class()):
+        for miss in check.misses(self.steps.model, self.defaults.objectives_by_class()):
             logger.warning("%s. No plan can keep that: raise the objective, or take a faster machine", miss)
 
     # --- faults ---------------------------------------------------------------------------------------

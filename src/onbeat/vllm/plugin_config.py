@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +21,7 @@ MAX_BODY_BYTES = 2**26
 """Largest body by default: pictures come within it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PluginConfig:
+class PluginConfig(Objectives, kw_only=True):
     """What is configured, for the scheduler's process and for the API server alike.
 
     Raises
@@ -30,15 +29,19 @@ class PluginConfig:
     ConfigError : a value is out of range.
     """
 
-    slo: SLODefaults = field(default_factory=SLODefaults)
-    telemetry: str | None = None
+    slo_class: Text | None = msgspec.field(name="class", default=None)
+    shed: ShedMode = ShedMode.RELEGATE
+    mode: SLOMode = SLO_MODES[0]
+    classes: Text | None = None
+    """Path of a file as of `--slo-classes`."""
+    telemetry: Text | None = None
     """ZeroMQ address on which the scheduler tells what it does; None: it tells nobody."""
     calibrate: Calibrate = "auto"
     """Whether steps are measured at the start: `auto` where no earlier start with the same model, machine and
     settings has, `always` each time, `off` never."""
-    profile: Path | None = None
+    profile: Text | None = None
     """File of measured step times."""
-    max_body_bytes: int = MAX_BODY_BYTES
+    max_body_bytes: Size = MAX_BODY_BYTES
     """Largest body of a request that is read for its objectives."""
 
     def __post_init__(self) -> None:
@@ -51,60 +54,55 @@ class PluginConfig:
                 f"telemetry is {self.telemetry!r}; it must be a ZeroMQ address such as tcp://127.0.0.1:5557"
             )
 
+    def defaults(self, environment: Mapping[str, str]) -> SLODefaults:
+        """Return what requests get that state nothing.
 
-def read_config(additional: Mapping[str, Any] | None, environment: Mapping[str, str]) -> PluginConfig:
+        Parameters
+        ----------
+        environment : where the classes file's `key_env` finds keys.
+
+        Raises
+        ------
+        ConfigError : no such class, or a classes file that is wrong.
+        """
+        file = ClassesFile()
+        if self.classes is not None:
+            file = read_classes_file(Path(self.classes), environment)
+            if any(its.limits != NO_LIMITS for its in file.keys.values()):
+                raise ConfigError(
+                    f"{self.classes} limits what an API key may take, which only onbeat serve does; "
+                    "leave that out"
+                )
+        return SLODefaults(
+            classes=file.classes,
+            keys=file.keys,
+            slo=self.slo(),
+            slo_class=self.slo_class,
+            shed=self.shed,
+            mode=self.mode,
+        )
+
+
+def read_config(
+    additional: Mapping[str, Any] | None, environment: Mapping[str, str]
+) -> tuple[PluginConfig, SLODefaults]:
     """Return what vLLM's `additional_config` says under `onbeat`; all of it may be left out.
-
-    Keys: `ttft_ms`, `tbt_ms`, `e2e_ms`, `class`, `shed`, `mode`, `classes` (path of a file as of
-    `--slo-classes`), `telemetry`, `calibrate`, `profile`, `max_body_bytes`.
-
-    Parameters
-    ----------
-    environment : where the classes file's `key_env` finds keys.
 
     Raises
     ------
     ConfigError : an unknown key, or a wrong value; names it.
     """
     where = "additional_config, onbeat"
-    stated = convert(_Stated, (additional or {}).get("onbeat", {}), where)
+    config = convert(PluginConfig, (additional or {}).get("onbeat", {}), where)
     try:
-        return _config(stated, environment)
+        return config, config.defaults(environment)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-class _Stated(Objectives, kw_only=True):
-    slo_class: Text | None = msgspec.field(name="class", default=None)
-    shed: ShedMode = ShedMode.RELEGATE
-    mode: SLOMode = SLO_MODES[0]
-    classes: Text | None = None
-    telemetry: Text | None = None
-    calibrate: Calibrate = "auto"
-    profile: Text | None = None
-    max_body_bytes: Size = MAX_BODY_BYTES
-
-
-def _config(stated: _Stated, environment: Mapping[str, str]) -> PluginConfig:
-    file = ClassesFile()
-    if stated.classes is not None:
-        file = read_classes_file(Path(stated.classes), environment)
-        if any(its.limits != NO_LIMITS for its in file.keys.values()):
-            raise ConfigError(
-                f"{stated.classes} limits what an API key may take, which only onbeat serve does; "
-                "leave that out"
-            )
-    return PluginConfig(
-        slo=SLODefaults(
-            classes=file.classes,
-            keys=file.keys,
-            slo=stated.slo(),
-            slo_class=stated.slo_class,
-            shed=stated.shed,
-            mode=stated.mode,
-        ),
-        telemetry=stated.telemetry,
-        calibrate=stated.calibrate,
-        profile=None if stated.profile is None else Path(stated.profile),
-        max_body_bytes=stated.max_body_bytes,
-    )
+def log_as_vllm_does() -> None:
+    """Let what onbeat says come where vLLM's own lines come, which sets up its own logger alone."""
+    ours, theirs = logging.getLogger("onbeat"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.profile import EngineValue
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.server.objectives import RequestObjectives
 from onbeat.vllm.objectives import as_extra_args
@@ -63,31 +62,6 @@ def hindrance(scheduler: Any) -> str | None:
     if method in _BY_TEXT:
         return f"how many drafts {method} finds hangs on the text, and made-up text has next to none"
     return None
-
-
-def settings(scheduler: Any) -> dict[str, EngineValue]:
-    """Return what vLLM is set to and step times hang on, beside model, device and version."""
-    config = scheduler.vllm_config
-    compilation = getattr(config, "compilation_config", None)
-    drafts = getattr(config, "speculative_config", None)
-    speculation: dict[str, EngineValue] = {}
-    if drafts is not None:
-        names = (drafts.method, drafts.num_speculative_tokens, getattr(drafts, "model", None))
-        speculation["drafts"] = " ".join(str(each) for each in names)
-    return speculation | {
-        "max_num_batched_tokens": int(scheduler.max_num_scheduled_tokens),
-        "max_num_seqs": int(config.scheduler_config.max_num_seqs),
-        "cuda_graphs": str(getattr(compilation, "cudagraph_mode", None)),
-        "capture_sizes": ",".join(str(size) for size in capture_sizes(scheduler)),
-        "kv_dtype": str(getattr(getattr(config, "cache_config", None), "cache_dtype", "auto")),
-        "is_eager": bool(getattr(config.model_config, "enforce_eager", False)),
-    }
-
-
-def capture_sizes(scheduler: Any) -> list[int]:
-    """Return the batch sizes for which vLLM has CUDA graphs: others are padded to the next."""
-    compilation = getattr(scheduler.vllm_config, "compilation_config", None)
-    return sorted(int(size) for size in getattr(compilation, "cudagraph_capture_sizes", None) or ())
 
 
 class RequestMaker:

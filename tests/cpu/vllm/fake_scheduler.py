@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from onbeat.perfmodel.logged_step import StepOrigin
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.profile import ProfileKey
 from onbeat.vllm import plugin as plugin_module
 from onbeat.vllm.scheduler import SLOSchedulerMixin
 from onbeat.vllm.surface import Surface
@@ -158,10 +160,16 @@ class FakeScheduler:
 def planned_scheduler(monkeypatch: pytest.MonkeyPatch) -> type:
     """Return the class of a scheduler whose steps onbeat plans."""
     monkeypatch.setattr(plugin_module, "engine_version", lambda: "0.32.0+cpu")
-    origin = StepOrigin(
-        engine="vllm", engine_version="0.32.0", model="smollm2-135m", device="cpu", dtype="bf16"
+    key = ProfileKey(
+        model="SmolLM2-135M-Instruct",
+        device="cpu",
+        device_name="a CPU",
+        precision=Precision(),
+        parallelism=Parallelism(),
+        backend="vllm",
+        engine_version="0.32.0",
     )
-    monkeypatch.setattr(plugin_module, "origin_of", lambda config: origin)
+    monkeypatch.setattr(plugin_module, "profile_key", lambda config: key)
     monkeypatch.setattr(Surface, "end", lambda self, name: self.scheduler.finish_requests(name, None))
     monkeypatch.setattr(Surface, "refusal", staticmethod(lambda request, text: (request.request_id, text)))
     monkeypatch.setattr(

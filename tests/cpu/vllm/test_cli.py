@@ -34,9 +34,16 @@ def test_vllm_gets_its_options_as_they_are_and_ours_as_configuration(tmp_path):
     assert command[8:] == ["--max_model_len", "4096", "--port=8001", "-O3"]
     config = json.loads(command[7])
     assert config["other"] == 1
-    read = read_config(config, {})
-    assert (read.slo.slo, read.slo.slo_class, read.slo.mode) == (SLO(ttft=0.5), "chat", "gap")
+    read, defaults = read_config(config, {})
+    assert (defaults.slo, defaults.slo_class, defaults.mode) == (SLO(ttft=0.5), "chat", "gap")
     assert (read.telemetry, read.calibrate) == (ADDRESS, "auto")
+
+
+def test_what_has_no_flag_is_stated_as_vllms_own_configuration():
+    stated = '{"onbeat": {"telemetry": "tcp://127.0.0.1:5557", "max_body_bytes": 9, "calibrate": "always"}}'
+    command = arguments("m", "--calibrate", "off", "--", "--additional-config", stated)
+    read, _ = read_config(json.loads(command[7]), {})
+    assert (read.telemetry, read.max_body_bytes, read.calibrate) == ("tcp://127.0.0.1:5557", 9, "off")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +52,8 @@ def test_vllm_gets_its_options_as_they_are_and_ours_as_configuration(tmp_path):
         (["m", "--", "--scheduler-cls", "x.Y"], "leave it out"),
         (["m", "--", "--scheduling_policy=priority"], "state objectives"),
         (["m", "--", "--additional-config", "{"], "no JSON"),
-        (["m", "--", "--additional-config", '{"onbeat": {}}'], "without 'onbeat'"),
+        (["m", "--", "--additional-config", '{"onbeat": 5}'], "must be an object"),
+        (["m", "--", "--additional-config", '{"onbeat": {"tft_ms": 5}}'], "did you mean ttft_ms"),
         (["m", "--slo-ttft-ms", "0"], "between 1 ms"),
         (["m", "--slo-class", "gold"], "no class 'gold'"),
         (["m", "--profile", "/nowhere"], "is no file"),
@@ -67,16 +75,3 @@ def test_without_vllm_the_cure_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(MissingExtra, match="pip install vllm"):
         vllm.find_vllm()
-
-
-def test_each_server_has_a_socket_that_only_its_user_can_reach(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    address = vllm.own_address()
-    folder = vllm.telemetry_folder()
-    (folder / "99999999").touch()
-    (folder / address.rpartition("/")[2]).touch()
-    assert vllm.own_address() == address
-    assert [path.name for path in folder.iterdir()] == [address.rpartition("/")[2]]
-    folder.chmod(0o755)
-    with pytest.raises(ConfigError, match="this user's alone"):
-        vllm.telemetry_folder()

@@ -21,19 +21,21 @@ classes:
 def defaults(tmp_path) -> SLODefaults:
     path = tmp_path / "classes.yaml"
     path.write_text(CLASSES)
-    return read_config({"onbeat": {"classes": str(path), "class": "standard", "e2e_ms": 9000}}, {}).slo
+    return read_config({"onbeat": {"classes": str(path), "class": "standard", "e2e_ms": 9000}}, {})[1]
 
 
 def test_nothing_need_be_set():
-    assert read_config(None, {}) == read_config({"other": 1}, {}) == PluginConfig()
+    assert read_config(None, {}) == read_config({"other": 1}, {}) == (PluginConfig(), SLODefaults())
 
 
 def test_all_can_be_set(tmp_path, defaults):
     stated = {"ttft_ms": 500, "shed": "reject", "mode": "gap", "telemetry": "tcp://127.0.0.1:5557"}
-    config = read_config({"onbeat": stated | {"calibrate": "off", "profile": "p", "max_body_bytes": 9}}, {})
-    assert (config.slo.slo, config.slo.shed, config.slo.mode) == (SLO(ttft=0.5), ShedMode.REJECT, "gap")
+    config, own = read_config(
+        {"onbeat": stated | {"calibrate": "off", "profile": "p", "max_body_bytes": 9}}, {}
+    )
+    assert (own.slo, own.shed, own.mode) == (SLO(ttft=0.5), ShedMode.REJECT, "gap")
     assert (config.telemetry, config.calibrate) == ("tcp://127.0.0.1:5557", "off")
-    assert (str(config.profile), config.max_body_bytes) == ("p", 9)
+    assert (config.profile, config.max_body_bytes) == ("p", 9)
     assert defaults.classes["chat"].weight == 2
 
 
