@@ -16,7 +16,7 @@ from onbeat.planner.objectives import VIDUR, ShareObjective, sarathi, scheduling
 from onbeat.planner.search import SearchOptions
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad
-from tests.pure.planner.fakes import FakeCase, QuietContext, make_load
+from tests.pure.planner.fakes import FakeCase, Hearing, make_load, quiet
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def test_finds_the_rate_at_which_a_fixed_server_falls_behind() -> None:
     # Request i waits i (D - 1 / R); the 99th percentile of n waits reaches 5 s at R = 1 / (D - 5 / (0.99 n)).
     n, service = 1000, 0.5
     expected = 1 / (service - 5 / (0.99 * (n - 1)))
-    repeat = find_capacity(make_task(FakeCase(service), make_load(n), VIDUR, 0.005), QuietContext())
+    repeat = find_capacity(make_task(FakeCase(service), make_load(n), VIDUR, 0.005), quiet())
     assert repeat.bracket is not None
     assert repeat.bracket.low <= expected * 1.001
     assert repeat.bracket.high >= expected * 0.999
@@ -54,7 +54,7 @@ def test_finds_the_rate_at_which_a_fixed_server_falls_behind() -> None:
 def test_finds_the_load_of_a_poisson_queue_with_fixed_service() -> None:
     # M/D/1: mean wait = rho D / (2 (1 - rho)); it reaches 1.5 D at rho = 0.75.
     repeats = [
-        find_capacity(make_task(FakeCase(1.0), make_load(1500, seed=seed), MeanDelay(1.5)), QuietContext())
+        find_capacity(make_task(FakeCase(1.0), make_load(1500, seed=seed), MeanDelay(1.5)), quiet())
         for seed in range(3)
     ]
     capacity = combine_repeats((), repeats)
@@ -69,7 +69,7 @@ def test_a_looser_objective_never_lowers_the_capacity() -> None:
     load, case = make_load(300, seed=1, output=20), FakeCase(0.01, 1e-4, max_num_seqs=8, token_budget=256)
     rates = []
     for tbt in (0.02, 0.03, 0.08):
-        repeat = find_capacity(make_task(case, load, sarathi(tbt)), QuietContext())
+        repeat = find_capacity(make_task(case, load, sarathi(tbt)), quiet())
         assert repeat.bracket is not None
         rates.append(repeat.bracket.low)
     assert rates == sorted(rates)
@@ -78,7 +78,7 @@ def test_a_looser_objective_never_lowers_the_capacity() -> None:
 
 def test_is_the_same_every_time() -> None:
     task = make_task(FakeCase(0.5), make_load(300, seed=3), VIDUR)
-    assert find_capacity(task, QuietContext()) == find_capacity(task, QuietContext())
+    assert find_capacity(task, quiet()) == find_capacity(task, quiet())
 
 
 def test_giving_up_early_changes_no_verdict() -> None:
@@ -93,7 +93,7 @@ def test_giving_up_early_changes_no_verdict() -> None:
 
 def test_says_why_even_a_lone_request_misses() -> None:
     load = make_load(100, seed=0, prompt=1024, slo=SLO(ttft=2.0))
-    repeat = find_capacity(make_task(FakeCase(1.0), load, ShareObjective()), QuietContext())
+    repeat = find_capacity(make_task(FakeCase(1.0), load, ShareObjective()), quiet())
     capacity = combine_repeats((), [repeat])
     assert capacity.outcome is Outcome.INFEASIBLE
     assert capacity.rate == 0
@@ -110,30 +110,26 @@ def test_says_why_even_a_lone_request_misses() -> None:
     ids=["memory", "length", "policy"],
 )
 def test_a_case_that_cannot_run_is_infeasible(case: FakeCase, message: str) -> None:
-    repeat = find_capacity(make_task(case, make_load(10), VIDUR), QuietContext())
+    repeat = find_capacity(make_task(case, make_load(10), VIDUR), quiet())
     capacity = combine_repeats((("policy", "x"),), [repeat])
     assert capacity.outcome is Outcome.INFEASIBLE
     assert message in capacity.reason
 
 
 def test_too_short_a_load_is_unbounded() -> None:
-    repeat = find_capacity(make_task(FakeCase(0.01), make_load(20), VIDUR), QuietContext())
+    repeat = find_capacity(make_task(FakeCase(0.01), make_load(20), VIDUR), quiet())
     capacity = combine_repeats((), [repeat])
     assert capacity.outcome is Outcome.UNBOUNDED
     assert capacity.interval[1] == inf
 
 
 def test_an_interrupted_search_keeps_its_bracket() -> None:
-    class StopsAfterThree(QuietContext):
-        def is_stopped(self) -> bool:
-            return len(self.events) >= 3
-
     task = make_task(FakeCase(0.5), make_load(300, seed=0), VIDUR)
-    context = StopsAfterThree()
-    repeat = find_capacity(task, context)
+    heard = Hearing(most_events=3)
+    repeat = find_capacity(task, heard.context)
     assert repeat.bracket is not None
     assert not repeat.bracket.is_finished
-    assert context.is_stop_wanted
+    assert heard.is_stop_wanted
     capacity = combine_repeats((), [repeat, None])
     assert capacity.outcome is Outcome.INTERRUPTED
     assert capacity.values["outcome"] == "interrupted"
@@ -146,13 +142,13 @@ def test_a_case_that_did_not_run_is_interrupted() -> None:
 
 
 def test_one_infeasible_repeat_makes_the_case_infeasible() -> None:
-    good = find_capacity(make_task(FakeCase(0.5), make_load(300), VIDUR), QuietContext())
-    bad = find_capacity(make_task(FakeCase(error="too big"), make_load(300), VIDUR), QuietContext())
+    good = find_capacity(make_task(FakeCase(0.5), make_load(300), VIDUR), quiet())
+    bad = find_capacity(make_task(FakeCase(error="too big"), make_load(300), VIDUR), quiet())
     assert combine_repeats((), [good, bad]).outcome is Outcome.INFEASIBLE
 
 
 def test_a_saved_capacity_has_plain_values() -> None:
-    repeat = find_capacity(make_task(FakeCase(0.5), make_load(200), VIDUR), QuietContext())
+    repeat = find_capacity(make_task(FakeCase(0.5), make_load(200), VIDUR), quiet())
     saved = combine_repeats((("policy", "sarathi"),), [repeat]).values
     assert saved["case"] == {"policy": "sarathi"}
     assert saved["resolved"]["max_num_batched_tokens"] == 128

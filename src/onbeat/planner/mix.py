@@ -20,16 +20,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.extras import require
-
-if TYPE_CHECKING:
-    from scipy.optimize import LinearConstraint
 
 Array = NDArray[np.float64]
 Counts = tuple[int, ...]
@@ -78,14 +75,6 @@ class MixProblem:
         if len(self.types) != len(self.devices) or len(self.types) not in (0, len(self.costs)):
             raise ConfigError("types and devices belong together, one a unit")
 
-    def most(self) -> Array:
-        """Return how many there can be of each unit; infinite where nothing bounds it."""
-        bounds = dict(self.available)
-        if not self.types:
-            return np.full(len(self.costs), inf)
-        pairs = zip(self.types, self.devices, strict=True)
-        return np.floor([bounds.get(type_, inf) / count for type_, count in pairs])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
@@ -102,19 +91,13 @@ class NoSolution(OnbeatError):
 
 
 def solve_mix(
-    problem: MixProblem,
-    *,
-    too_small: Sequence[Counts] = (),
-    enough: Sequence[Counts] = (),
-    below: float = inf,
-    time_limit: float = 60.0,
+    problem: MixProblem, *, too_small: Sequence[Counts] = (), below: float = inf, time_limit: float = 60.0
 ) -> Mix | None:
     """Return the cheapest mix; None where there is none.
 
     Parameters
     ----------
     too_small : mixes known to fail; they, and whatever has no more of any unit, are left out.
-    enough : mixes known to do; they, and whatever has no less of any unit, are left out.
     below : the mix must cost less.
     time_limit : seconds.
 
@@ -124,15 +107,7 @@ def solve_mix(
     """
     if not np.isfinite(problem.loads).any(axis=1).all():
         return None
-    program = _Program(problem, too_small, enough, below)
-    optimize = _scipy("optimize")
-    answer = optimize.milp(
-        program.costs,
-        integrality=program.integrality,
-        bounds=optimize.Bounds(program.lower, program.upper),
-        constraints=program.constraints(),
-        options={"time_limit": time_limit, "mip_rel_gap": 0.0},
-    )
+    answer = _solve(problem, too_small, below, time_limit=time_limit)
     if answer.status == 1:
         raise NoSolution(f"no cheapest mix was proved within {time_limit:g} s; take fewer kinds of units")
     if answer.x is None:
@@ -148,113 +123,65 @@ def lower_bound(problem: MixProblem) -> float:
     """Return what no mix undercuts: the cost where units and slices may be fractions; infinite of none."""
     if not np.isfinite(problem.loads).any(axis=1).all():
         return inf
-    program = _Program(problem, (), (), inf)
-    (covered, *others) = program.constraints()
-    upper, matrix = (
-        np.concatenate([each.ub for each in others]),
-        np.concatenate([each.A.toarray() for each in others]),
-    )
-    bounds = list(zip(program.lower, program.upper, strict=True))
-    answer = _scipy("optimize").linprog(
-        program.costs, A_ub=matrix, b_ub=upper, A_eq=covered.A, b_eq=covered.ub, bounds=bounds
-    )
+    answer = _solve(problem, is_whole=False)
     return float(answer.fun) if answer.success else inf
 
 
-def _scipy(part: str) -> Any:
-    return require(f"scipy.{part}", extra="plan", purpose="a plan")
+def _solve(
+    problem: MixProblem,
+    too_small: Sequence[Counts] = (),
+    below: float = inf,
+    *,
+    is_whole: bool = True,
+    time_limit: float = 60.0,
+) -> Any:
+    """Solve the program; its columns: the units, slices by bucket and unit, a choice by cut and unit.
 
+    Parameters
+    ----------
+    is_whole : whether units and slices are whole numbers.
+    """
+    num_buckets, num_units = problem.loads.shape
+    num_cuts, usable = len(too_small), np.isfinite(problem.loads)
+    loads = np.where(usable, problem.loads, 0.0)
+    costs, one, nothing = np.array(problem.costs), np.eye(num_units), np.zeros(num_units)
+    # As many as serve all that they can; a cut may ask for one more than it excludes.
+    most = np.max([np.ceil(loads.sum(axis=0)) + 1, *(np.array(counts) + 1.0 for counts in too_small)], axis=0)
+    rows: list[Array] = []
+    bounds: list[float] = []
 
-class _Rows:
-    """Rows of a sparse matrix with upper bounds, one after another."""
+    def add(bound: float, units: Array, slices: Any = 0.0, choices: Any = 0.0) -> None:
+        """Ask that a sum is at most a bound."""
+        of_slices = np.broadcast_to(slices, (num_buckets, num_units))
+        of_choices = np.broadcast_to(choices, (num_cuts, num_units))
+        rows.append(np.concatenate([units, of_slices.ravel(), of_choices.ravel()]))
+        bounds.append(bound)
 
-    def __init__(self) -> None:
-        self.entries: list[tuple[int, int, float]] = []
-        self.upper: list[float] = []
-
-    def add(self, columns: Sequence[int], values: Sequence[float], upper: float) -> None:
-        self.entries += [
-            (len(self.upper), column, value) for column, value in zip(columns, values, strict=True)
-        ]
-        self.upper.append(upper)
-
-    def constraint(self, num_columns: int, *, is_equality: bool = False) -> LinearConstraint:
-        rows, columns, values = zip(*self.entries, strict=True)
-        shape = (len(self.upper), num_columns)
-        matrix = _scipy("sparse").coo_array((values, (rows, columns)), shape=shape).tocsr()
-        lower = self.upper if is_equality else -inf
-        return _scipy("optimize").LinearConstraint(matrix, lower, self.upper)
-
-
-class _Program:
-    """Columns: the units, then slices by bucket and unit, then one choice for each unit of each cut."""
-
-    def __init__(
-        self, problem: MixProblem, too_small: Sequence[Counts], enough: Sequence[Counts], below: float
-    ) -> None:
-        self._problem, self._below = problem, below
-        num_buckets, self._num_units = problem.loads.shape
-        self._cuts = [(counts, True) for counts in too_small] + [(counts, False) for counts in enough]
-        self._num_counts = self._num_units * (1 + num_buckets)
-        self._num_columns = self._num_counts + self._num_units * len(self._cuts)
-        self._most = np.minimum(problem.most(), self._most_needed())
-        self.costs = np.zeros(self._num_columns)
-        self.costs[: self._num_units] = problem.costs
-        self.integrality = np.ones(self._num_columns)
-        self.lower = np.zeros(self._num_columns)
-        self.upper = np.ones(self._num_columns)
-        self.upper[: self._num_units] = self._most
-        usable = np.isfinite(problem.loads).ravel()
-        self.upper[self._num_units : self._num_counts] = usable * problem.slices
-
-    def _most_needed(self) -> Array:
-        """Return how many of each unit serve all that it can; a cut may ask for one more than it excludes."""
-        loads = np.where(np.isfinite(self._problem.loads), self._problem.loads, 0.0).sum(axis=0)
-        most: Array = np.ceil(loads) + 1
-        for counts, _ in self._cuts:
-            most = np.maximum(most, np.array(counts) + 1)
-        return most
-
-    def constraints(self) -> list[LinearConstraint]:
-        """Return what must hold: first, with equality, that each bucket is served."""
-        problem, width = self._problem, self._num_units
-        num_buckets = len(problem.loads)
-        covered, bounded = _Rows(), _Rows()
-        for bucket in range(num_buckets):
-            columns = [self._slice(bucket, unit) for unit in range(width)]
-            covered.add(columns, [1.0] * width, problem.slices)
-        for unit in range(width):
-            served = [bucket for bucket in range(num_buckets) if np.isfinite(problem.loads[bucket, unit])]
-            values = [problem.loads[bucket, unit] / problem.slices for bucket in served]
-            columns = [self._slice(bucket, unit) for bucket in served]
-            bounded.add([*columns, unit], [*values, -1.0], SLACK)
-        bounded.add(range(width), [-1.0] * width, -1.0)  # the slack is not to do without any
-        for type_, number in problem.available:
-            own = [unit for unit in range(width) if problem.types[unit] == type_]
-            if own and number < inf:
-                bounded.add(own, [float(problem.devices[unit]) for unit in own], number)
-        if self._below < inf:
-            bounded.add(range(width), problem.costs, self._below - COST_STEP)
-        for number, (counts, is_too_small) in enumerate(self._cuts):
-            self._cut(bounded, number, counts, is_too_small=is_too_small)
-        return [
-            covered.constraint(self._num_columns, is_equality=True),
-            bounded.constraint(self._num_columns),
-        ]
-
-    def _cut(self, rows: _Rows, number: int, counts: Counts, *, is_too_small: bool) -> None:
-        """Ask for more of one unit than a mix has, or for less."""
-        choices = [self._num_counts + number * self._num_units + unit for unit in range(self._num_units)]
-        rows.add(choices, [-1.0] * len(choices), -1.0)
-        for unit, choice in enumerate(choices):
-            count, most = float(counts[unit]), float(self._most[unit])
-            if is_too_small:
-                rows.add([unit, choice], [-1.0, count + 1], 0.0)
-            elif count == 0:
-                rows.add([choice], [1.0], 0.0)
-            else:
-                rows.add([unit, choice], [1.0, most - count + 1], most)
-
-    def _slice(self, bucket: int, unit: int) -> int:
-        column: int = self._num_units * (1 + bucket) + unit
-        return column
+    for unit in range(num_units):
+        add(SLACK, -one[unit], loads * one[unit] / problem.slices)
+    add(-1.0, nothing - 1)  # the slack is not to do without any
+    for type_, number in problem.available:
+        devices = np.array(problem.devices) * (np.array(problem.types) == type_)
+        if number < inf and devices.any():
+            add(number, devices.astype(float))
+    if below < inf:
+        add(below - COST_STEP, costs)
+    for cut, counts in enumerate(too_small):  # more of one unit than such a mix has
+        own = np.eye(num_cuts)[cut][:, None]
+        add(-1.0, nothing, choices=-own)
+        for unit, count in enumerate(counts):
+            add(0.0, -one[unit], choices=own * one[unit] * (count + 1))
+    every, after = np.kron(np.eye(num_buckets), np.ones(num_units)), num_cuts * num_units
+    covered = np.pad(every, ((0, 0), (num_units, after)))
+    upper = np.concatenate([most, (usable * problem.slices).ravel(), np.ones(after)])
+    optimize = require("scipy.optimize", extra="plan", purpose="a plan")
+    return optimize.milp(
+        np.concatenate([costs, np.zeros(len(upper) - num_units)]),
+        integrality=np.full(len(upper), int(is_whole)),
+        bounds=optimize.Bounds(0.0, upper),
+        constraints=[
+            optimize.LinearConstraint(covered, problem.slices, problem.slices),
+            optimize.LinearConstraint(np.array(rows), -inf, bounds),
+        ],
+        options={"time_limit": time_limit, "mip_rel_gap": 0.0},
+    )

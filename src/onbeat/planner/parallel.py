@@ -7,11 +7,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Event as ProcessEvent
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from onbeat.core.errors import ConfigError, OnbeatError
 
@@ -22,63 +23,23 @@ POLL_SECONDS = 0.1
 """How often the parent looks for news of its workers."""
 
 
-class TaskContext(Protocol):
+class TaskContext(NamedTuple):
     """What a task may say and ask while it runs."""
 
-    def report(self, event: Any, /) -> None:
-        """Tell the caller of some progress; the event must be picklable."""
-        ...
-
-    def is_stopped(self) -> bool:
-        """Whether the task should end early with what it has."""
-        ...
-
-    def stop(self) -> None:
-        """End this task and all others early: Ctrl-C came here."""
-        ...
+    report: Callable[[Any], None]
+    """Tells the caller of some progress; the event must be picklable."""
+    is_stopped: Callable[[], bool]
+    """Whether the task should end early with what it has."""
+    stop: Callable[[], None]
+    """Ends this task and all others early: Ctrl-C came here."""
 
 
 Worker = Callable[[T, TaskContext], R]
 """A function of a module, so that other processes find it."""
-
-
-class _LocalContext:
-    def __init__(self, index: int, on_event: Callable[[int, Any], None]) -> None:
-        self._index = index
-        self._on_event = on_event
-        self._is_stopped = False
-
-    def report(self, event: Any) -> None:
-        self._on_event(self._index, event)
-
-    def is_stopped(self) -> bool:
-        return self._is_stopped
-
-    def stop(self) -> None:
-        self._is_stopped = True
-
-
-class _RemoteContext:
-    def __init__(self, index: int, events: SimpleQueue[tuple[int, Any]], stopped: ProcessEvent) -> None:
-        self._index = index
-        self._events = events
-        self._stopped = stopped
-
-    def report(self, event: Any) -> None:
-        self._events.put((self._index, event))
-
-    def is_stopped(self) -> bool:
-        return self._stopped.is_set()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-
-class _Channel:
-    """Where a worker process finds what came with it: queues travel with a process, not with a task."""
-
-    events: SimpleQueue[tuple[int, Any]]
-    stopped: ProcessEvent
+OnEvent = Callable[[int, Any], None]
+"""Hears (task, what the worker reported)."""
+OnResult = Callable[[int, R], None]
+"""Hears (task, its result)."""
 
 
 def run_tasks(
@@ -86,8 +47,8 @@ def run_tasks(
     tasks: Sequence[T],
     *,
     jobs: int = 1,
-    on_event: Callable[[int, Any], None] = lambda _index, _event: None,
-    on_result: Callable[[int, R], None] = lambda _index, _result: None,
+    on_event: OnEvent = lambda _index, _event: None,
+    on_result: OnResult[R] = lambda _index, _result: None,
 ) -> list[R | None]:
     """Run independent tasks and return their results in the order of the tasks, whatever `jobs` is.
 
@@ -97,8 +58,7 @@ def run_tasks(
     ----------
     worker : runs one task.
     jobs : most processes; 1 runs the tasks in this one.
-    on_event : hears (task, what the worker reported).
-    on_result : hears (task, its result), in the order in which tasks end.
+    on_result : hears of results in the order in which tasks end.
 
     Returns
     -------
@@ -110,92 +70,80 @@ def run_tasks(
     """
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}; it must be at least 1")
-    if jobs == 1 or len(tasks) <= 1:
-        return _run_here(worker, tasks, on_event, on_result)
-    try:
-        return _Pool(worker, tasks, min(jobs, len(tasks)), on_event, on_result).run()
-    except KeyboardInterrupt:  # before the first task was under way, or again
-        return [None] * len(tasks)
+    results: dict[int, R] = {}
 
-
-def _run_here(
-    worker: Worker[T, R],
-    tasks: Sequence[T],
-    on_event: Callable[[int, Any], None],
-    on_result: Callable[[int, R], None],
-) -> list[R | None]:
-    results: list[R | None] = [None] * len(tasks)
-    for index, task in enumerate(tasks):
-        context = _LocalContext(index, on_event)
-        try:
-            result = worker(task, context)
-        except KeyboardInterrupt:
-            break
+    def keep(index: int, result: R) -> None:
         results[index] = result
         on_result(index, result)
-        if context.is_stopped():
-            break
-    return results
+
+    try:
+        if jobs == 1 or len(tasks) <= 1:
+            _run_here(worker, tasks, on_event, keep)
+        else:
+            _run_there(worker, tasks, min(jobs, len(tasks)), on_event, keep)
+    except KeyboardInterrupt:  # before the first task was under way, or again
+        pass
+    return [results.get(index) for index in range(len(tasks))]
 
 
-class _Pool(Generic[T, R]):
-    def __init__(
-        self,
-        worker: Worker[T, R],
-        tasks: Sequence[T],
-        num_processes: int,
-        on_event: Callable[[int, Any], None],
-        on_result: Callable[[int, R], None],
-    ) -> None:
-        self._worker = worker
-        self._tasks = tasks
-        self._on_event = on_event
-        self._on_result = on_result
-        # A fresh interpreter: nothing of the parent's threads or libraries is inherited half-alive.
-        processes = multiprocessing.get_context("spawn")
-        self._events: SimpleQueue[tuple[int, Any]] = processes.SimpleQueue()
-        self._stopped = processes.Event()
-        self._executor = ProcessPoolExecutor(
-            num_processes, mp_context=processes, initializer=_join, initargs=(self._events, self._stopped)
-        )
-        self._results: list[R | None] = [None] * len(tasks)
+def _run_here(worker: Worker[T, R], tasks: Sequence[T], on_event: OnEvent, keep: OnResult[R]) -> None:
+    stopped = threading.Event()
+    for index, task in enumerate(tasks):
+        report = partial(on_event, index)
+        keep(index, worker(task, TaskContext(report, stopped.is_set, stopped.set)))
+        if stopped.is_set():
+            return
 
-    def run(self) -> list[R | None]:
-        with self._executor:
-            futures = {
-                self._executor.submit(_invoke, self._worker, task, index): index
-                for index, task in enumerate(self._tasks)
-            }
+
+def _run_there(
+    worker: Worker[T, R], tasks: Sequence[T], num_processes: int, on_event: OnEvent, keep: OnResult[R]
+) -> None:
+    # A fresh interpreter: nothing of the parent's threads or libraries is inherited half-alive.
+    processes = multiprocessing.get_context("spawn")
+    events: SimpleQueue[tuple[int, Any]] = processes.SimpleQueue()
+    stopped = processes.Event()
+    executor = ProcessPoolExecutor(
+        num_processes, mp_context=processes, initializer=_join, initargs=(events, stopped)
+    )
+    with executor:
+        futures = {executor.submit(_invoke, worker, task, index): index for index, task in enumerate(tasks)}
+        try:
+            _collect(futures, events, on_event, keep)
+        except KeyboardInterrupt:
+            stopped.set()
+            _collect({each: i for each, i in futures.items() if not each.cancel()}, events, on_event, keep)
+        except BaseException:
+            stopped.set()
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _collect(
+    futures: dict[Future[R], int],
+    events: SimpleQueue[tuple[int, Any]],
+    on_event: OnEvent,
+    keep: OnResult[R],
+) -> None:
+    """Keep results as they come, and forget their futures."""
+    while futures:
+        done, _ = wait(futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+        while not events.empty():
+            on_event(*events.get())
+        for future in done:
             try:
-                self._collect(futures)
-            except KeyboardInterrupt:
-                self._stopped.set()
-                self._collect({future: index for future, index in futures.items() if not future.cancel()})
-            except BaseException:
-                self._stopped.set()
-                self._executor.shutdown(wait=False, cancel_futures=True)
-                raise
-        return self._results
+                result = future.result()
+            except BrokenProcessPool as error:
+                raise OnbeatError(
+                    "a worker process was killed, perhaps for want of memory; use fewer --jobs"
+                ) from error
+            keep(futures.pop(future), result)
 
-    def _collect(self, futures: dict[Future[R], int]) -> None:
-        waiting = {future for future, index in futures.items() if self._results[index] is None}
-        while waiting:
-            done, waiting = wait(waiting, timeout=POLL_SECONDS)
-            self._hear_events()
-            for future in done:
-                try:
-                    result = future.result()
-                except BrokenProcessPool as error:
-                    raise OnbeatError(
-                        "a worker process was killed, perhaps for want of memory; use fewer --jobs"
-                    ) from error
-                index = futures[future]
-                self._results[index] = result
-                self._on_result(index, result)
 
-    def _hear_events(self) -> None:
-        while not self._events.empty():
-            self._on_event(*self._events.get())
+class _Channel:
+    """Where a worker process finds what came with it: queues travel with a process, not with a task."""
+
+    events: SimpleQueue[tuple[int, Any]]
+    stopped: ProcessEvent
 
 
 def _join(events: SimpleQueue[tuple[int, Any]], stopped: ProcessEvent) -> None:
@@ -214,4 +162,7 @@ def _end_with_parent() -> None:
 
 
 def _invoke(worker: Worker[T, R], task: T, index: int) -> R:
-    return worker(task, _RemoteContext(index, _Channel.events, _Channel.stopped))
+    stopped = _Channel.stopped
+    return worker(
+        task, TaskContext(lambda event: _Channel.events.put((index, event)), stopped.is_set, stopped.set)
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.planner.cases import BuiltCase, Labels
+from onbeat.planner.parallel import TaskContext
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulation_config import SimulationConfig
@@ -118,18 +120,23 @@ def make_result(records: list[RequestRecord], *, num_requests: int | None = None
     )
 
 
-class QuietContext:
-    """A task context that nobody listens to."""
+@dataclass
+class Hearing:
+    """What a task says while it runs."""
 
-    def __init__(self) -> None:
-        self.events: list[object] = []
-        self.is_stop_wanted = False
+    events: list[object] = field(default_factory=list)
+    is_stop_wanted: bool = False
+    most_events: float = inf
+    """After so many it is asked to end."""
 
-    def report(self, event: object) -> None:
-        self.events.append(event)
+    @property
+    def context(self) -> TaskContext:
+        return TaskContext(self.events.append, lambda: len(self.events) >= self.most_events, self._stop)
 
-    def is_stopped(self) -> bool:
-        return self.is_stop_wanted
-
-    def stop(self) -> None:
+    def _stop(self) -> None:
         self.is_stop_wanted = True
+
+
+def quiet() -> TaskContext:
+    """Return a context that nobody listens to."""
+    return Hearing().context

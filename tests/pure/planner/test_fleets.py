@@ -19,7 +19,7 @@ from onbeat.planner.search import SearchOptions
 from onbeat.planner.units import Unit
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.simulator.simulate import simulate
-from tests.pure.planner.fakes import QuietContext
+from tests.pure.planner.fakes import Hearing, quiet
 from tests.pure.planner.test_units import BASE, load_of
 
 SHORT = Unit(settings=change(BASE, max_model_len=1024), usd_per_hour=1.0, watts=1.0)
@@ -49,7 +49,7 @@ def test_requests_that_no_replica_takes_count_as_not_good(
         load=load_of(sizes, SLO(ttft=5.0)),
         objective=ShareObjective(share=0.9),
     )
-    run = run_fleet(task, QuietContext())
+    run = run_fleet(task, quiet())
     assert run is not None
     assert run.attainment == pytest.approx(attainment)
     assert run.is_met == (attainment >= 0.9)
@@ -59,7 +59,7 @@ def test_requests_that_no_replica_takes_count_as_not_good(
 def test_a_fleet_that_takes_no_request_does_not_keep_a_promise() -> None:
     load = load_of([(4000, 10)] * 3, SLO(ttft=5.0))
     task = FleetTask(case=FleetCase(parts=((SHORT, 1),)), load=load, objective=ShareObjective())
-    run = run_fleet(task, QuietContext())
+    run = run_fleet(task, quiet())
     assert run is not None
     assert not run.is_met
 
@@ -91,7 +91,7 @@ def test_a_search_runs_nothing_twice_and_nothing_that_is_known(monkeypatch: pyte
         options=SearchOptions(tolerance=0.105, growth=1.1, is_hasty=True),
         known=((10.0, True),),
     )
-    found = search_fleet(search, QuietContext())
+    found = search_fleet(search, quiet())
     assert found is not None
     assert len(rates) == len(set(rates)) == 2
     assert 10.0 not in rates
@@ -104,9 +104,9 @@ def test_a_run_ends_once_those_late_without_a_first_token_are_too_many() -> None
     sizes = [(900, 100)] * 400
     overload = load_of(sizes, SLO(ttft=0.5, tbt=0.05)).at_rate(200.0)
     task = FleetTask(case=FleetCase(parts=((SHORT, 1),)), load=overload, objective=ShareObjective(share=0.9))
-    context = QuietContext()
-    run, whole = (run_fleet(each, context) for each in (task, replace(task, to_the_end=True)))
-    assert context.events == [run, whole], "progress is told"
+    heard = Hearing()
+    run, whole = (run_fleet(each, heard.context) for each in (task, replace(task, to_the_end=True)))
+    assert heard.events == [run, whole], "progress is told"
     assert run is not None
     assert whole is not None
     assert not run.is_met
@@ -123,7 +123,7 @@ def test_pools_are_simulated_as_a_server_with_them_would_run() -> None:
     assert (config.num_replicas, config.fleet.disaggregate) == (3, case.pools)
     assert config.kv_link is not None
     task = FleetTask(case=case, load=load_of([(100, 10)] * 20, SLO(ttft=5.0)), objective=ShareObjective())
-    run = run_fleet(task, QuietContext())
+    run = run_fleet(task, quiet())
     assert run is not None
     assert run.attainment == 1.0
 
