@@ -33,7 +33,7 @@ def test_a_fleet_follows_its_load_from_none_to_several_and_back(smollm2_gguf: Pa
     flags = ("--autoscale", "0..2", "--scale-down-seconds", "4", "--record", record)
     with serving("Llama-3.1-8B", "--tokenizer", smollm2_gguf, *L4, *flags) as server:
         scaling = server.fleet()["scaling"]
-        assert [scaling[key] for key in ("policy", "min", "max", "planned_share")] == [
+        assert [scaling[key] for key in ("policy", "least", "most", "planned_share")] == [
             "objective",
             0,
             2,
@@ -70,7 +70,7 @@ def test_a_fleet_follows_its_load_from_none_to_several_and_back(smollm2_gguf: Pa
         assert asked.status_code == 200, asked.text
         wait_for(lambda: num_ready(server) == 1, timeout=60)
         bounds = server.change_fleet("scale", min=2, max=3).json()
-        assert (bounds["scaling"]["min"], bounds["scaling"]["max"]) == (2, 3)
+        assert (bounds["scaling"]["least"], bounds["scaling"]["most"]) == (2, 3)
         wait_for(lambda: num_ready(server) == 2, timeout=60)
         for wrong in ({"min": 3, "max": 2}, {"min": 1}, {"replicas": 1, "max": 2}, {}):
             assert server.change_fleet("scale", **wrong).status_code == 400

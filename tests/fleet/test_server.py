@@ -80,15 +80,11 @@ async def test_an_answer_is_the_same_through_the_death_of_its_replica() -> None:
         assert values["onbeat_kv_blocks_used"] == 0
 
 
-@pytest.mark.parametrize("how", ["header", "field"])
-async def test_who_does_not_want_to_be_resumed_hears_of_the_death(how: str) -> None:
-    headers = {"x-onbeat-resume": "off"} if how == "header" else {}
-    body = {**BODY, "max_tokens": 900, **({"resume": False} if how == "field" else {})}
+async def test_who_does_not_want_to_be_resumed_hears_of_the_death() -> None:
+    body = {**BODY, "max_tokens": 900, "resume": False}
     async with served_fleet(2) as (served, client):
-        plain = asyncio.create_task(served.post("/v1/completions", body, headers=headers))
-        stream = asyncio.create_task(
-            served.post("/v1/completions", {**body, "stream": True}, headers=headers)
-        )
+        plain = asyncio.create_task(served.post("/v1/completions", body))
+        stream = asyncio.create_task(served.post("/v1/completions", {**body, "stream": True}))
         await until(lambda: sum(view.num_streaming for view in client.replicas()) == 2)
         for replica in ("r0", "r1"):
             send_signal(client, replica, signal.SIGKILL)
@@ -99,8 +95,8 @@ async def test_who_does_not_want_to_be_resumed_hears_of_the_death(how: str) -> N
 
 async def test_a_wrong_wish_is_refused() -> None:
     async with served_fleet(1) as (served, _):
-        answer = await served.post("/v1/completions", BODY, headers={"x-onbeat-resume": "maybe"})
-        assert (answer.status, answer.error["param"]) == (400, "x-onbeat-resume")
+        answer = await served.post("/v1/completions", {**BODY, "resume": "maybe"})
+        assert (answer.status, answer.error["param"]) == (400, "resume")
 
 
 async def test_health_follows_the_only_replica() -> None:
@@ -275,13 +271,13 @@ async def test_a_fleet_that_scales_itself_takes_bounds_and_numbers() -> None:
         serving(cast(FakeEngine, client), has_fleet=True, fleet_key=KEY) as served,
     ):
         shown = (await ask(served, "/fleet")).json["scaling"]
-        assert (shown["policy"], shown["min"], shown["max"], shown["wanted"]) == ("freeness", 1, 2, 1)
-        assert shown["load_share"] is None, "memory is all that it looks at"
+        assert (shown["policy"], shown["least"], shown["most"], shown["num_wanted"]) == ("freeness", 1, 2, 1)
+        assert shown["share"] is None, "memory is all that it looks at"
         answer = await ask(served, "/fleet/scale", {"replicas": 2})
-        assert answer.json["scaling"]["min"] == 2
+        assert answer.json["scaling"]["least"] == 2
         await until(lambda: state_of(client, "r1") == "ready")
         answer = await ask(served, "/fleet/scale", {"min": 0, "max": 1})
-        assert (answer.json["scaling"]["min"], answer.json["scaling"]["max"]) == (0, 1)
+        assert (answer.json["scaling"]["least"], answer.json["scaling"]["most"]) == (0, 1)
         await until(lambda: state_of(client, "r1") == "stopped")
         values = await metrics(served)
         assert values['onbeat_fleet_rescales_total{direction="down",why="bounds"}'] == 1

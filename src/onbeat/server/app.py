@@ -18,7 +18,7 @@ from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
 from onbeat.server.chat import chat_routes
 from onbeat.server.completions import completion_routes
-from onbeat.server.embeddings import POOLING_PATH, embedding_routes
+from onbeat.server.embeddings import embedding_routes
 from onbeat.server.engine_watch import EngineHealth, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import fleet_routes
@@ -60,7 +60,7 @@ ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
-    *("/v1/embeddings", POOLING_PATH, *RERANK_PATHS, *SCORE_PATHS),
+    *("/v1/embeddings", *RERANK_PATHS, *SCORE_PATHS),
     *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),
 }
 """The paths that the log and the metrics tell apart."""

@@ -1,9 +1,8 @@
-"""POST /v1/embeddings, and vLLM's /pooling for the same vectors: bodies and answers."""
+"""POST /v1/embeddings: its body and its answers."""
 
 from __future__ import annotations
 
 import base64
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -14,7 +13,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onbeat.core.errors import InvalidRequest, quoted
+from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import prediction_header
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import TOKEN_IDS_SCHEMA, checked_prompts
@@ -25,7 +24,6 @@ from onbeat.server.embedding_request import (
     embed,
     encode_options,
 )
-from onbeat.server.errors import unsupported
 from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.generation_request import EngineFields, read_request
 from onbeat.server.openapi import Routes
@@ -34,8 +32,6 @@ from onbeat.server.pieces import PiecesResponse, gathered, list_of, written
 from onbeat.server.prompts import PromptInput
 from onbeat.server.reply_fields import TemplateFields
 from onbeat.server.services import Services
-
-POOLING_PATH = "/pooling"
 
 _TEXT = {"type": "string", "minLength": 1}
 _INPUT_SCHEMA = {
@@ -60,24 +56,11 @@ class EmbeddingRequest(EngineFields, TemplateFields):
         list[PromptInput] | None, PlainValidator(_checked_input), WithJsonSchema(_INPUT_SCHEMA)
     ] = None
     encoding_format: Literal["float", "base64"] | None = None
-    """base64 is of the numbers' bytes."""
-    embed_dtype: Literal["float32", "float16"] | None = None
-    """Type of the numbers in base64; float32 if absent."""
-    endianness: Literal["little", "big", "native"] | None = None
-    """Order of their bytes in base64; little if absent."""
+    """base64 is of the numbers' bytes: of each, the four of a float, little end first."""
     dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
     """Give the first numbers of each embedding alone."""
     normalize: Flag | None = None
     """Give each embedding the length 1; true if absent."""
-    use_activation: Flag | None = None
-    """vLLM's name of `normalize`."""
-
-
-class PoolingRequest(EmbeddingRequest):
-    """vLLM's request for what a model pools, which is an embedding here."""
-
-    task: str | None = None
-    """Only `embed`."""
 
 
 class Embedding(Struct, tag_field="object", tag="embedding"):
@@ -85,14 +68,9 @@ class Embedding(Struct, tag_field="object", tag="embedding"):
     embedding: list[float] | str
 
 
-class Pooled(Struct, tag_field="object", tag="pooling"):
-    index: int
-    data: list[float] | str
-
-
 class EmbeddingList(TextsAnswer, kw_only=True, tag_field="object", tag="list"):
     created: int
-    data: list[Embedding | Pooled]
+    data: list[Embedding]
 
 
 def embedding_routes(services: Services) -> Routes:
@@ -104,16 +82,7 @@ def embedding_routes(services: Services) -> Routes:
         """Make vectors of texts."""
         body, head = await read_request(request, EmbeddingRequest, services, "embd")
         embedded = await _embedded(body, request, services)
-        return await _answer(embedded, body, Embedding, head, services)
-
-    @router.post(POOLING_PATH, **router.embedding(PoolingRequest, EmbeddingList))
-    async def pooling(request: Request) -> Response:
-        """Make vectors of texts, in vLLM's form."""
-        body, head = await read_request(request, PoolingRequest, services, "pool")
-        if body.task not in (None, "embed"):
-            raise unsupported(f"Unsupported task: {quoted(body.task)}; this server has 'embed'", "task")
-        embedded = await _embedded(body, request, services)
-        return await _answer(embedded, body, Pooled, head, services)
+        return await _answer(embedded, body, head, services)
 
     return router
 
@@ -135,11 +104,6 @@ async def _embedded(body: EmbeddingRequest, request: Request, services: Services
         )
     if (body.input is None) == (body.messages is None):
         raise InvalidRequest("send either input or messages", param="input")
-    if None not in (body.normalize, body.use_activation) and body.normalize != body.use_activation:
-        raise InvalidRequest(
-            "normalize and use_activation are two names of one switch and contradict each other; send one",
-            param="use_activation",
-        )
     texts, param = body.input, "input"
     if texts is None:
         texts, param = [await render_chat(body, request, services)], "messages"
@@ -149,22 +113,12 @@ async def _embedded(body: EmbeddingRequest, request: Request, services: Services
 
 
 async def _answer(
-    embedded: Embedded,
-    body: EmbeddingRequest,
-    one: type[Embedding | Pooled],
-    head: AnswerHead,
-    services: Services,
+    embedded: Embedded, body: EmbeddingRequest, head: AnswerHead, services: Services
 ) -> Response:
-    """Return the answer, written in pieces, one for each embedding.
-
-    Parameters
-    ----------
-    one : what holds an index and its numbers.
-    """
-    write = partial(_base64, dtype=_numbers_type(body)) if body.encoding_format == "base64" else _numbers
-    is_unit = body.normalize is not False and body.use_activation is not False
-    vectors = enumerate(embedded.vectors(dimensions=body.dimensions, normalize=is_unit))
-    data = list_of(one(index, written(write(vector))) for index, vector in vectors)
+    """Return the answer, written in pieces, one for each embedding."""
+    write = _base64 if body.encoding_format == "base64" else _numbers
+    vectors = enumerate(embedded.vectors(dimensions=body.dimensions, normalize=body.normalize is not False))
+    data = list_of(Embedding(index, written(write(vector))) for index, vector in vectors)
     about = head.completion_id, head.model, embedded.usage, embedded.slo
     pieces = await gathered(EmbeddingList(*about, created=head.created, data=data))
     return PiecesResponse(pieces, services.slow_readers, prediction_header(embedded.choices))
@@ -175,11 +129,6 @@ def _numbers(vector: NDArray[np.float32]) -> bytes:
     return orjson.dumps(np.ascontiguousarray(vector), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _base64(vector: NDArray[np.float32], dtype: str = "<f4") -> bytes:
-    """Return a vector as JSON text: the base64 of its numbers, in a type as numpy writes it."""
-    return b'"%b"' % base64.b64encode(vector.astype(dtype).tobytes())
-
-
-def _numbers_type(body: EmbeddingRequest) -> str:
-    order = {"big": ">", "native": "="}.get(body.endianness or "", "<")
-    return f"{order}f{2 if body.embed_dtype == 'float16' else 4}"
+def _base64(vector: NDArray[np.float32]) -> bytes:
+    """Return a vector as JSON text: the base64 of its numbers."""
+    return b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes())

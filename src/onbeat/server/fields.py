@@ -56,7 +56,7 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None,), "max_tokens_to_sample"),
     ((None, False, {"type": "disabled"}), "thinking"),
     # vLLM's entrypoints/openai/{chat_completion,completion}/protocol.py
-    (_EMPTY, "chat_template documents logits_processors repetition_detection"),
+    (_EMPTY, "chat_template documents logits_processors repetition_detection structural_tag"),
     (
         _EMPTY,
         "vllm_xargs ec_transfer_params kv_transfer_params media_io_kwargs mm_processor_kwargs prompt_embeds",
@@ -68,6 +68,9 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None,), "thinking_token_budget"),
     # vLLM's entrypoints/pooling, of embeddings and scores
     ((None, "do_not_pad"), "padding"),
+    ((None, "float32"), "embed_dtype"),
+    ((None, "little", "native"), "endianness"),
+    ((None, True), "use_activation"),
     (_ZERO, "max_tokens_per_doc max_tokens_per_query"),
     (_EMPTY, "instruction"),
 )
@@ -84,6 +87,8 @@ INSTEAD: Mapping[str, str] = {
     "system": "a message with the role system",
     "functions": "tools",
     "function_call": "tool_choice",
+    "structural_tag": "structured_outputs",
+    "use_activation": "normalize",
 }
 """What does the same here, or most of it."""
 
@@ -93,11 +98,11 @@ _NO_SLIPS = frozenset(
 """Fields of other servers that resemble honoured ones."""
 
 _INSIDE_SLO: Mapping[str, str] = {
-    **dict.fromkeys(("ttft_ms", "ttft_slo_ms"), "slo.ttft_ms"),
-    **dict.fromkeys(("tbt_ms", "tpot_ms", "tpot_slo_ms"), "slo.tbt_ms"),
-    **dict.fromkeys(("e2e_ms", "ttlt_slo_ms"), "slo.e2e_ms"),
+    "ttft_ms": "slo.ttft_ms",
+    **dict.fromkeys(("tbt_ms", "tpot_ms"), "slo.tbt_ms"),
+    "e2e_ms": "slo.e2e_ms",
 }
-"""Names of objectives outside of `slo`, xLLM's among them, and what they mean."""
+"""Names of objectives outside of `slo`, and what they mean."""
 
 _LIKENESS = 0.8
 """From here on two names differ by a slip of the pen. `cache_prompt` and `cache_salt` are at 0.64,

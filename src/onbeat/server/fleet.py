@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -11,7 +9,7 @@ from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaLimits, ReplicaView, ScalingView
+from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaView, ScalingView
 from onbeat.core.protocols import FleetView
 from onbeat.server.body import read_body
 from onbeat.server.errors import ApiError
@@ -52,36 +50,11 @@ class RestartRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ReplicaState(Struct, kw_only=True):
-    replica: str
-    state: str
-    why: str
-    role: str
-    lives: int
-    requests: int
-    streaming: int
-    process_id: int | None
-    host: str
-    silence_seconds: float | None
-    limits: ReplicaLimits | None
-    load: dict[str, Any] | None
-
-
-class FleetScaling(Struct, kw_only=True):
-    policy: str
-    min: int
-    max: int
-    wanted: int
-    why: str
-    load_share: float | None
-    planned_share: float | None
-
-
 class FleetState(Struct):
     ready: bool
     requests_waiting: int
-    scaling: FleetScaling | None
-    replicas: list[ReplicaState]
+    scaling: ScalingView | None
+    replicas: list[ReplicaView]
 
 
 def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
@@ -147,44 +120,4 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
 
 
 def _state(fleet: FleetView) -> Response:
-    replicas = [_row(each) for each in fleet.replicas()]
-    return json_response(FleetState(fleet.is_ready, fleet.num_waiting, _scaling(fleet.scaling), replicas))
-
-
-def _scaling(view: ScalingView | None) -> FleetScaling | None:
-    if view is None:
-        return None
-    return FleetScaling(
-        policy=view.policy,
-        min=view.least,
-        max=view.most,
-        wanted=view.num_wanted,
-        why=view.why,
-        load_share=view.share,
-        planned_share=view.planned_share,
-    )
-
-
-def _row(view: ReplicaView) -> ReplicaState:
-    return ReplicaState(
-        replica=view.replica,
-        state=view.state,
-        why=view.why,
-        role=view.role,
-        lives=view.num_lives,
-        requests=view.num_outstanding,
-        streaming=view.num_streaming,
-        process_id=view.process_id,
-        host=view.host,
-        silence_seconds=view.silence,
-        limits=view.limits,
-        load=None if view.load is None else _finite(asdict(view.load)),
-    )
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a mapping in which no number is one that JSON lacks: None stands for no bound."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
+    return json_response(FleetState(fleet.is_ready, fleet.num_waiting, fleet.scaling, list(fleet.replicas())))

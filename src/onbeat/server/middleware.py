@@ -38,8 +38,6 @@ logger = logging.getLogger("onbeat.server")
 _REQUEST_ID = "x-request-id"
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _UNFIT = re.compile(r"[^A-Za-z0-9._:/+=@$\[\]-]")
-_MOST_NAMED = 1000
-"""Ignored fields that the log names; a scan with made-up names says nothing after these."""
 _ROUTINE = frozenset(
     ("/health", "/ping", "/ready", "/load", "/metrics", "/state", "/tokenize", "/detokenize")
 )
@@ -163,7 +161,6 @@ class RequestLog:
         self._endpoints = endpoints
         self._on_done = on_done
         self._log_requests = log_requests
-        self._named: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -210,19 +207,11 @@ class RequestLog:
         elif context.status == 0:
             context.status = CLIENT_GONE
         self._on_done(context)
-        self._name_ignored(context)
         if self._log_requests:
             is_routine = context.endpoint in _ROUTINE and context.status < 400
             logger.log(
                 logging.DEBUG if is_routine else logging.INFO, "%s", _access_line(scope["method"], context)
             )
-
-    def _name_ignored(self, context: HttpContext) -> None:
-        """Say once of each field that nobody knows it."""
-        for path in map(_printable, context.ignored_fields):
-            if path not in self._named and len(self._named) < _MOST_NAMED:
-                self._named.add(path)
-                logger.warning("%s: the field %s is ignored (said once)", context.endpoint, path)
 
 
 def _printable(name: str) -> str:

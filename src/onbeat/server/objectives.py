@@ -41,8 +41,6 @@ _STATED_BY_HEADERS = {
     TBT_HEADER: "tbt_ms",
 }
 """Headers that say the same as fields of `slo`."""
-RESUME_HEADER = "x-onbeat-resume"
-"""Whether the request goes on elsewhere where its replica is lost: `on`, as without it, or `off`."""
 TENANT_HEADER = "x-llm-d-inference-fairness-id"
 LONGEST_TENANT = 128
 
@@ -165,7 +163,7 @@ def request_objectives(
         weight=_weight(body.weight, of_key, of_class, defaults.classes),
         tenant=tenant,
         shed=_shed_of_body(body) or of_class.shed or defaults.shed,
-        resumes=_resumes(fields, headers),
+        resumes=fields.resume is not False,
         job=stated_job(body.job, headers, tenant),
     )
 
@@ -219,13 +217,6 @@ def _shed_of_body(body: SLOFields) -> ShedMode | None:
     return ShedMode.REJECT if body.shed else ShedMode.RELEGATE
 
 
-def _resumes(fields: ObjectiveFields, headers: Headers) -> bool:
-    text = headers.get(RESUME_HEADER, "on").strip().lower()
-    if text not in ("on", "off"):
-        raise _wrong(RESUME_HEADER, f"{text[:40]!r}; it should be 'on' or 'off'")
-    return text == "on" if fields.resume is None else fields.resume
-
-
 def _weight(
     stated: float | None, of_key: KeyDefaults, of_class: ClassDefaults, classes: Mapping[str, ClassDefaults]
 ) -> float:
@@ -253,7 +244,11 @@ def _tenant(fields: ObjectiveFields, headers: Headers, caller: Caller, of_key: K
     key_digest = caller.key_digest
     tenant = headers.get(TENANT_HEADER, "").strip()
     if len(tenant) > LONGEST_TENANT:
-        raise _wrong(TENANT_HEADER, f"{len(tenant)} characters long; at most {LONGEST_TENANT} are allowed")
+        raise InvalidRequest(
+            f"the header {{field}} is {len(tenant)} characters long; at most {LONGEST_TENANT} are allowed",
+            param=TENANT_HEADER,
+            code="invalid_value",
+        )
     if tenant and (key_digest is None or of_key.names_tenants):
         return tenant
     if key_digest is not None:
@@ -262,7 +257,3 @@ def _tenant(fields: ObjectiveFields, headers: Headers, caller: Caller, of_key: K
     if fields.user:
         return f"user:{hashlib.sha256(fields.user.encode(errors='backslashreplace')).hexdigest()[:16]}"
     return None
-
-
-def _wrong(name: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"the header {name} is {what}", param=name, code="invalid_value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
@@ -17,7 +18,7 @@ from onbeat.server.errors import ErrorBody
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
 from onbeat.server.jobs import JOB_HEADERS, JobFields
 from onbeat.server.middleware import OPEN_PATHS
-from onbeat.server.objectives import LONGEST_TENANT, RESUME_HEADER, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
+from onbeat.server.objectives import LONGEST_TENANT, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
 from onbeat.server.prompts import TOKEN_ID_SCHEMA
 
 _COMPONENT = "#/components/schemas/{name}"
@@ -98,11 +99,9 @@ def _slo_headers() -> list[dict[str, Any]]:
     """Return the description of the headers that say a request's objectives, and for whom it is."""
     objective = {"type": "number", "minimum": SHORTEST_OBJECTIVE * 1e3, "maximum": LONGEST_OBJECTIVE * 1e3}
     tenant = {"type": "string", "maxLength": LONGEST_TENANT}
-    resume = {"type": "string", "enum": ["on", "off"], "default": "on"}
     described = [
         (TTFT_HEADER, "TTFT objective, milliseconds", objective),
         (TBT_HEADER, "TBT objective, milliseconds", objective),
-        (RESUME_HEADER, "Whether it goes on elsewhere where its replica is lost", resume),
         (TENANT_HEADER, "Who shares the server fairly with others", tenant),
         *_job_headers(),
     ]
@@ -140,7 +139,7 @@ def describe(app: FastAPI, routes: Sequence[Routes], *, vocab_size: int, needs_k
             answers = dict.fromkeys(each for group in routes for each in group.answers)
             schemas.update(schema_components(answers, ref_template=_COMPONENT)[1])
             schemas.update(_body_schemas(each for group in routes for each in group.bodies))
-            _bound_token_ids(schemas, vocab_size)
+            _bound_numbers(schemas, vocab_size)
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)  # FastAPI's 422, which this server never sends
             _finish_operations(schema, needs_key=needs_key)
@@ -168,13 +167,15 @@ def _body_schemas(bodies: Iterable[type[BaseModel]]) -> dict[str, Any]:
     return schemas
 
 
-def _bound_token_ids(node: Any, vocab_size: int) -> None:
-    """Give all token ids within a description their largest value."""
+def _bound_numbers(node: Any, vocab_size: int) -> None:
+    """Give token ids within a description their largest value; infinity, which JSON lacks, is null."""
     if isinstance(node, dict) and node.items() >= TOKEN_ID_SCHEMA.items():
         node["maximum"] = vocab_size - 1
+    elif isinstance(node, dict) and node.get("default") == math.inf:
+        node |= {"type": ["number", "null"], "default": None}
     elif isinstance(node, dict | list):
         for each in node.values() if isinstance(node, dict) else node:
-            _bound_token_ids(each, vocab_size)
+            _bound_numbers(each, vocab_size)
 
 
 def _finish_operations(schema: dict[str, Any], *, needs_key: bool) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,30 +29,19 @@ from onbeat.server.pieces import PiecesResponse, gathered, list_of
 from onbeat.server.services import Services
 from onbeat.text.embedding import vector_of
 
-RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
-"""Jina's path, vLLM's and Cohere's."""
+RERANK_PATHS = ("/v1/rerank", "/rerank")
+"""Jina's path, and vLLM's."""
 SCORE_PATHS = ("/score", "/v1/score")
 
 
-def _checked_text(value: Any) -> str:
-    """Return a text, which Cohere and Jina also write as an object."""
-    text = value.get("text") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise ValueError("a text must be a string, or an object with the field text")  # noqa: TRY004
-    return text
-
-
-_TEXT_OBJECT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-_TEXT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXT_OBJECT]}
-_Text = Annotated[str, PlainValidator(_checked_text), WithJsonSchema(_TEXT_SCHEMA)]
-_Texts = Annotated[list[_Text], Field(min_length=1, fail_fast=True)]
-_OneOrMore = str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+_Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+_OneOrMore = str | _Texts
 
 
 class RerankRequest(EngineFields):
-    """Documents that are to be ordered by how near they are to a query (Jina's and Cohere's)."""
+    """Documents that are to be ordered by how near they are to a query (Jina's)."""
 
-    query: _Text
+    query: str
     documents: _Texts
     top_n: Annotated[int, Field(ge=0), WHOLE] | None = None
     """Give the nearest documents alone, as many as this; 0 and none give all."""

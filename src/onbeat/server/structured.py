@@ -8,17 +8,16 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.request import Grammar
 from onbeat.metrics.counts import GrammarCounts
-from onbeat.server.errors import ApiError, unsupported
+from onbeat.server.errors import ApiError
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
 from onbeat.server.fields import Flag
 from onbeat.server.json_reader import JsonReader
 from onbeat.server.middleware import HttpContext
-from onbeat.server.server_config import MAX_QUOTED
 from onbeat.text.grammar.guard import GrammarGuard
 from onbeat.text.grammar.limits import MOST_LEVELS, TooComplex, check_size
 from onbeat.text.grammar.source import (
@@ -30,7 +29,7 @@ from onbeat.text.grammar.source import (
     lark_grammar,
     regex_grammar,
 )
-from onbeat.text.grammar.translate import TaggedJson, closed, lark_of, tagged_lark
+from onbeat.text.grammar.translate import closed, lark_of
 
 MOST_CHOICES = 10_000
 
@@ -53,27 +52,13 @@ class JsonSchemaFormat(BaseModel):
     """True refuses what cannot be enforced, and closes objects that do not say otherwise."""
 
 
-class Structure(BaseModel):
-    """JSON between two texts."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    begin: Annotated[str, Field(min_length=1)]
-    schema_: JsonSchema = Field(alias="schema")
-    end: str
-
-
 class ResponseFormat(BaseModel):
-    """OpenAI's `response_format`, with structural tags as in vLLM."""
+    """OpenAI's `response_format`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
-    structures: Annotated[list[Structure], Field(min_length=1, max_length=128)] | None = None
-    triggers: Annotated[list[str], Field(min_length=1, max_length=128)] | None = None
-    format: Any = None
-    """vLLM's newer way to say structural tags, which is refused."""
 
 
 class StructuredOutputs(BaseModel):
@@ -86,7 +71,6 @@ class StructuredOutputs(BaseModel):
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
-    structural_tag: str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: Flag | None = None
     disable_additional_properties: Flag | None = None
@@ -109,7 +93,6 @@ class StructureFields(BaseModel):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
-    structural_tag: str | None = None
 
 
 class Constraint(NamedTuple):
@@ -148,28 +131,17 @@ def _of_response_format(given: ResponseFormat | None) -> Iterator[Constraint]:
     name = "response_format"
     if given.type == "json_object":
         yield Constraint(name, partial(json_grammar, _ANY_OBJECT, JsonStyle(is_lenient=True)))
-    elif given.type == "json_schema":
+    else:
         asked = given.json_schema
         if asked is None:
-            raise _missing(f"{name}.json_schema", "type is 'json_schema'")
+            raise InvalidRequest(
+                "{field} is missing, but type is 'json_schema'",
+                param=f"{name}.json_schema",
+                code="missing_required_parameter",
+            )
         style = JsonStyle(is_lenient=not asked.strict)
         make = partial(_of_schema, asked.schema_, style, is_closed=bool(asked.strict))
         yield Constraint(f"{name}.json_schema.schema", make)
-    else:
-        yield _structural_tag(given, name)
-
-
-def _structural_tag(given: ResponseFormat, name: str) -> Constraint:
-    if given.format is not None:
-        raise unsupported(
-            "{field} is not supported by this server; send structures and triggers", f"{name}.format"
-        )
-    for field in ("structures", "triggers"):
-        if getattr(given, field) is None:
-            raise _missing(f"{name}.{field}", "type is 'structural_tag'")
-    tags = [TaggedJson(tag.begin, tag.schema_, tag.end) for tag in given.structures or ()]
-    triggers = given.triggers or ()
-    return Constraint(name, lambda: lark_grammar(tagged_lark(tags, triggers, JsonStyle(is_lenient=True))))
 
 
 def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
@@ -180,7 +152,7 @@ def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
     stated = {
         "json": given.json_,
         "json_object": given.json_object or None,
-        **{each: getattr(given, each) for each in ("regex", "choice", "grammar", "structural_tag")},
+        **{each: getattr(given, each) for each in ("regex", "choice", "grammar")},
     }
     found = list(
         _named(
@@ -192,14 +164,14 @@ def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
     )
     if not found:
         raise InvalidRequest(
-            f"{name} names no constraint; send json, json_object, regex, choice, grammar or structural_tag",
+            f"{name} names no constraint; send json, json_object, regex, choice or grammar",
             param=name,
         )
     yield from found
 
 
 def _of_older_names(body: StructureFields) -> Iterator[Constraint]:
-    names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
+    names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
     style = JsonStyle(white_space=body.guided_whitespace_pattern or WHITE_SPACE)
     return _named({name: getattr(body, name) for name in names}, "", style)
 
@@ -211,7 +183,6 @@ def _named(
     for name, value in stated.items():
         if value is None or value == "":
             continue
-        field = where + name
         match name.removeprefix("guided_"):
             case "json":
                 make = partial(_of_schema, value, style, is_closed=is_closed)
@@ -221,11 +192,9 @@ def _named(
                 make = partial(regex_grammar, value)
             case "choice":
                 make = partial(choice_grammar, value)
-            case "grammar":
-                make = partial(_of_text, value)
             case _:
-                make = partial(_of_tag_text, field, value)
-        yield Constraint(field, make)
+                make = partial(_of_text, value)
+        yield Constraint(where + name, make)
 
 
 def _of_schema(given: SchemaOrText | Schema, style: JsonStyle, *, is_closed: bool) -> Grammar:
@@ -237,19 +206,6 @@ def _of_schema(given: SchemaOrText | Schema, style: JsonStyle, *, is_closed: boo
 
 def _of_text(text: str) -> Grammar:
     return lark_grammar(lark_of(text))
-
-
-def _of_tag_text(field: str, text: str) -> Grammar:
-    value = _parsed(text)
-    if isinstance(value, dict):
-        value = {"type": "structural_tag", **value}
-    try:
-        given = ResponseFormat.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        raise InvalidRequest(f"{where[:MAX_QUOTED]}: {first['msg']}") from error
-    return _structural_tag(given, field).make()
 
 
 def _parsed(text: str) -> Any:
@@ -266,10 +222,6 @@ def _parsed(text: str) -> Any:
         raise TooComplex(str(error)) from error
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"it is not valid JSON: {error}") from error
-
-
-def _missing(field: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{{field}} is missing, but {why}", param=field, code="missing_required_parameter")
 
 
 class GrammarChecks:

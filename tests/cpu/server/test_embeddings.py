@@ -88,44 +88,12 @@ async def test_dimensions_are_the_first_numbers_normalised_again(served: Served,
 async def test_without_normalize_the_numbers_are_the_engines(served: Served) -> None:
     (found,) = (await ask(served, input="aab", normalize=False, dimensions=3))["data"]
     assert found["embedding"] == counted(tokens("aab"))[:3].tolist()
-    assert (await ask(served, input="aab", use_activation=False, dimensions=3))["data"] == [found]
 
 
-@pytest.mark.parametrize(
-    ("fields", "dtype"),
-    [
-        ({}, "<f4"),
-        ({"embed_dtype": "float16"}, "<f2"),
-        ({"endianness": "big"}, ">f4"),
-        ({"embed_dtype": "float16", "endianness": "native"}, "=f2"),
-    ],
-)
-async def test_base64_has_the_type_and_order_that_are_asked_for(
-    served: Served, fields: dict[str, Any], dtype: str
-) -> None:
-    (found,) = (await ask(served, input="aab", encoding_format="base64", **fields))["data"]
-    vector = np.frombuffer(base64.b64decode(found["embedding"]), dtype)
-    np.testing.assert_allclose(vector, unit(tokens("aab")), atol=1e-3 if "2" in dtype else TOLERANCE)
-
-
-async def test_pooling_gives_the_same_vectors_in_vllms_form(served: Served) -> None:
-    fields: dict[str, Any] = {"input": ["one", "other"], "dimensions": 5, "normalize": False}
-    own, pooled = await ask(served, **fields), await ask(served, "/pooling", task="embed", **fields)
-    assert [each["data"] for each in pooled["data"]] == [each["embedding"] for each in own["data"]]
-    assert [(each["object"], each["index"]) for each in pooled["data"]] == [("pooling", 0), ("pooling", 1)]
-    assert pooled["id"].startswith("pool-")
-    assert pooled.keys() == {"id", "object", "created", "model", "data", "usage"}
-    assert (pooled["usage"], (await ask(served, "/pooling", input="a"))["usage"]["total_tokens"]) == (
-        own["usage"],
-        2,
-    )
-    told = check(
-        await served.post("/pooling", {"input": "a", "task": "classify"}),
-        400,
-        "unsupported_parameter",
-        "task",
-    )
-    assert told.startswith("Unsupported task: 'classify'")
+async def test_base64_is_of_the_numbers_bytes(served: Served) -> None:
+    (found,) = (await ask(served, input="aab", encoding_format="base64"))["data"]
+    vector = np.frombuffer(base64.b64decode(found["embedding"]), "<f4")
+    np.testing.assert_allclose(vector, unit(tokens("aab")), atol=TOLERANCE)
 
 
 async def test_truncation_keeps_the_last_tokens(served: Served, engine: FakeEngine) -> None:
@@ -142,7 +110,6 @@ async def test_truncation_keeps_the_last_tokens(served: Served, engine: FakeEngi
     [
         (PATH, {"truncate_prompt_tokens": -1}, b"b" * 2048),
         (PATH, {"truncate_prompt_tokens": 2, "truncation_side": "right"}, bytes([BOS % 256]) + b"a"),
-        ("/pooling", {"truncate_prompt_tokens": 2048}, b"b" * 2048),
         ("/v1/rerank", {"truncate_prompt_tokens": -1}, b"b" * 2048),
         ("/score", {"truncate_prompt_tokens": -1}, b"b" * 2048),
     ],
@@ -269,8 +236,8 @@ async def test_what_the_engine_refuses_or_fails_on(served: Served, engine: FakeE
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "leaves no prompt"),
         ({"input": "a", "truncate_prompt_tokens": 9999}, "truncate_prompt_tokens", "smaller truncation size"),
-        ({"input": "a", "embed_dtype": "fp8_e4m3"}, "embed_dtype", "float16"),
-        ({"input": "a", "normalize": True, "use_activation": False}, "use_activation", "send one"),
+        ({"input": "a", "embed_dtype": "fp8_e4m3"}, "embed_dtype", "not supported"),
+        ({"input": "a", "use_activation": False}, "use_activation", "send normalize"),
         ({"input": "a", "padding": "max_length"}, "padding", "not supported"),
         ({"input": "a", "priority": 1}, "priority", "--scheduling-policy priority"),
     ],
@@ -295,9 +262,9 @@ async def test_a_model_without_a_head_generates_nothing(served: Served, engine: 
     await ask(served, input="a")
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
 async def test_documents_are_ordered_by_their_cosines(served: Served, path: str) -> None:
-    documents = ["zzz", "aab", {"text": "abb"}, "aab"]
+    documents = ["zzz", "aab", "abb", "aab"]
     body = await ask(served, path, query="aab", documents=documents, top_n=3)
     assert [each["index"] for each in body["results"]] == [1, 3, 2]
     scores = [each["relevance_score"] for each in body["results"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import runpy
 from pathlib import Path
 from typing import Any
@@ -58,28 +57,9 @@ async def test_unknown_fields_of_messages_and_parts_are_taken(served: Served, en
     assert b"[assistant]yes" in bytes(engine.requests[0].prompt_token_ids)
 
 
-async def test_the_log_names_a_field_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "onbeat.server"):
-        for _ in range(3):
-            await chat(served, xyzzy=1)
-    assert [record.getMessage() for record in caplog.records] == [
-        "/v1/chat/completions: the field xyzzy is ignored (said once)"
-    ]
-
-
-async def test_no_name_breaks_the_header_or_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "onbeat.server"):
-        answer = await chat(served, **{"a\r\nSet-Cookie: b": 1, "größe, €": 2, "w" * 5000: 3})
+async def test_no_name_breaks_the_header(served: Served) -> None:
+    answer = await chat(served, **{"a\r\nSet-Cookie: b": 1, "größe, €": 2, "w" * 5000: 3})
     assert answer.headers[IGNORED] == f"a??Set-Cookie:?b, gr??e???, {'w' * 100}"
-    assert all("\n" not in record.getMessage() for record in caplog.records)
-
-
-async def test_the_log_stops_naming_made_up_fields(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "onbeat.server"):
-        for start in range(0, 1200, 30):
-            body = {"messages": "no", **{f"zz{start + i}": 1 for i in range(30)}}
-            await served.post(CHAT, body)
-    assert len(caplog.records) == 1000
 
 
 @each_case(

@@ -96,7 +96,6 @@ HIDDEN: dict[str, tuple[str, Callable[[], str], int]] = {
     "a closed schema of lists": written(
         TEXT, prompt="a", structured_outputs={"json": LISTS, "disable_additional_properties": True}
     ),
-    "lists in a structural tag": written(TEXT, prompt="a", structural_tag=LISTS),
     "a schema of many properties": written(
         TEXT, prompt="a", guided_json={"properties": {str(each): {} for each in range(30_000)}}
     ),

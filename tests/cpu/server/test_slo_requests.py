@@ -114,7 +114,7 @@ async def test_unknown_keys_get_a_near_match(served: Served, key: str, cure: str
 @each_case("path", [CHAT, TEXT])
 @each_case(
     ("name", "meant"),
-    [("ttft_slo_ms", "slo.ttft_ms"), ("tbt_ms", "slo.tbt_ms"), ("ttlt_slo_ms", "slo.e2e_ms")],
+    [("ttft_ms", "slo.ttft_ms"), ("tpot_ms", "slo.tbt_ms"), ("e2e_ms", "slo.e2e_ms")],
 )
 async def test_an_objective_outside_of_slo_is_refused(
     served: Served, path: str, name: str, meant: str

@@ -1,4 +1,4 @@
-"""Other forms of grammars in ours: GBNF, structural tags, and schemas as they are meant to be read.
+"""Other forms of grammars in ours: GBNF, and schemas as they are meant to be read.
 
 llama.cpp's GBNF as Lark, letter by letter where that makes a difference.
 
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -21,11 +19,7 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.text.grammar.limits import check_schema, check_size, schemas_in
 from onbeat.text.grammar.source import (
     DATA,
-    JsonStyle,
-    Schema,
     changed,
-    embedded_json,
-    lark_text,
     with_rust_patterns,
 )
 
@@ -335,9 +329,6 @@ def _joined(node: Node, written: map[str]) -> str:
     return f"({next(written)}){{{least},{'' if most is None else most}}}"
 
 
-_ANY_TEXT = r"TEXT: /(.|\n)*/"
-
-
 def lark_of(text: str) -> str:
     """Return a grammar as Lark: GBNF, which has `::=`, is translated.
 
@@ -357,51 +348,6 @@ def lark_of(text: str) -> str:
     except RecursionError as error:
         why = "the grammar is not valid GBNF: it is nested too deep"
         raise InvalidRequest(why, code="invalid_value") from error
-
-
-@dataclass(frozen=True, slots=True)
-class TaggedJson:
-    """JSON between two texts, inside of free text."""
-
-    begin: str
-    schema: Schema
-    end: str
-
-
-def tagged_lark(tags: Sequence[TaggedJson], triggers: Sequence[str], style: JsonStyle) -> str:
-    """Return the grammar of free text in which each trigger begins one of the tags.
-
-    Parameters
-    ----------
-    triggers : each begins at least one tag; the text in between holds none of them.
-
-    Raises
-    ------
-    InvalidRequest : a tag begins with no trigger, or a trigger begins no tag.
-    """
-    rules, starts = [], []
-    left = list(tags)
-    for index, trigger in enumerate(triggers):
-        here = [tag for tag in left if trigger and tag.begin.startswith(trigger)]
-        if not here:
-            raise InvalidRequest(f"the trigger {trigger[:50]!r} begins no structure; leave it out")
-        left = [tag for tag in left if tag not in here]
-        bodies = [
-            " ".join(
-                (
-                    lark_text(tag.begin[len(trigger) :]),
-                    embedded_json(tag.schema, style),
-                    lark_text(tag.end),
-                )
-            )
-            for tag in here
-        ]
-        starts.append(f"tag_{index}")
-        rules.append(f"trigger_{index}[lazy]: TEXT {lark_text(trigger)}")
-        rules.append(f"tag_{index}: trigger_{index} ({' | '.join(bodies)})")
-    if left:
-        raise InvalidRequest(f"the structure that begins with {left[0].begin[:50]!r} has no trigger; add one")
-    return "\n".join((f"start: ({' | '.join(starts)})* rest", "rest: TEXT", _ANY_TEXT, *rules))
 
 
 def renamed(text: str, name: str) -> str:
