@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.metrics.attainment import Flags, JudgedRequests
+from onbeat.metrics.attainment import JudgedRequests
 from onbeat.metrics.measured import MeasuredRequest
 
 NUM_DECILES = 10
@@ -28,26 +28,11 @@ MOST_TENANTS = 10
 """Tenants that get a group each, those with the most requests; the others share one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcomes:
-    """What became of requests with objectives: one row each."""
-
-    prompt_tokens: NDArray[np.int64]
-    """Lengths of the prompts as offered."""
-    waits: NDArray[np.float64]
-    """Seconds."""
-    is_ttft: Flags
-    """Whether the wait is the TTFT of a completed request."""
-    is_good: Flags
-
-    def take(self, rows: NDArray[np.intp]) -> Outcomes:
-        """Return the given rows, in the given order."""
-        return Outcomes(
-            prompt_tokens=self.prompt_tokens[rows],
-            waits=self.waits[rows],
-            is_ttft=self.is_ttft[rows],
-            is_good=self.is_good[rows],
-        )
+OUTCOME = np.dtype([("prompt_tokens", "i8"), ("wait", "f8"), ("is_ttft", "?"), ("is_good", "?")])
+"""What became of a request with objectives: the length of its prompt as offered, its wait in seconds, and
+whether that is the TTFT of a completed request."""
+Outcomes = NDArray[np.void]
+"""Of `OUTCOME`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,31 +72,27 @@ class Breakdown:
     """By length of prompt, the shortest first."""
     tenants: tuple[TenantOutcome, ...]
     """The one with the most requests first."""
-    worst_decile: GroupOutcome | None
-    """None where there are no two to compare."""
+
+    @property
+    def worst_decile(self) -> GroupOutcome | None:
+        """None where there are no two to compare."""
+        return worst_decile(self.deciles)
 
 
 def break_down(judged: JudgedRequests) -> Breakdown:
     """Return who pays among judged requests."""
     outcomes = outcomes_of(judged)
-    deciles = by_prompt_decile(outcomes)
-    return Breakdown(
-        deciles=deciles,
-        tenants=by_tenant(outcomes, [request.tenant for request in judged.requests]),
-        worst_decile=worst_decile(deciles),
-    )
+    tenants = by_tenant(outcomes, [request.tenant for request in judged.requests])
+    return Breakdown(deciles=by_prompt_decile(outcomes), tenants=tenants)
 
 
 def outcomes_of(judged: JudgedRequests) -> Outcomes:
     """Return the outcomes of judged requests, in their order."""
-    requests = judged.requests
-    count = len(requests)
-    return Outcomes(
-        prompt_tokens=np.fromiter((r.offered_prompt_tokens for r in requests), dtype=np.int64, count=count),
-        waits=np.fromiter(map(wait_of, requests), dtype=np.float64, count=count),
-        is_ttft=np.fromiter(map(has_ttft, requests), dtype=np.bool_, count=count),
-        is_good=judged.good,
+    rows = (
+        (request.offered_prompt_tokens, wait_of(request), has_ttft(request), is_good)
+        for request, is_good in zip(judged.requests, judged.good.tolist(), strict=True)
     )
+    return np.fromiter(rows, dtype=OUTCOME, count=len(judged.requests))
 
 
 def wait_of(request: MeasuredRequest) -> float:
@@ -127,17 +108,17 @@ def has_ttft(request: MeasuredRequest) -> bool:
 
 def by_prompt_decile(outcomes: Outcomes) -> tuple[GroupOutcome, ...]:
     """Return the deciles of prompt length, the shortest prompts first; none of fewer than ten requests."""
-    count = len(outcomes.prompt_tokens)
+    count = len(outcomes)
     if count < NUM_DECILES:
         return ()
-    order = np.argsort(outcomes.prompt_tokens, kind="stable")
-    lengths = outcomes.prompt_tokens[order]
+    ordered = outcomes[np.argsort(outcomes["prompt_tokens"], kind="stable")]
+    lengths = ordered["prompt_tokens"]
     bounds = [0]
     for stop in (count * decile // NUM_DECILES for decile in range(1, NUM_DECILES + 1)):
         if bounds[-1] and lengths[bounds[-2]] == lengths[stop - 1]:
             bounds.pop()
         bounds.append(stop)
-    return tuple(_group(outcomes.take(order[start:stop])) for start, stop in pairwise(bounds))
+    return tuple(_group(ordered[start:stop]) for start, stop in pairwise(bounds))
 
 
 def worst_decile(deciles: Sequence[GroupOutcome]) -> GroupOutcome | None:
@@ -170,22 +151,22 @@ def by_tenant(
     for row, tenant in enumerate(tenants):
         rows[places.get(tenant, len(named))].append(row)
     groups = [
-        TenantOutcome(tenant=name, num_tenants=1, outcome=_group(outcomes.take(np.array(own))))
+        TenantOutcome(tenant=name, num_tenants=1, outcome=_group(outcomes[own]))
         for name, own in zip(named, rows, strict=False)
     ]
     if others:
-        together = _group(outcomes.take(np.array(rows[-1])))
+        together = _group(outcomes[rows[-1]])
         groups.append(TenantOutcome(tenant=None, num_tenants=len(others), outcome=together))
     return tuple(groups)
 
 
 def _group(outcomes: Outcomes) -> GroupOutcome:
-    ttfts = outcomes.waits[outcomes.is_ttft]
+    lengths, ttfts = outcomes["prompt_tokens"], outcomes["wait"][outcomes["is_ttft"]]
     return GroupOutcome(
-        min_prompt_tokens=int(outcomes.prompt_tokens.min()),
-        max_prompt_tokens=int(outcomes.prompt_tokens.max()),
-        num_offered=len(outcomes.is_good),
-        num_good=int(outcomes.is_good.sum()),
-        longest_wait=float(outcomes.waits.max()),
+        min_prompt_tokens=int(lengths.min()),
+        max_prompt_tokens=int(lengths.max()),
+        num_offered=len(outcomes),
+        num_good=int(outcomes["is_good"].sum()),
+        longest_wait=float(outcomes["wait"].max()),
         median_ttft=float(np.median(ttfts)) if ttfts.size else None,
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from onbeat.core.slo import SLO, Fate, SLOMode
 from onbeat.metrics.attainment import good_requests, has_objectives
-from onbeat.metrics.breakdown import Outcomes, by_prompt_decile, has_ttft, wait_of, worst_decile
+from onbeat.metrics.breakdown import OUTCOME, Outcomes, by_prompt_decile, has_ttft, wait_of, worst_decile
 from onbeat.metrics.declare import counter, gauge, histogram, shown, shown_parts
 from onbeat.metrics.histogram import TBT_SECONDS, TTFT_SECONDS, Histogram
 from onbeat.metrics.record import RequestRecord
@@ -165,12 +165,7 @@ class SLOCounts:
     def recent(self, now: float) -> Outcomes:
         """Return the judged requests of all classes that have ended of late, by class and end."""
         ended = list(chain.from_iterable(own.recent(now) for own in self.classes.values()))
-        return Outcomes(
-            prompt_tokens=np.array([each.prompt_tokens for each in ended], dtype=np.int64),
-            waits=np.array([each.wait for each in ended], dtype=np.float64),
-            is_ttft=np.array([each.is_ttft for each in ended], dtype=np.bool_),
-            is_good=np.array([each.is_good for each in ended], dtype=np.bool_),
-        )
+        return np.array([each[1:] for each in ended], dtype=OUTCOME)
 
     def _class(self, record: RequestRecord) -> ClassCounts:
         name = record.request_class or UNNAMED
@@ -227,7 +222,7 @@ class RecentObjectives:
         return cls(
             {name: good / judged if judged else None for name, (judged, good) in recent.items()},
             {name: good / window if window > 0 else None for name, (_, good) in recent.items()},
-            longest_wait=float(outcomes.waits.max()) if outcomes.waits.size else None,
+            longest_wait=float(outcomes["wait"].max()) if outcomes.size else None,
             worst=worst.attainment if worst else None,
             worst_prompts={"min": worst.min_prompt_tokens, "max": worst.max_prompt_tokens} if worst else {},
         )

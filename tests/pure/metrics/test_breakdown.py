@@ -209,7 +209,7 @@ def test_groups_together_are_the_whole(made: list[tuple[int, float | None, str |
             continue
         sizes = [own.num_offered for own in groups]
         assert sum(sizes) == len(records)
-        assert max(own.longest_wait for own in groups) == outcomes.waits.max()
+        assert max(own.longest_wait for own in groups) == outcomes["wait"].max()
         weighted = np.average([own.attainment for own in groups], weights=sizes)
         assert weighted == pytest.approx(judged.attainment(1.0).attainment)
     for shorter, longer in pairwise(by_length):
