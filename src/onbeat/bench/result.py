@@ -263,7 +263,7 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
             "token_count_source": source,
             "tokens_per_chunk": _tokens_per_chunk(records),
             "errors_by_cause": group_errors(records),
-            **({"jobs": {kind: own.keys() for kind, own in jobs.items()}} if jobs else {}),
+            **({"jobs": {kind: asdict(own) for kind, own in jobs.items()}} if jobs else {}),
         },
     )
 

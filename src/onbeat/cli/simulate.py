@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from dataclasses import asdict
 from datetime import datetime
 from math import inf
 from pathlib import Path
@@ -223,7 +224,7 @@ def as_run(
         details={
             "speculation": drafts.values or None,
             "num_overlong": load.num_skipped,
-            **({"jobs": {kind: own.keys() for kind, own in jobs.items()}} if jobs else {}),
+            **({"jobs": {kind: asdict(own) for kind, own in jobs.items()}} if jobs else {}),
             "fleet_decisions": dict(result.decisions) or None,
             "replica_seconds": result.replica_seconds,
             "fleet_sizes": [each._asdict() for each in result.sizes] or None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -44,58 +44,37 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSummary:
-    """Jobs of one kind, or of all."""
+    """Jobs of one kind, under the keys by which they are saved."""
 
-    num_offered: int
-    num_kept: int
-    num_late: int
+    offered: int
+    kept: int
+    late: int
     """Whose last call ended after the deadline."""
-    median_seconds: float | None
+    lost: int
+    """That did not come to their end: a call was refused, or the deadline passed before one."""
+    attainment: float
+    """Share of the jobs that were kept."""
+    median_job_ms: float | None
     """Of those that came to their end; None without any, as is the next."""
-    p99_seconds: float | None
-    in_calls: float
+    p99_job_ms: float | None
+    time_in_calls_share: float
     """Share of the time of those jobs in which calls were open."""
-    wasted_share: float
+    wasted_output_share: float
     """Output tokens of jobs that were not kept, of all."""
-    twice_share: float | None
+    prompt_computed_twice_share: float | None
     """Prompt tokens that were computed again, of all: an earlier call of their job had computed them. None
     where nobody says what is cached."""
-
-    @property
-    def attainment(self) -> float:
-        """Share of the jobs that were kept."""
-        return self.num_kept / self.num_offered
-
-    @property
-    def num_lost(self) -> int:
-        """Jobs that did not come to their end: a call was refused, or the deadline passed before one."""
-        return self.num_offered - self.num_kept - self.num_late
-
-    def keys(self) -> dict[str, Any]:
-        """Return it as it is saved."""
-        return {
-            "offered": self.num_offered,
-            "kept": self.num_kept,
-            "late": self.num_late,
-            "lost": self.num_lost,
-            "attainment": self.attainment,
-            "median_job_ms": None if self.median_seconds is None else self.median_seconds * 1e3,
-            "p99_job_ms": None if self.p99_seconds is None else self.p99_seconds * 1e3,
-            "time_in_calls_share": self.in_calls,
-            "wasted_output_share": self.wasted_share,
-            "prompt_computed_twice_share": self.twice_share,
-        }
 
     def __str__(self) -> str:
         """Return one line."""
         times = "no job ended"
-        if self.median_seconds is not None and self.p99_seconds is not None:
-            times = f"P50 {self.median_seconds:.3g} s, P99 {self.p99_seconds:.3g} s"
-        twice = "" if self.twice_share is None else f"; {self.twice_share:.1%} of prompts computed twice"
+        if self.median_job_ms is not None and self.p99_job_ms is not None:
+            times = f"P50 {self.median_job_ms / 1e3:.3g} s, P99 {self.p99_job_ms / 1e3:.3g} s"
+        twice = self.prompt_computed_twice_share
         return (
-            f"{self.num_kept:,} of {self.num_offered:,} kept ({self.attainment:.1%}), "
-            f"{self.num_late:,} late, {self.num_lost:,} lost; {times}, {self.in_calls:.0%} of it in calls"
-            f"{twice}"
+            f"{self.kept:,} of {self.offered:,} kept ({self.attainment:.1%}), {self.late:,} late, "
+            f"{self.lost:,} lost; {times}, {self.time_in_calls_share:.0%} of it in calls"
+            + ("" if twice is None else f"; {twice:.1%} of prompts computed twice")
         )
 
 
@@ -108,20 +87,22 @@ def summarise_jobs(outcomes: Iterable[JobOutcome]) -> dict[str, JobSummary]:
 
 
 def _summary(outcomes: Sequence[JobOutcome]) -> JobSummary:
-    ended = [each for each in outcomes if each.seconds is not None]
-    seconds = np.array([each.seconds for each in ended], dtype=np.float64)
-    num_tokens = sum(each.num_output_tokens for each in outcomes)
+    times_ms = np.array([each.seconds for each in outcomes if each.seconds is not None]) * 1e3
     num_kept = sum(each.is_kept for each in outcomes)
+    in_calls = sum(each.in_calls for each in outcomes if each.seconds is not None)
+    num_tokens = sum(each.num_output_tokens for each in outcomes)
+    num_wasted = sum(each.num_output_tokens for each in outcomes if not each.is_kept)
     return JobSummary(
-        num_offered=len(outcomes),
-        num_kept=num_kept,
-        num_late=len(ended) - num_kept,
-        median_seconds=percentile(seconds, 50) if ended else None,
-        p99_seconds=percentile(seconds, 99) if ended else None,
-        in_calls=sum(each.in_calls for each in ended) / max(float(seconds.sum()), 1e-9),
-        wasted_share=sum(each.num_output_tokens for each in outcomes if not each.is_kept)
-        / max(num_tokens, 1),
-        twice_share=_twice_share(outcomes),
+        offered=len(outcomes),
+        kept=num_kept,
+        late=times_ms.size - num_kept,
+        lost=len(outcomes) - times_ms.size,
+        attainment=num_kept / len(outcomes),
+        median_job_ms=percentile(times_ms, 50) if times_ms.size else None,
+        p99_job_ms=percentile(times_ms, 99) if times_ms.size else None,
+        time_in_calls_share=in_calls / max(float(times_ms.sum()) / 1e3, 1e-9),
+        wasted_output_share=num_wasted / max(num_tokens, 1),
+        prompt_computed_twice_share=_twice_share(outcomes),
     )
 
 

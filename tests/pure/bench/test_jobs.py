@@ -97,7 +97,7 @@ async def test_calls_come_in_their_order_with_the_answers_that_they_need() -> No
 async def test_a_call_that_fails_and_a_deadline_end_a_job(server: Server, job: Job, sent: list[int]) -> None:
     records = await run(server, job)
     assert [record.index for record in records] == sent
-    assert server.kinds["job"].num_lost == 1  # type: ignore[attr-defined]
+    assert server.kinds["job"].lost == 1  # type: ignore[attr-defined]
 
 
 async def test_jobs_start_at_their_times_and_calls_wait_for_slots() -> None:

@@ -73,9 +73,9 @@ def test_a_job_whose_call_is_refused_sends_no_more() -> None:
     load = job_load("jobs", [Job(calls=chain)] * 40, np.zeros(40))
     result = run(load, max_num_queued_reqs=4, max_num_seqs=4)
     summary = kinds(load, result)["job"]
-    assert summary.num_lost > 0
+    assert summary.lost > 0
     num_refused = sum(each.finish_reason == "rejected" for each in result.records)
-    assert num_refused == summary.num_lost
+    assert num_refused == summary.lost
     assert len(result.records) == len(load) - sum(
         each.finish_reason == "rejected" and int(each.request_id) % 2 == 0 for each in result.records
     )
@@ -86,7 +86,7 @@ def test_a_job_past_its_deadline_sends_no_more() -> None:
     load = job_load("jobs", [Job(calls=chain, deadline=0.05)], np.zeros(1))
     result = run(load)
     assert len(result.records) == 1
-    assert kinds(load, result)["job"].num_lost == 1
+    assert kinds(load, result)["job"].lost == 1
 
 
 def test_calls_without_a_deadline_keep_their_own_objectives() -> None:
