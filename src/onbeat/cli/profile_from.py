@@ -37,7 +37,7 @@ from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_prof
 from onbeat.perfmodel.stream_fit import KindErrors, StreamFit, fit_stream
 from onbeat.report.result import Column, Lines, Result, Section, Table, show
 from onbeat.report.units import exact_percent
-from onbeat.simulator.replay.recorded_steps import read_steps
+from onbeat.simulator.replay.model import read_steps
 from onbeat.typed import Number
 from onbeat.version import __version__
 

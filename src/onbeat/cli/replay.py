@@ -18,14 +18,8 @@ from onbeat.cli.profile_from import error_table
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.logged_step import StepOrigin, step_times
-from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import make_step_time_model
-from onbeat.perfmodel.parallelism import Parallelism
-from onbeat.perfmodel.precision import precision_by_weights
+from onbeat.perfmodel.logged_step import step_times
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile_file import read_profile
 from onbeat.perfmodel.stream_fit import errors_by_kind
 from onbeat.recording.fleet_log import FILE_KIND, FleetRecording, read_header
 from onbeat.recording.log import RecordHeader
@@ -40,8 +34,7 @@ from onbeat.simulator.replay.forecast import (
     forecast_with_recorded_times,
 )
 from onbeat.simulator.replay.history import RunHistory, read_history
-from onbeat.simulator.replay.model import learning_model, recorded_step_time_model
-from onbeat.simulator.replay.recorded_steps import read_steps
+from onbeat.simulator.replay.model import learning_model, model_of_steps, read_steps, recorded_step_time_model
 
 _option = partial(option, group="options")
 _STEP_TIME = "step time"
@@ -86,9 +79,19 @@ class ReplayOptions:
             raise ConfigError(f"--host-overhead-ms is {self.host_overhead * 1e3:g}; it must be at least 0")
 
     @property
+    def predictor(self) -> dict[str, Any]:
+        """What the flags say of what predicts step times."""
+        return {
+            "kind": self.step_time,
+            "profile": self.profile,
+            "model": self.model,
+            "device": self.device,
+        }
+
+    @property
     def names_a_model(self) -> bool:
         """Whether a flag says what predicts step times."""
-        return bool(self.step_time or self.profile or self.model or self.device)
+        return any(self.predictor.values())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -193,20 +196,13 @@ def _models(
     except ConfigError as error:
         notes.append(f"replayed without the step-time model that the scheduler told its steps to: {error}")
     try:  # before the long work: a flag may be wrong
-        predicted = _step_time_model(options, header)
+        model = recorded_step_time_model(header, **options.predictor)
+        predicted = _step_time_name(options, header), model
     except ConfigError as error:
         if options.names_a_model:
             raise
         notes.append(f"not simulated with predicted step times: {error}")
     return own_model, predicted
-
-
-def _step_time_model(options: ReplayOptions, header: RecordHeader) -> tuple[str, StepTimeModel]:
-    """Return the model that the flags ask for, and what to call it."""
-    model = recorded_step_time_model(
-        header, kind=options.step_time, profile=options.profile, model=options.model, device=options.device
-    )
-    return _step_time_name(options, header), model
 
 
 def _step_time_name(options: ReplayOptions, header: RecordHeader) -> str:
@@ -228,34 +224,7 @@ def _replay_steps(path: Path, options: ReplayOptions) -> Result:
     if options.host_overhead is not None:
         raise ConfigError("--host-overhead-ms is for simulated steps; with --steps leave it out")
     stream = read_steps(path)
-    return steps_result(path, _model_of_steps(path, options, stream.origin), step_times(stream.steps))
-
-
-def _model_of_steps(path: Path, options: ReplayOptions, origin: StepOrigin) -> Predictor:
-    """Return what predicts: a profile's fit, or what the flags name, of the recorded model where none do."""
-    model, device = options.model or origin.model, options.device or origin.device
-    precision = precision_by_weights(origin.dtype or "bf16")
-    parallelism = Parallelism(tensor=origin.tensor_parallel or 1, pipeline=origin.pipeline_parallel or 1)
-    profile = options.profile
-    kind = options.step_time or ("roofline" if profile is None else "fitted")
-    if kind == "fitted" and profile is not None:
-        key = read_profile(profile).key
-        # A profile has the name of its model alone; the steps may say where its configuration is.
-        model, device = model or key.model, options.device or key.device
-        precision, parallelism = key.precision, key.parallelism
-    if model is None or device is None:
-        raise ConfigError(
-            f"{path} does not name the model and device of its steps; give --profile FILE, or --model "
-            "and --device"
-        )
-    return make_step_time_model(
-        kind,
-        model=find_model_spec(model),
-        device=find_device(device),
-        parallelism=parallelism,
-        precision=precision,
-        profile=profile,
-    )
+    return steps_result(path, model_of_steps(stream.origin, **options.predictor), step_times(stream.steps))
 
 
 # ---- what was found ----

@@ -75,7 +75,7 @@ async def test_a_stream_is_judged_by_when_it_was_handed_over() -> None:
     assert report is not None
     assert (report.ttft_ms, report.engine_ttft_ms, report.tbt_p99_ms) == (1000.0, 1000.0, 3000.0)
     assert report.met is False
-    assert counts.slo.recent(111.0).is_good.tolist() == [False]
+    assert counts.slo.recent(111.0)["is_good"].tolist() == [False]
 
 
 async def test_choices_that_wait_for_one_writer_are_late_by_that() -> None:
@@ -94,7 +94,7 @@ async def test_a_whole_answer_ends_when_all_of_it_can_be_sent() -> None:
     assert [record.end for record in records] == [106.0, 106.0]
     assert [record.finish_reason for record in records] == ["length", "length"]
     assert max(record.delivery_times[0] for record in records) < 104
-    assert counts.slo.recent(107.0).is_good.tolist() == [False, False]
+    assert counts.slo.recent(107.0)["is_good"].tolist() == [False, False]
     assert counts.e2e.sum == 12.0
 
 

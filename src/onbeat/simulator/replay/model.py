@@ -1,4 +1,7 @@
-"""Step-time models for the engine that made a record."""
+"""Step-time models for the engine that made a record.
+
+The steps of this engine's own record files, as those of any other engine.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,49 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.description import description_from_json
 from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.logged_step import LoggedStep, StepOrigin, StepStream
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
-from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.precision import precision_by_weights
+from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile_file import read_profile
-from onbeat.recording.log import RecordHeader
+from onbeat.perfmodel.step_log import read_step_log
+from onbeat.perfmodel.step_table import SUFFIXES, read_step_table
+from onbeat.recording.fleet_log import read_header
+from onbeat.recording.log import FILE_KIND, RecordHeader
+from onbeat.recording.reader import Recording
+from onbeat.simulator.replay.history import read_history
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def read_steps(path: Path) -> StepStream:
+    """Read recorded steps: a file or a table of them, or a record of `onbeat serve`, perhaps cut short.
+
+    Raises
+    ------
+    ConfigError : it cannot be read, is none of these, or a line is not as it must be.
+    """
+    if path.name.lower().endswith(SUFFIXES):
+        return read_step_table(path)
+    if not _is_own_record(path):
+        return read_step_log(path)
+    recording = Recording(path, allow_partial=True)
+    # What the host does between two steps is apart (--host-overhead-ms), as in a profile of this engine.
+    steps = [LoggedStep(step.shape, step.seconds) for step in read_history(recording).steps]
+    return StepStream(origin_of(recording.header), steps)
+
+
+def _is_own_record(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            is_packed = file.read(2) == _GZIP_MAGIC
+    except OSError:
+        return False  # whose reader says so
+    header = read_header(path) if is_packed else None
+    return header is not None and header.get("file") == FILE_KIND
+
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """How an engine and how a device name the same format."""
@@ -60,21 +100,58 @@ def recorded_step_time_model(
             "the recorded engine ran a draft model, whose time only the record's own step-time model "
             "knows; leave out --step-time, --profile, --model and --device"
         )
-    kind = kind or ("roofline" if profile is None else "fitted")
-    if kind == "fitted" and profile is not None and model is None:
-        model = read_profile(profile).key.model
-    dtype = header.engine.get("dtype")
-    if dtype not in PRECISIONS:
+    if (dtype := header.engine.get("dtype")) not in PRECISIONS:
         raise ConfigError(
             f"the recorded engine computes in {dtype!r}, for which there are no step-time models; "
             f"known are {', '.join(PRECISIONS)}"
         )
-    precision = PRECISIONS[dtype]
+    return model_of_steps(origin_of(header), kind=kind, profile=profile, model=model, device=device)
+
+
+def model_of_steps(
+    origin: StepOrigin,
+    *,
+    kind: str | None = None,
+    profile: Path | None = None,
+    model: str | None = None,
+    device: str | None = None,
+) -> Predictor:
+    """Return what predicts: a profile's fit, or what is named, of the recorded model where nothing is.
+
+    Raises
+    ------
+    ConfigError : an unknown model or device, or none is known.
+    """
+    precision = precision_by_weights(origin.dtype or "bf16")
+    parallelism = Parallelism(tensor=origin.tensor_parallel or 1, pipeline=origin.pipeline_parallel or 1)
+    kind = kind or ("roofline" if profile is None else "fitted")
+    if kind == "fitted" and profile is not None:
+        key = read_profile(profile).key
+        # A profile has the name of its model alone; the steps may say where its configuration is.
+        model, device = model or origin.model or key.model, device or key.device
+        precision, parallelism = key.precision, key.parallelism
+    model, device = model or origin.model, device or origin.device
+    if model is None or device is None:
+        raise ConfigError(
+            "nothing names the model and device of these steps; give --profile FILE, or --model and --device"
+        )
     return make_step_time_model(
         kind,
-        model=find_model_spec(model or str(header.engine.get("model_name"))),
-        device=find_device(device or str(header.engine.get("device"))),
-        parallelism=Parallelism(),
-        precision=Precision(weights=precision, kv=precision, compute=precision),
+        model=find_model_spec(model),
+        device=find_device(device),
+        parallelism=parallelism,
+        precision=precision,
         profile=profile,
+    )
+
+
+def origin_of(header: RecordHeader) -> StepOrigin:
+    """Return whose steps a record has."""
+    about = header.engine
+    return StepOrigin(
+        engine="onbeat",
+        engine_version=header.onbeat_version,
+        model=str(about.get("model_name")),
+        device=str(about.get("device")),
+        dtype=PRECISIONS.get(str(about.get("dtype"))),
     )
