@@ -94,7 +94,7 @@ class StepDriver:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs,
-            max_model_len=max_model_len,
+            max_model_len=min(max_model_len, num_blocks * block_size),
         )
         forward = make_forward(num_blocks=num_blocks, block_size=block_size)
         self.runner = ModelRunner(limits, forward, self.sampler)
