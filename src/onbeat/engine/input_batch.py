@@ -191,19 +191,12 @@ class InputBatch:
                 waves_N, rows_N = waves = wave_order(num_drafts_R[step.samples_R])
                 sampling_tokens = (sampling_tokens - num_drafts_R[step.samples_R])[rows_N] + waves_N
         positions_T = np.repeat(starts_R, step.query_lens_R) + step.places_T
-        columns_T, offsets_T = np.divmod(positions_T, self.block_size)
-        blocks_T = self.block_tables_SB[step.slots_T, columns_T].astype(np.int64)
         pooled = self._pooled_tokens(rows, step.ends_R) if self.pooled else ()
         return StepInputs(
             token_ids_T=self.token_ids_SP[step.slots_T, positions_T].astype(np.int64),
             positions_T=positions_T,
-            attention=AttentionBatch(
-                query_lens_R=step.query_lens_R,
-                context_lens_R=starts_R + step.query_lens_R,
-                slots_R=step.slots_R,
-                block_tables_SB=self.block_tables_SB,
-                slot_mapping_T=blocks_T * self.block_size + offsets_T,
-                admissions_S=self.admissions_S,
+            attention=self.attention(
+                step.slots_R, step.query_lens_R, starts_R + step.query_lens_R, step.slots_T, positions_T
             ),
             sampling_tokens=sampling_tokens,
             sampling_rows=step.sampling_rows,
@@ -213,6 +206,26 @@ class InputBatch:
             waves=waves,
             pooled=pooled,
             pooled_tokens=np.array([token for each in pooled for token in each.tokens], np.int64),
+        )
+
+    def attention(
+        self,
+        slots_R: IntArray,
+        query_lens_R: IntArray,
+        context_lens_R: IntArray,
+        slots_T: IntArray,
+        positions_T: IntArray,
+    ) -> AttentionBatch:
+        """Return what attention must know of rows; `slots_T` and `positions_T` are where each token is."""
+        columns_T, offsets_T = np.divmod(positions_T, self.block_size)
+        blocks_T = self.block_tables_SB[slots_T, columns_T].astype(np.int64)
+        return AttentionBatch(
+            query_lens_R=query_lens_R,
+            context_lens_R=context_lens_R,
+            slots_R=slots_R,
+            block_tables_SB=self.block_tables_SB,
+            slot_mapping_T=blocks_T * self.block_size + offsets_T,
+            admissions_S=self.admissions_S,
         )
 
     def _rows(self, request_ids: tuple[str, ...], lens: tuple[int, ...], samples: tuple[bool, ...]) -> _Rows:
@@ -240,14 +253,6 @@ class InputBatch:
                 wanted = prompt.tokens(row.num_computed_tokens, range(end - row.num_new_tokens, end))
                 found.append(PooledTokens(row.request_id, prompt, wanted))
         return tuple(found)
-
-    def append(self, inputs: StepInputs, sampled: SampledTokens) -> None:
-        """Add each sampling row's new token to its request.
-
-        A failed row gets token 0, so that a step which was planned before the failure was seen can still run.
-        """
-        self.append_unknown(inputs)
-        self.fill(inputs, sampled)
 
     def append_unknown(self, inputs: StepInputs) -> None:
         """Count each sampling row's new token, which is not known yet; `fill` comes later."""

@@ -163,7 +163,8 @@ class ModelRunner:
             self.batch.append_verified(inputs, verified.token_ids)
         else:
             sampled = self.sampler.sample(logits.values_RV, inputs.sampling_rows, logits.best)
-            self.batch.append(inputs, sampled)
+            self.batch.append_unknown(inputs)
+            self.batch.fill(inputs, sampled)
             verified = _of_one_token(sampled)
         verified.errors |= self.prompts.errors(inputs.sampling_slots)
         for index in verified.errors:

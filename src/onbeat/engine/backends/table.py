@@ -41,28 +41,26 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
             f"tensor_parallel_size is {config.tensor_parallel_size}, but a replica that computes runs on one "
             "device; leave --tensor-parallel-size out, or give --load-format stand-in"
         )
-    if config.backend == "torch":
-        return _not_native(
-            config, _by_torch(config, checkpoint, device, "as asked for"), "torch (as asked for)"
+    backend = _chosen(config, checkpoint, device)
+    setting = None if isinstance(backend, NativeBackend) else next(native_settings(config), None)
+    if setting is not None:
+        raise ConfigError(
+            f"{setting[0]} {setting[1]} needs the native engine, but the model would run "
+            f"{backend.description}; leave --{setting[0].replace('_', '-')} out"
         )
+    return backend
+
+
+def _chosen(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> CheckpointBackend:
+    if config.backend == "torch":
+        return _by_torch(config, checkpoint, device, "as asked for")
     engine = _ENGINES[_ENGINE_OF_DEVICE[device.device.type] if config.backend == "auto" else config.backend]
     found = engine.make(config, checkpoint, device)
     if not isinstance(found, str):
-        return found if isinstance(found, NativeBackend) else _not_native(config, found, engine.name)
+        return found
     if config.backend != "auto":
         raise ConfigError(f"{engine.name} cannot run: {found}; leave --backend out to use torch")
-    backend = _by_torch(config, checkpoint, device, f"not by {engine.name}: {found}")
-    return _not_native(config, backend, f"torch ({found})")
-
-
-def _not_native(config: EngineConfig, backend: CheckpointBackend, name: str) -> CheckpointBackend:
-    """Return a backend, unless something is asked for that only the native engine does."""
-    if setting := next(native_settings(config), None):
-        raise ConfigError(
-            f"{setting[0]} {setting[1]} needs the native engine, but the model would run by {name}; leave "
-            f"--{setting[0].replace('_', '-')} out"
-        )
-    return backend
+    return _by_torch(config, checkpoint, device, f"not by {engine.name}: {found}")
 
 
 def _by_torch(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import count, islice
 
-import numpy as np
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.request import SamplingParams
+from onbeat.core.request import Request, SamplingParams
+from onbeat.core.step import AdmittedRequest, ScheduledRequest
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.input_batch import ADMISSIONS, AttentionBatch, IntArray, StepInputs, wave_order
+from onbeat.engine.input_batch import InputBatch, StepInputs
 from onbeat.engine.memory import flag_size
-from onbeat.engine.sampling_row import SamplingRow
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 _UNSEEN_BYTES = 64 << 20
@@ -131,45 +131,28 @@ def largest_steps(limits: SchedulerConfig) -> list[StepInputs]:
     lens = [longest] * (num_tokens // longest)
     if rest := num_tokens % longest:
         lens.append(rest)
-    chunks_R = np.array(lens[: limits.max_num_seqs], np.int64)
-    steps = [_step(rows, limits.block_size) for rows in (chunks_R, np.ones(limits.max_num_seqs, np.int64))]
+    steps = [_step(limits, lens[: limits.max_num_seqs]), _step(limits, [1] * limits.max_num_seqs)]
     if limits.speculation is not None:
         length = min(1 + limits.speculation.num_speculative_tokens, longest, num_tokens)
-        verify_R = np.full(min(limits.max_num_seqs, num_tokens // length), length)
-        verifying = _step(verify_R, limits.block_size)
-        waves = wave_order(verify_R - 1)
-        steps.append(replace(verifying, sampling_tokens=np.arange(len(waves[0])), waves=waves))
+        num_rows = min(limits.max_num_seqs, num_tokens // length)
+        steps.append(_step(limits, [length] * num_rows, num_drafts=length - 1))
     return steps
 
 
-def _step(lens_R: IntArray, block_size: int) -> StepInputs:
-    """Return a step of rows without a past, each of which samples behind its last token."""
-    num_rows = len(lens_R)
-    num_blocks_R = -(-lens_R // block_size)
-    tables_SB = np.zeros((num_rows, int(num_blocks_R.max())), np.int32)
-    tables_SB[np.arange(tables_SB.shape[1]) < num_blocks_R[:, None]] = np.arange(num_blocks_R.sum())
-    slots_R = np.arange(num_rows)
-    slots_T = np.repeat(slots_R, lens_R)
-    ends_R = np.cumsum(lens_R)
-    positions_T = np.arange(len(slots_T)) - np.repeat(ends_R - lens_R, lens_R)
-    blocks_T = tables_SB[slots_T, positions_T // block_size].astype(np.int64)
-    return StepInputs(
-        token_ids_T=np.zeros(len(slots_T), np.int64),
-        positions_T=positions_T,
-        attention=AttentionBatch(
-            query_lens_R=lens_R,
-            context_lens_R=lens_R,
-            slots_R=slots_R,
-            block_tables_SB=tables_SB,
-            slot_mapping_T=blocks_T * block_size + positions_T % block_size,
-            admissions_S=np.array([next(ADMISSIONS) for _ in lens_R]),
-        ),
-        sampling_tokens=ends_R - 1,
-        sampling_rows=[SamplingRow(SamplingParams(), (), []) for _ in range(num_rows)],
-        sampling_request_ids=[],
-        sampling_slots=slots_R,
-        sampling_positions=lens_R,
+def _step(limits: SchedulerConfig, lens: Sequence[int], num_drafts: int = 0) -> StepInputs:
+    """Return a step of rows without a past, each of which samples behind its last token and its drafts."""
+    batch = InputBatch(
+        max_num_seqs=len(lens), max_model_len=limits.max_model_len, block_size=limits.block_size
     )
+    block_ids, rows = count(), []
+    for index, length in enumerate(lens):
+        prompt = (0,) * (length - num_drafts)
+        request = Request(request_id=str(index), prompt_token_ids=prompt, sampling=SamplingParams())
+        own_blocks = tuple(islice(block_ids, -(-length // limits.block_size)))
+        batch.admit(AdmittedRequest(request, (), own_blocks))
+        name, drafts = request.request_id, num_drafts
+        rows.append(ScheduledRequest(name, 0, length, (), samples=True, num_draft_tokens=drafts))
+    return batch.prepare(rows, [[0] * num_drafts] * len(rows) if num_drafts else None)
 
 
 def _size(num_bytes: int) -> str:

@@ -22,14 +22,13 @@ Legend: T tokens of the pass, R rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.request import SamplingParams
-from onbeat.engine.forward import ForwardPass, StepLogits
-from onbeat.engine.input_batch import AttentionBatch, InputBatch, IntArray, StepInputs
+from onbeat.engine.forward import ForwardPass
+from onbeat.engine.input_batch import InputBatch, IntArray, StepInputs
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
@@ -53,7 +52,7 @@ def chunk_inputs(
     slots_T = np.repeat(slots_R, lens_R)
     positions_T = np.arange(len(slots_T)) + np.repeat(starts_R - (last_R - lens_R), lens_R)
     token_ids_T = batch.token_ids_SP[slots_T, positions_T].astype(np.int64)
-    attention = _attention(batch, slots_R, ends_R, lens_R, (slots_T, positions_T))
+    attention = batch.attention(slots_R, lens_R, ends_R, slots_T, positions_T)
     return StepInputs(token_ids_T, positions_T, attention, last_R[samples_R] - 1)
 
 
@@ -62,35 +61,8 @@ def decode_inputs(
 ) -> StepInputs:
     """Return the input that runs one draft of each row, whose logits are wanted."""
     ones_R = np.ones(len(slots_R), np.int64)
-    attention = _attention(batch, slots_R, positions_R + 1, ones_R, (slots_R, positions_R))
+    attention = batch.attention(slots_R, ones_R, positions_R + 1, slots_R, positions_R)
     return StepInputs(token_ids_R, positions_R, attention, np.arange(len(slots_R)))
-
-
-def _attention(
-    batch: InputBatch,
-    slots_R: IntArray,
-    ends_R: IntArray,
-    lens_R: IntArray,
-    places_T: tuple[IntArray, IntArray],
-) -> AttentionBatch:
-    """Return rows that see everything up to their ends; `places_T` is each token's slot and position."""
-    slots_T, positions_T = places_T
-    size = batch.block_size
-    blocks_T = batch.block_tables_SB[slots_T, positions_T // size].astype(np.int64)
-    return AttentionBatch(
-        query_lens_R=lens_R,
-        context_lens_R=ends_R,
-        slots_R=slots_R,
-        block_tables_SB=batch.block_tables_SB,
-        slot_mapping_T=blocks_T * size + positions_T % size,
-        admissions_S=batch.admissions_S,
-    )
-
-
-class RunPass(Protocol):
-    """Runs a model over a pass's tokens; see `ForwardPass.run`."""
-
-    def __call__(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,61 +88,29 @@ class Guesses:
     """Rows whose logits were no numbers."""
 
 
-class DraftSamplingRow(SamplingRow):
-    """A request as the sampler sees it when one of its drafts is chosen.
-
-    It draws with the random number that the request will draw the token at this position with.
-
-    Two distributions that are near one another give the same token for the same number far more often than
-    for two independent ones, so a draft is accepted as often as the models agree. Penalties, biases and bans
-    are left out: they change few tokens, and drafts need not be exact.
-
-    Parameters
-    ----------
-    row : the request.
-    """
-
-    def __init__(self, row: SamplingRow) -> None:
-        params = row.params
-        plain = SamplingParams(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=params.seed,
-        )
-        super().__init__(plain, (), [])
-        self._num_prompt_tokens = len(row.prompt_token_ids)
-        self._position = 0
-
-    @property
-    def position(self) -> int:
-        """Index of the draft among the request's output tokens."""
-        return self._position
-
-    def move_to(self, num_tokens: int) -> None:
-        """Stand behind so many tokens, prompt and earlier drafts included."""
-        self._position = num_tokens - self._num_prompt_tokens
-
-
 class Guesser:
     """Lets a model guess the next tokens of requests.
 
     The first pass runs what each row has known for longer than the model, and ends with its first draft; each
     further one runs the rows' newest drafts, where more are wanted.
 
+    A draft is drawn with the random number that the request will draw the token at this position with. Two
+    distributions that are near one another give the same token for the same number far more often than for
+    two independent ones, so a draft is accepted as often as the models agree. Penalties, biases and bans are
+    left out: they change few tokens, and drafts need not be exact.
+
     Parameters
     ----------
-    run : the model.
+    forward : the model.
     sampler : chooses tokens from its logits.
     vocab_size : tokens that the requests' own model knows.
     """
 
-    def __init__(self, run: RunPass, sampler: Sampler, vocab_size: int) -> None:
-        self._run = run
+    def __init__(self, forward: ForwardPass, sampler: Sampler, vocab_size: int) -> None:
+        self._forward = forward
         self._sampler = sampler
         self._vocab_size = vocab_size
-        self._sampling_rows: dict[int, DraftSamplingRow] = {}
+        self._sampling_rows: dict[int, SamplingRow] = {}
 
     def release(self, slot: int) -> None:
         """Forget a request."""
@@ -208,18 +148,17 @@ class Guesser:
     ) -> list[int]:
         """Run one pass, add a draft to the rows that ask for one, and return those that want another."""
         _hide_unknown(inputs, self._sampler.vocab_size)
-        sampling_rows: list[SamplingRow] = []
-        for index in asking:
-            sampling_row = self._sampling_row(batch, rows[index].slot)
-            sampling_row.move_to(rows[index].end + len(guesses.drafts[index]))
-            sampling_rows.append(sampling_row)
+        sampling_rows = [
+            self._sampling_row(batch, rows[index].slot, rows[index].end + len(guesses.drafts[index]))
+            for index in asking
+        ]
         inputs = replace(  # a device that draws wants to know; to it these rows have no prompts
             inputs,
             sampling_rows=sampling_rows,
             sampling_slots=np.array([rows[index].slot for index in asking], np.int64),
             sampling_positions=np.array([row.position for row in sampling_rows], np.int64),
         )
-        logits = self._run(inputs, wants_logits=self._sampler.needs_logits(sampling_rows))
+        logits = self._forward.run(inputs, wants_logits=self._sampler.needs_logits(sampling_rows))
         if not asking:
             return []
         sampled = self._sampler.sample(logits.values_RV, sampling_rows, logits.best)
@@ -233,10 +172,20 @@ class Guesser:
                     going_on.append(index)
         return going_on
 
-    def _sampling_row(self, batch: InputBatch, slot: int) -> DraftSamplingRow:
-        row = self._sampling_rows.get(slot)
+    def _sampling_row(self, batch: InputBatch, slot: int, num_tokens: int) -> SamplingRow:
+        """Return what chooses a draft behind so many tokens, prompt and earlier drafts included."""
+        request, row = batch.sampling_rows[slot], self._sampling_rows.get(slot)
         if row is None:
-            row = self._sampling_rows[slot] = DraftSamplingRow(batch.sampling_rows[slot])
+            params = request.params
+            plain = SamplingParams(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=params.seed,
+            )
+            row = self._sampling_rows[slot] = SamplingRow(plain, (), [])
+        row.num_pending = num_tokens - len(request.prompt_token_ids)
         return row
 
 
@@ -349,7 +298,7 @@ class DraftModelProposer(Proposer):
         max_catch_up_tokens: int = MAX_CATCH_UP_TOKENS,
     ) -> None:
         self.forward = forward
-        self._guesser = Guesser(forward.run, Sampler(forward.config.vocab_size), vocab_size)
+        self._guesser = Guesser(forward, Sampler(forward.config.vocab_size), vocab_size)
         self._kv = DraftKV(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
         self._near = block_size
         """Rows no further behind than this are not held back: they are so after any step with drafts."""

@@ -117,7 +117,7 @@ def test_older_gpus_and_missing_libraries_are_named(monkeypatch: pytest.MonkeyPa
     [
         ({"backend": "cuda"}, CPU, "the GPU engine cannot run: it runs on a CUDA device, not on cpu"),
         ({"backend": "native"}, CUDA, "the native engine cannot run: it runs on the CPU, not on cuda"),
-        ({"quantization": "int8"}, CUDA, "but the model would run by the GPU engine; leave --quantization"),
+        ({"quantization": "int8"}, CUDA, "the model would run by the GPU engine.*leave --quantization"),
     ],
 )
 def test_what_cannot_be_had_is_refused(
