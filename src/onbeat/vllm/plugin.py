@@ -31,6 +31,8 @@ logger = logging.getLogger("onbeat.vllm")
 
 MOST_FAULTS = 3
 """Faults in a row after which onbeat plans no more in this process."""
+_TRIAL, _MOST_DIFFERENT = 50, 0.1
+"""Planned steps after which a version that nobody has tried is judged, and rows for each that may differ."""
 _SEED = 1
 """Of the tokens of made-up requests."""
 _SAY_EVERY = 60.0
@@ -67,6 +69,12 @@ class Plugin:
         if not self.is_on:
             logger.info("onbeat plans nothing here: the model pools, and has no time between tokens")
             return
+        if surface.is_untried:
+            logger.warning(
+                "onbeat was not tried inside vLLM %d.%d; it stops planning if vLLM does not carry out its "
+                "first %d plans",
+                *(*surface.version, _TRIAL),
+            )
         self.config, self.defaults = read_config(surface.options, os.environ)
         self._kept = KeptSteps(profile_key(scheduler.vllm_config), settings(scheduler))
         known, measures = step_times(self.config, self._kept, hindrance(scheduler))
@@ -124,6 +132,9 @@ class Plugin:
             if imposed is not None and (different := mismatch(imposed, output, self.steps.table)):
                 self.num_mismatches += len(different)
                 self._say_different(different, now)
+            is_judged = self.surface.is_untried and self.num_planned == _TRIAL
+            if is_judged and self.num_mismatches > _TRIAL * _MOST_DIFFERENT:
+                self._plan_no_more("vLLM did not carry its plans out")
 
     def take(self, output: Any, now: float) -> None:
         """Learn from a step whose results vLLM has taken."""
@@ -178,7 +189,8 @@ class Plugin:
     @property
     def has_work(self) -> bool:
         """Whether something is to be told, or measured, that no request is left for."""
-        return bool(self._refused) or (self._calibration is not None and not self.surface.is_paused())
+        measures = self.is_on and self._calibration is not None
+        return bool(self._refused) or (measures and not self.surface.is_paused())
 
     def add_refusals(self, outputs: dict[int, Any]) -> None:
         """Put the last outputs of refused requests among those that go out; made-up ones do not go out."""
@@ -282,12 +294,15 @@ class Plugin:
         self._has_failed = True
         logger.error("onbeat failed; vLLM goes on by itself for this step", exc_info=fault)
         if self._faults_in_a_row >= MOST_FAULTS:
-            self.is_on = False
-            logger.error(
-                "onbeat failed %d times in a row and plans no more: vLLM serves without objectives until it "
-                "is started again; please report the error above",
-                MOST_FAULTS,
-            )
+            self._plan_no_more(f"it failed {MOST_FAULTS} times in a row")
+
+    def _plan_no_more(self, why: str) -> None:
+        self.is_on = False
+        logger.error(
+            "onbeat plans no more, since %s: vLLM serves without objectives until it is started again; "
+            "please report what is said above",
+            why,
+        )
 
     def _say_different(self, different: dict[str, tuple[int, int]], now: float) -> None:
         if now - self._said_at >= _SAY_EVERY:

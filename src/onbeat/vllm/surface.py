@@ -14,26 +14,26 @@ from typing import Any, Protocol
 from onbeat.core.errors import ConfigError
 
 HINT = "or start vLLM without --scheduler-cls"
-SUPPORTED = ((0, 26), (0, 33))
+OLDEST, NEWEST = (0, 26), (0, 33)
 """First and last minor version of vLLM whose scheduler was read and tried."""
 
 
-def check_version(version: str) -> tuple[int, int]:
+def minor_version(version: str) -> tuple[int, int]:
     """Return the minor version of vLLM.
 
     Raises
     ------
-    ConfigError : one that was not tried.
+    ConfigError : one that is too old, or none.
     """
-    parts = version.split(".")
-    found = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts[:2]) else ()
-    low, high = SUPPORTED
-    if len(found) != 2 or not low <= found <= high:
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    found = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+    if found < OLDEST:
         raise ConfigError(
-            f"onbeat's scheduler works inside vLLM {low[0]}.{low[1]} to {high[0]}.{high[1]}; this is vLLM "
-            f"{version}. Install one of these, {HINT}"
+            f"onbeat's scheduler works inside vLLM {OLDEST[0]}.{OLDEST[1]} and later; this is vLLM "
+            f"{version}. Install a later one, {HINT}"
         )
-    return found[0], found[1]
+    return found
 
 
 def check_settings(scheduler: Any) -> None:
@@ -144,17 +144,20 @@ class Surface:
 
     Raises
     ------
-    ConfigError : another version, a setting with which no plan can be imposed, or a lever that is missing.
+    ConfigError : a version that is too old, a setting with which no plan can be imposed, or a lever that is
+        missing.
 
     Attributes
     ----------
+    is_untried : whether the version is newer than those that were tried.
     has_quota : whether vLLM asks for each request's tokens; else order and total alone say how many they are.
     num_drafts : most drafts that a decode verifies.
     num_lookahead : KV slots beyond its tokens that a row needs.
     """
 
     def __init__(self, scheduler: Any, version: str) -> None:
-        self.version = check_version(version)
+        self.version = minor_version(version)
+        self.is_untried = self.version > NEWEST
         self.scheduler = scheduler
         if missing := [name for name in _NEEDED if not hasattr(scheduler, name)]:
             raise ConfigError(
@@ -256,8 +259,9 @@ class Surface:
         """Take a running request out of the batch; its tokens are computed again later."""
         scheduler = self.scheduler
         scheduler.running.remove(request)
-        drop = getattr(scheduler, "requires_kv_delivery", False)
-        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=drop)
+        # Schedulers that deliver no KV may not know the word: that of 0.26 does not.
+        drop = {"drop_stale_output": True} if getattr(scheduler, "requires_kv_delivery", False) else {}
+        scheduler._preempt_request(request, time.monotonic(), **drop)
 
     @contextmanager
     def only_waiting(self, planned: list[EngineRequest], known: Container[str]) -> Iterator[None]:

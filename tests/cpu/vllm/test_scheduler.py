@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from onbeat.core.errors import ConfigError
+from onbeat.vllm import plugin as plugin_module
 from onbeat.vllm.kv_view import VLLMKVView
 from onbeat.vllm.plugin import MOST_FAULTS, Plugin
 from onbeat.vllm.refusals import refusal_in
-from onbeat.vllm.surface import check_version
+from onbeat.vllm.surface import minor_version
 from tests.cpu.vllm.fake_scheduler import FakeRequest, FakeScheduler, add_some, planned_scheduler, run
 
 
@@ -176,10 +177,39 @@ def test_without_the_quota_order_and_total_do(make, monkeypatch):
     assert scheduler.onbeat.num_mismatches == 0
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0", "dev"])
-def test_another_version_is_refused(version):
-    with pytest.raises(ConfigError, match=r"0\.26 to 0\.33"):
-        check_version(version)
+@pytest.mark.parametrize("version", ["0.25.1", "0", "dev", ""])
+def test_an_older_version_is_refused(version):
+    with pytest.raises(ConfigError, match=r"0\.26 and later"):
+        minor_version(version)
+
+
+def test_a_newer_version_is_judged_by_its_first_plans(make, monkeypatch, caplog):
+    monkeypatch.setattr(plugin_module, "engine_version", lambda: "0.34.0rc1")
+    scheduler = make()
+    add_some(scheduler, 40)
+    run(scheduler)
+    assert "not tried inside vLLM 0.34" in caplog.text
+    assert scheduler.onbeat.is_on
+    assert scheduler.onbeat.num_planned > 50
+    monkeypatch.setattr(plugin_module, "mismatch", lambda *_: {"r0": (1, 2)})
+    scheduler = make()
+    requests = add_some(scheduler, 40)
+    run(scheduler)
+    assert all(request.is_finished() for request in requests)
+    assert not scheduler.onbeat.is_on
+    assert not scheduler.has_requests()
+
+
+def test_a_scheduler_that_knows_no_stale_output_preempts(make, monkeypatch):
+    """As that of 0.26."""
+    preempted = []
+    scheduler = make()
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda request, now: preempted.append(request), False)
+    (request,) = add_some(scheduler, 1)
+    scheduler.running.append(request)
+    scheduler.onbeat.surface.preempt(request)
+    assert preempted == [request]
+    assert not scheduler.running
 
 
 def test_a_lever_that_is_missing_is_named(make, monkeypatch):
