@@ -55,8 +55,8 @@ def test_texts_are_the_same_through_deaths_and_drains(server: ServerProgram, rec
     processes = server.engine_pids
     with ThreadPoolExecutor(6) as pool:
         running = [pool.submit(complete, server, number, **sampled) for number in range(6)]
-        wait_for(lambda: sum(row["streaming"] for row in rows(server)) >= 2)
-        busiest = max(rows(server), key=lambda row: row["streaming"])
+        wait_for(lambda: sum(row["num_streaming"] for row in rows(server)) >= 2)
+        busiest = max(rows(server), key=lambda row: row["num_streaming"])
         os.kill(busiest["process_id"], signal.SIGKILL)
         other = next(row for row in rows(server) if row["replica"] != busiest["replica"])
         drain = {"replica": other["replica"], "timeout": 0, "restart": True}
@@ -94,12 +94,12 @@ def test_texts_are_the_same_where_streams_move(smollm2_gguf: Path, tmp_path: Pat
         assert before == len(bodies), "each prompt was computed on r0"
         with ThreadPoolExecutor(6) as pool:
             running = [pool.submit(complete, server, each, **body) for each, body in enumerate(bodies)]
-            wait_for(lambda: row(server, "r1")["streaming"] >= 1)
+            wait_for(lambda: row(server, "r1")["num_streaming"] >= 1)
             drain = {"replica": "r1", "timeout": 60, "restart": True}
             assert server.change_fleet("drain", **drain).status_code == 200
             answers = [future.result() for future in running]
         assert [answer["choices"] for answer in answers] == whole
-        wait_for(lambda: row(server, "r1")["lives"] == 2, timeout=60)
+        wait_for(lambda: row(server, "r1")["num_lives"] == 2, timeout=60)
         values = server.metrics()
         assert values["onbeat_fleet_resumed_total"] == 0
         assert values["onbeat_fleet_moves_total{moved,drain}"] > 0
@@ -123,12 +123,12 @@ def test_a_real_model_says_the_same_where_its_streams_move(smollm2_gguf: Path) -
         whole = [complete(server, number, **body)["choices"] for number, body in enumerate(bodies)]
         with ThreadPoolExecutor(6) as pool:
             running = [pool.submit(complete, server, each, **body) for each, body in enumerate(bodies)]
-            wait_for(lambda: busiest(server)["streaming"] >= 2)
+            wait_for(lambda: busiest(server)["num_streaming"] >= 2)
             drained = busiest(server)
             os.kill(drained["process_id"], signal.SIGTERM)
             answers = [future.result() for future in running]
         assert [answer["choices"] for answer in answers] == whole
-        wait_for(lambda: row(server, drained["replica"])["lives"] == 2, timeout=60)
+        wait_for(lambda: row(server, drained["replica"])["num_lives"] == 2, timeout=60)
         values = server.metrics()
         assert values["onbeat_fleet_resumed_total"] == 0
         assert values["onbeat_fleet_moves_total{moved,drain}"] >= 1
@@ -136,7 +136,7 @@ def test_a_real_model_says_the_same_where_its_streams_move(smollm2_gguf: Path) -
 
 
 def busiest(server: ServerProgram) -> dict[str, Any]:
-    return max(rows(server), key=lambda each: each["streaming"])
+    return max(rows(server), key=lambda each: each["num_streaming"])
 
 
 def row(server: ServerProgram, replica: str) -> dict[str, Any]:

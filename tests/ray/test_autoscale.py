@@ -39,18 +39,18 @@ def test_ray_places_what_autoscaling_starts(small_cluster: RayCluster, smollm2_g
             return server.fleet()
 
         # It wants a second replica, which has no place: it waits for one, and nothing is sent to it.
-        wait_for(lambda: send_more(3)["scaling"]["wanted"] == 2, timeout=120)
+        wait_for(lambda: send_more(3)["scaling"]["num_wanted"] == 2, timeout=120)
         wait_for(lambda: any("r1 waits for a place" in line for line in server.lines), timeout=30)
         until = time.monotonic() + 3
         while time.monotonic() < until:
             first, second = send_more()["replicas"]
             assert first["state"] == "ready"
-            assert (second["state"], second["lives"], second["requests"]) == ("starting", 0, 0)
-        assert server.fleet()["scaling"]["wanted"] == 2, "it is asked for once"
+            assert (second["state"], second["num_lives"], second["num_outstanding"]) == ("starting", 0, 0)
+        assert server.fleet()["scaling"]["num_wanted"] == 2, "it is asked for once"
         # A node comes with room for it: it gets ready there, and takes its part.
         small_cluster.add_node(num_cpus=1)
         wait_for(lambda: send_more() and num_ready(server) == 2, timeout=120)
-        wait_for(lambda: send_more()["replicas"][1]["requests"] > 0, timeout=60)
+        wait_for(lambda: send_more()["replicas"][1]["num_outstanding"] > 0, timeout=60)
         answers = [each.result() for each in sent]
         assert {each.status_code for each in answers} == {200}
         second = server.fleet()["replicas"][1]["process_id"]

@@ -54,7 +54,7 @@ def test_streams_outlive_an_engine_and_nothing_outlives_the_server(
         streams = [Stream(server.url, **fields) for _ in range(4)]
         for stream in streams:
             stream.wait_until_flowing()
-        killed = max(replicas_of(server), key=lambda row: row["streaming"])["process_id"]
+        killed = max(replicas_of(server), key=lambda row: row["num_streaming"])["process_id"]
         os.kill(killed, signal.SIGKILL)
         assert [text_of(stream.end(60)) for stream in streams] == [whole] * 4
         wait_for(lambda: [row["state"] for row in replicas_of(server)] == ["ready"] * 2, timeout=60)
@@ -82,7 +82,7 @@ def test_serving_goes_on_while_the_head_is_gone(own_cluster: RayCluster, model: 
         while time.monotonic() < gone + 30:
             assert text_of(Stream(server.url, max_tokens=200, temperature=0).end()) == whole
         rows = replicas_of(server)
-        assert [(row["state"], row["lives"]) for row in rows] == [("ready", 1), ("starting", 0)]
+        assert [(row["state"], row["num_lives"]) for row in rows] == [("ready", 1), ("starting", 0)]
         assert stream.error is None
         assert any("r1 waits for a place" in x for x in server.lines)
         stopped = time.monotonic()

@@ -87,8 +87,8 @@ def test_streams_of_a_killed_engine_go_on(smollm2_gguf: Path, num_replicas: int)
         looks: list[dict[str, Any]] = []
 
         def is_streaming() -> bool:
-            looks.append(max(replicas(server), key=lambda row: row["streaming"]))
-            return bool(looks[-1]["streaming"])
+            looks.append(max(replicas(server), key=lambda row: row["num_streaming"]))
+            return bool(looks[-1]["num_streaming"])
 
         wait_for(is_streaming)
         killed = looks[-1]["process_id"]
@@ -114,7 +114,7 @@ def test_an_engine_that_comes_back_has_the_same_model_or_does_not_serve(tmp_path
     with serving(tmp_path / "tiny", *TINY_FLAGS) as server:
         config.write_text(config.read_text())
         os.kill(server.engine_pid, signal.SIGKILL)
-        wait_for(lambda: replicas(server)[0]["lives"] == 2, timeout=60)
+        wait_for(lambda: replicas(server)[0]["num_lives"] == 2, timeout=60)
         wait_for(lambda: status(f"{server.url}/ready") == 200, timeout=60)
         config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
         os.kill(server.engine_pid, signal.SIGKILL)
