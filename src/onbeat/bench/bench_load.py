@@ -21,14 +21,7 @@ from onbeat.workload.arrivals import Arrivals
 from onbeat.workload.lengths import MOST_TOKENS, check_length
 from onbeat.workload.load import FILE_LOADS, CountTokens, Load, SharedName
 from onbeat.workload.offered import OfferedLoad, have_traces
-from onbeat.workload.prompts import (
-    BlockPrompts,
-    FreshPrompts,
-    GivenPrompts,
-    PromptSource,
-    PromptWriter,
-    ReplacedPrompts,
-)
+from onbeat.workload.prompts import BlockPrompts, FreshPrompts, PromptSource, PromptWriter
 from onbeat.workload.slo_classes import SLOClass
 
 TEXT_DATASETS = frozenset({"sharegpt", "custom"})
@@ -233,12 +226,13 @@ def _prompts(load: BenchLoad, offered: OfferedLoad, writer: PromptWriter) -> Pro
         writer=writer, num_tokens=num_tokens, num_prefix_tokens=prefix, prefix_groups=groups
     )
     if offered.texts is not None:
-        usual = GivenPrompts(offered.texts)
+        usual = offered.texts.__getitem__
     if not have_traces(offered.classes):
         return usual
     has_trace = np.array([each.trace is not None for each in offered.classes])
     own = FreshPrompts(writer=writer, num_tokens=num_tokens)
-    return ReplacedPrompts(usual=usual, other=own, is_other=has_trace[offered.class_ids].tolist())
+    is_own = has_trace[offered.class_ids].tolist()
+    return lambda index: (own if is_own[index] else usual)(index)
 
 
 def every_nth(num_requests: int, share: float) -> NDArray[np.bool_]:

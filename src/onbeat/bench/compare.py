@@ -294,17 +294,8 @@ def _groups(requests: SavedRequests | None, metric: str) -> list[Array]:
 
 def comparison_table(comparison: Comparison, names: tuple[str, str]) -> Table:
     """Return the numbers of two runs side by side, and under them what their intervals leave out."""
-    rows = [
-        {
-            "name": row.name,
-            "baseline": row.baseline,
-            "candidate": row.candidate,
-            "ratio": row.ratio,
-            "interval": row.interval,
-            "verdict": row.verdict,
-        }
-        for row in comparison.rows
-    ]
+    keys = ("name", "baseline", "candidate", "ratio", "interval", "verdict")
+    rows = [{key: getattr(row, key) for key in keys} for row in comparison.rows]
     columns = (
         Column("name", "", str),
         *map(Column, ("baseline", "candidate"), names),

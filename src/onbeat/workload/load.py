@@ -1,6 +1,10 @@
 """A load: what is asked, when, and with which objectives; its flags, and the requests that it comes to.
 
 Names are those of `vllm bench serve` wherever it has the flag.
+
+Of conversations in the ShareGPT format the first question is asked, and the length of the first answer is
+generated. The file is a JSON list of
+``{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}``.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import changed, check, option, part
 from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES
+from onbeat.files import read_text
+from onbeat.typed import decode
 from onbeat.workload.arrivals import Arrivals
 from onbeat.workload.job import Job
 from onbeat.workload.job_file import read_jobs
@@ -24,10 +31,100 @@ from onbeat.workload.job_kinds import JOB_KINDS, LANE_CLASSES, LANES, JobKind, d
 from onbeat.workload.job_load import given_starts, job_load
 from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, ZipfLength, check_length
 from onbeat.workload.offered import OfferedLoad, Overlong, check_num_requests, have_traces
-from onbeat.workload.sharegpt import read_sharegpt, sharegpt_load
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.slo_config import built_in_slo, read_slo_config
 from onbeat.workload.trace import TIMED_KINDS, Trace, TraceKind, read_trace
+
+MIN_TOKENS = 4
+MAX_PROMPT_TOKENS = 1024
+MAX_TOTAL_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A question and its answer."""
+
+    question: str
+    answer: str
+
+
+def read_sharegpt(path: Path) -> list[Exchange]:
+    """Return the first exchange of each conversation that has at least two turns.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read or is not in the ShareGPT format.
+    """
+    hint = "; give a file in the ShareGPT format"
+    conversations = decode(list[_Conversation], read_text(path), str(path), hint=hint)
+    found = (each.conversations or each.conversation or () for each in conversations)
+    return [Exchange(turns[0].value, turns[1].value) for turns in found if len(turns) > 1]
+
+
+class _Turn(msgspec.Struct):
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    conversations: tuple[_Turn, ...] | None = None
+    conversation: tuple[_Turn, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.conversations is None and self.conversation is None:
+            raise ValueError("it has no conversations, a list of turns that have a value")
+
+
+def sharegpt_load(
+    exchanges: Sequence[Exchange],
+    *,
+    num_requests: int,
+    output_len: int | None,
+    count_tokens: Callable[[str], int],
+    order: np.random.Generator | None,
+) -> OfferedLoad:
+    """Return requests that ask the recorded questions for answers as long as the recorded ones.
+
+    Very short exchanges (below 4 tokens) and long ones (a prompt above 1,024 or a sum above 2,048 tokens)
+    are passed over, as is usual with this data set.
+
+    Parameters
+    ----------
+    output_len : length of all answers; None takes the recorded ones.
+    order : draws the order of the conversations; None keeps the file's.
+
+    Raises
+    ------
+    ConfigError : fewer usable conversations than requests.
+    """
+    positions = np.arange(len(exchanges)) if order is None else order.permutation(len(exchanges))
+    prompts: list[str] = []
+    lengths: list[tuple[int, int]] = []
+    for position in positions.tolist():
+        exchange = exchanges[position]
+        num_prompt, num_answer = count_tokens(exchange.question), count_tokens(exchange.answer)
+        if _is_usable(num_prompt, output_len or num_answer, has_fixed_output=output_len is not None):
+            prompts.append(exchange.question)
+            lengths.append((num_prompt, output_len or num_answer))
+        if len(prompts) == num_requests:
+            break
+    if len(prompts) < num_requests:
+        raise ConfigError(
+            f"the ShareGPT file has {len(prompts)} usable conversations (of {len(exchanges)}), "
+            f"{num_requests} were asked for with --num-prompts"
+        )
+    return OfferedLoad(
+        name="sharegpt",
+        num_prompt_tokens=np.array([prompt for prompt, _ in lengths], dtype=np.int64),
+        num_output_tokens=np.array([output for _, output in lengths], dtype=np.int64),
+        texts=tuple(prompts),
+    )
+
+
+def _is_usable(num_prompt: int, num_output: int, *, has_fixed_output: bool) -> bool:
+    if num_prompt < MIN_TOKENS or (num_output < MIN_TOKENS and not has_fixed_output):
+        return False
+    return num_prompt <= MAX_PROMPT_TOKENS and num_prompt + num_output <= MAX_TOTAL_TOKENS
+
 
 SharedName = Literal["random", "conversation", "zipf", "sharegpt", TraceKind, "jobs", JobKind]
 """Data sets that are simulated and sent."""

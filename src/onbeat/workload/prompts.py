@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -127,22 +127,8 @@ class PromptWriter:
         return np.random.default_rng(int.from_bytes(digest, "little"))
 
 
-class PromptSource(Protocol):
-    """Makes the prompt of each request of a workload."""
-
-    def text(self, index: int) -> str:
-        """Return request `index`'s prompt; the same each time."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class GivenPrompts:
-    """Prompts that a data set brings along."""
-
-    texts: Sequence[str]
-
-    def text(self, index: int) -> str:
-        return self.texts[index]
+PromptSource = Callable[[int], str]
+"""The prompt of each request, by its index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +142,7 @@ class FreshPrompts:
     prefix_groups: Sequence[int] | None = None
     """Which prefix each request starts with; None gives all the same."""
 
-    def text(self, index: int) -> str:
+    def __call__(self, index: int) -> str:
         num_words = int(self.num_tokens[index]) - self.writer.pool.num_special_tokens
         if not self.num_prefix_tokens:
             return self.writer.text(num_words, "request", index)
@@ -178,7 +164,7 @@ class BlockPrompts:
     block_size: int
     """Tokens of a block; a prompt's last block may be shorter."""
 
-    def text(self, index: int) -> str:
+    def __call__(self, index: int) -> str:
         left = max(1, int(self.num_tokens[index]) - self.writer.pool.num_special_tokens)
         parts: list[str] = []
         for position, block_id in enumerate(self.block_ids[index]):
@@ -191,16 +177,3 @@ class BlockPrompts:
         if left > 0:
             parts.append(self.writer.text(left, "request", index))
         return " ".join(parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplacedPrompts:
-    """Prompts of one source, and of another for some requests."""
-
-    usual: PromptSource
-    other: PromptSource
-    is_other: Sequence[bool]
-    """Of each request."""
-
-    def text(self, index: int) -> str:
-        return (self.other if self.is_other[index] else self.usual).text(index)

@@ -27,12 +27,12 @@ def test_random_has_the_asked_lengths() -> None:
 
     assert (workload.load.num_prompt_tokens.min(), workload.load.num_prompt_tokens.max()) == (10, 30)
     assert (workload.load.num_output_tokens.min(), workload.load.num_output_tokens.max()) == (5, 15)
-    assert all(count_words(workload.prompts.text(i)) == workload.load.num_prompt_tokens[i] for i in range(20))
+    assert all(count_words(workload.prompts(i)) == workload.load.num_prompt_tokens[i] for i in range(20))
 
 
 def test_random_with_a_shared_prefix() -> None:
     workload = load(BenchLoad(input_len=6, output_len=1, random_prefix_len=9), 3)
-    prompts = [workload.prompts.text(i).split() for i in range(3)]
+    prompts = [workload.prompts(i).split() for i in range(3)]
 
     assert workload.load.num_prompt_tokens.tolist() == [15, 15, 15]
     assert prompts[0][:9] == prompts[1][:9] == prompts[2][:9]
@@ -46,7 +46,7 @@ def test_the_seed_decides_lengths_and_the_salt_decides_words() -> None:
         load(config, salt="a").load.num_prompt_tokens.tolist()
         == load(config, salt="b").load.num_prompt_tokens.tolist()
     )
-    assert load(config, salt="a").prompts.text(0) != load(config, salt="b").prompts.text(0)
+    assert load(config, salt="a").prompts(0) != load(config, salt="b").prompts(0)
     assert (
         load(config, seed=1).load.num_prompt_tokens.tolist()
         != load(config, seed=2).load.num_prompt_tokens.tolist()
@@ -71,7 +71,7 @@ def test_prefix_repetition_spreads_the_prefixes_evenly() -> None:
     )
     workload = load(config, 40)
 
-    prefixes = [" ".join(workload.prompts.text(i).split()[:6]) for i in range(40)]
+    prefixes = [" ".join(workload.prompts(i).split()[:6]) for i in range(40)]
     assert sorted(map(prefixes.count, set(prefixes))) == [10, 10, 10, 10]
     with pytest.raises(ConfigError, match="4 prefixes"):
         load(config, 3)
@@ -157,7 +157,7 @@ def test_blocks_of_a_trace_repeat_as_text(tmp_path: Path) -> None:
 
     workload = load(BenchLoad(trace=path), None)
 
-    prompts = [workload.prompts.text(i).split() for i in range(3)]
+    prompts = [workload.prompts(i).split() for i in range(3)]
     assert prompts[0][:512] == prompts[1][:512] != prompts[2][:512]
     assert prompts[0][512:] != prompts[1][512:]
     assert workload.load.num_output_tokens.tolist() == [1, 2, 1]
@@ -174,10 +174,10 @@ def test_random_with_long_prompts_among_short_ones() -> None:
 
     assert workload.groups is not None
     assert [i for i, group in enumerate(workload.groups) if group == "long"] == [7, 15, 23]
-    assert count_words(workload.prompts.text(7)) == 100 == workload.load.num_prompt_tokens[7]
+    assert count_words(workload.prompts(7)) == 100 == workload.load.num_prompt_tokens[7]
     assert workload.groups[7] == "long"
     # The other requests, and all output lengths, are those of the load without long prompts.
-    assert workload.prompts.text(0) == plain.prompts.text(0)
+    assert workload.prompts(0) == plain.prompts(0)
     assert workload.load.num_output_tokens.tolist() == plain.load.num_output_tokens.tolist()
 
 

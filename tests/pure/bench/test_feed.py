@@ -8,7 +8,6 @@ import pytest
 from onbeat.bench.bench_load import Workload
 from onbeat.bench.session import PromptFeed
 from onbeat.workload.offered import OfferedLoad
-from onbeat.workload.prompts import GivenPrompts
 
 
 class CountingPrompts:
@@ -17,7 +16,7 @@ class CountingPrompts:
     def __init__(self) -> None:
         self.num_made = 0
 
-    def text(self, index: int) -> str:
+    def __call__(self, index: int) -> str:
         self.num_made += 1
         return f"prompt {index}"
 
@@ -26,7 +25,7 @@ def workload(count: int, prompts: CountingPrompts | None = None) -> Workload:
     lengths = np.full(count, 2, dtype=np.int64)
     return Workload(
         load=OfferedLoad(name="test", num_prompt_tokens=lengths, num_output_tokens=lengths),
-        prompts=prompts or GivenPrompts([f"prompt {i}" for i in range(count)]),
+        prompts=prompts or CountingPrompts(),
     )
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, PromptTools
-from onbeat.bench.jobs import JobOffer, summarise
 from onbeat.bench.objectives import SLOTransport
 from onbeat.bench.payload import Conversation, PayloadBuilder, Prompt
 from onbeat.bench.record import JobOfCall, SentRequest, Status
 from onbeat.bench.runner import LoadRunner
+from onbeat.bench.session import JobOffer, summarise
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.workload.job import Call, Job

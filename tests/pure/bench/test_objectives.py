@@ -148,7 +148,7 @@ def test_a_class_with_a_trace_sends_prompts_as_long_as_that(tmp_path: Path) -> N
     lengths = mixed.load.num_output_tokens.tolist()
     assert sorted(lengths) == [2] * 5 + [7] * 15
     for index, length in enumerate(lengths):
-        prompt = mixed.prompts.text(index)
+        prompt = mixed.prompts(index)
         assert (prompt == "one text") == (length == 2)
         if length == 7:
             assert mixed.load.num_prompt_tokens[index] == 40

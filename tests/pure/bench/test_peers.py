@@ -174,7 +174,7 @@ class TestWorkload:
         assert len(first) == 80
         assert first.load.num_prompt_tokens.tolist() == second.load.num_prompt_tokens.tolist()
         assert first.load.num_output_tokens.tolist() == second.load.num_output_tokens.tolist()
-        assert first.prompts.text(0) != second.prompts.text(0)
+        assert first.prompts(0) != second.prompts(0)
 
     def test_one_prompt_in_eight_of_the_last_load_is_long(self) -> None:
         *_, cell = make_cells([1], per_slot=10, interference=8)

@@ -10,7 +10,6 @@ from onbeat.workload.prompts import (
     COMMON_WORDS,
     BlockPrompts,
     FreshPrompts,
-    GivenPrompts,
     PromptWriter,
     WordPool,
     calibrated_pool,
@@ -31,25 +30,23 @@ def count(text: str) -> int:
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 50, 1000])
 def test_a_prompt_has_the_asked_length_special_tokens_included(num_tokens: int) -> None:
-    assert count(FreshPrompts(writer=writer(), num_tokens=[num_tokens]).text(0)) == num_tokens
+    assert count(FreshPrompts(writer=writer(), num_tokens=[num_tokens])(0)) == num_tokens
 
 
 def test_prompts_repeat_with_their_salt_and_differ_with_another() -> None:
     lengths = [40, 40]
     first = FreshPrompts(writer=writer("a"), num_tokens=lengths)
 
-    assert first.text(0) == FreshPrompts(writer=writer("a"), num_tokens=lengths).text(0)
-    assert first.text(0) != first.text(1)
-    assert (
-        first.text(0).split()[:5] != FreshPrompts(writer=writer("b"), num_tokens=lengths).text(0).split()[:5]
-    )
+    assert first(0) == FreshPrompts(writer=writer("a"), num_tokens=lengths)(0)
+    assert first(0) != first(1)
+    assert first(0).split()[:5] != FreshPrompts(writer=writer("b"), num_tokens=lengths)(0).split()[:5]
 
 
 def test_requests_of_one_group_share_their_prefix() -> None:
     prompts = FreshPrompts(
         writer=writer(), num_tokens=[31, 31, 31], num_prefix_tokens=10, prefix_groups=[0, 1, 0]
     )
-    words = [prompts.text(i).split() for i in range(3)]
+    words = [prompts(i).split() for i in range(3)]
 
     assert [len(w) for w in words] == [30, 30, 30]
     assert words[0][:10] == words[2][:10] != words[1][:10]
@@ -60,7 +57,7 @@ def test_equal_blocks_give_equal_text_at_equal_places() -> None:
     prompts = BlockPrompts(
         writer=writer(), num_tokens=[20, 17, 20], block_ids=[(1, 2, 3), (1, 2, 9), (7, 2, 3)], block_size=8
     )
-    words = [prompts.text(i).split() for i in range(3)]
+    words = [prompts(i).split() for i in range(3)]
 
     assert [len(w) + 1 for w in words] == [20, 17, 20]
     assert words[0][:15] == words[1][:15]  # blocks of 8, the first one less its special token
@@ -72,11 +69,7 @@ def test_equal_blocks_give_equal_text_at_equal_places() -> None:
 def test_a_prompt_longer_than_its_blocks_is_filled_up() -> None:
     prompts = BlockPrompts(writer=writer(), num_tokens=[30], block_ids=[(1,)], block_size=8)
 
-    assert count(prompts.text(0)) == 30
-
-
-def test_given_prompts_are_given_back() -> None:
-    assert GivenPrompts(["a", "b"]).text(1) == "b"
+    assert count(prompts(0)) == 30
 
 
 def test_calibration_keeps_words_of_one_token() -> None:
@@ -135,7 +128,7 @@ def test_a_tokenizers_own_words_give_exact_lengths() -> None:
     assert pool.source == "tokenizer"
     assert "Upper" not in pool.words
     assert "bare" not in pool.words
-    assert len(tokenizer.encode(prompts.text(0))) == 57
+    assert len(tokenizer.encode(prompts(0))) == 57
 
 
 def test_the_estimated_pool_says_so() -> None:

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.workload.sharegpt import Exchange, read_sharegpt, sharegpt_load
+from onbeat.workload.load import Exchange, read_sharegpt, sharegpt_load
 
 
 def words(count: int, word: str = "w") -> str:
