@@ -88,7 +88,7 @@ def test_with_drafts_a_step_that_draws_behind_all_of_them_is_measured(num_tokens
     )
     verifying = largest_steps(limits)[2]
     assert verifying.attention.query_lens_R.tolist() == [5] * num_rows
-    assert verifying.sampling_tokens.tolist() == [*range(5 * num_rows)]
+    assert sorted(verifying.sampling_tokens.tolist()) == [*range(5 * num_rows)]
     weights = load_weights(DummyCheckpoint(TINY), torch.float32, torch.device("cpu"))
     options = CudaOptions(
         num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=400, max_num_batched_tokens=num_tokens
