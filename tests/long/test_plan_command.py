@@ -58,7 +58,7 @@ def test_refuses_degrees_that_are_none(text: str) -> None:
     [
         (["--gpus", "l4"], "give --rate"),
         (["--gpus", "l40s", "--rate", "2"], "no price of l40s is known"),
-        (["--gpus", "l4", "--rate", "2", "--headroom", "-5"], "at least 0 per cent"),
+        (["--gpus", "l4", "--rate", "2", "--headroom", "-5"], "headroom is -5"),
         (["--gpus", "l4", "--rate", "2", "--objective", "vidur"], "a plan promises a share"),
         (["--gpus", "l4", "--rate", "2", "--objective", "attainment:0.99"], "too short to tell"),
         (["--gpus", "l4", "--rate", "2", "--max-concurrency", "4"], "leave out --max-concurrency"),

@@ -14,7 +14,7 @@ from onbeat.bench.client import key_headers
 from onbeat.bench.objectives import SendSLO, check_transport
 from onbeat.bench.payload import DEFAULT_PATHS, Api
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import changed, option
+from onbeat.core.options import changed, check, option
 from onbeat.files import parse_object
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.workload.slo_classes import SLOClass
@@ -66,24 +66,22 @@ class TargetConfig:
         (), many="append", parse=pair, metavar="KEY=VALUE", help="extra header; repeatable"
     )
     request_timeout: float = _server(
-        6 * 3600.0, flag="--request-timeout-sec", parse=float, help="longest time of one request"
+        6 * 3600.0, flag="--request-timeout-sec", parse=float, above=0, help="longest time of one request"
     )
     """Seconds."""
     ready_timeout: float = _server(
         0.0,
         flag="--ready-check-timeout-sec",
         parse=float,
+        at_least=0,
         help="how long to wait for the server to answer",
     )
     """Seconds; 0 tries once."""
 
     def __post_init__(self) -> None:
+        check(self, TargetConfig)
         if not self.address.startswith(("http://", "https://")):
             raise ConfigError(f"--base-url must start with http:// or https://, got {self.base_url!r}")
-        if not self.request_timeout > 0:  # nan too
-            raise ConfigError(f"--request-timeout-sec must be above 0, got {self.request_timeout:g}")
-        if not self.ready_timeout >= 0:
-            raise ConfigError(f"--ready-check-timeout-sec must not be negative, got {self.ready_timeout:g}")
 
     @property
     def address(self) -> str:

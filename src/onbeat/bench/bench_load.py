@@ -58,6 +58,8 @@ class BenchLoad(Load):
     random_long_share: float = _data(
         0.0,
         metavar="X",
+        at_least=0,
+        below=1,
         help="share of random's requests that have long prompts; both kinds are reported apart",
     )
     random_long_input_len: int | None = _data(
@@ -82,8 +84,6 @@ class BenchLoad(Load):
         check_length(self.random_long_input_len or 1)
         if self.random_long_input_len is not None and not self.random_long_share:
             raise ConfigError("--random-long-input-len needs --random-long-share")
-        if not 0 <= self.random_long_share < 1:
-            raise ConfigError(f"--random-long-share must lie in [0, 1), got {self.random_long_share:g}")
         if self.random_long_share and self.random_prefix_len:
             raise ConfigError("--random-long-share and --random-prefix-len do not go together: leave one out")
 

@@ -293,7 +293,7 @@ def _settings(bench: BenchConfig, load: BenchLoad) -> dict[str, Any]:
         "dataset_path": None if load.dataset_path is None else str(load.dataset_path),
         "load": {
             # By their flags and in their units, those that have no key of their own.
-            each.key: value * 1e3 if each.option.unit == "ms" and value is not None else value
+            each.key: each.shown(value)
             for each, value in values_of(load).items()
             if each.key not in _OWN_KEYS
         },

@@ -14,7 +14,7 @@ from onbeat.cli.args import add_config_flag, checked
 from onbeat.cli.options import add_options, find_group, number, read_options
 from onbeat.cli.outputs import ResultOptions, StudyOptions
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import option, part, settings_of
+from onbeat.core.options import check, option, part, settings_of
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.planner.objectives import ShareObjective, parse_objective
 from onbeat.planner.plan_task import PlanTask
@@ -68,18 +68,17 @@ class PlanOptions:
         0.0,
         parse=checked(float, "per cent"),
         metavar="PERCENT",
+        at_least=0,
+        below=inf,
         help="how far above the promised rate the fleet must still keep the objectives; covers errors of "
         "predictions",
     )
     """Per cent."""
-    candidates: int = _option(16, metavar="N", help="most mixes of units to simulate")
+    candidates: int = _option(16, metavar="N", at_least=1, help="most mixes of units to simulate")
     study: StudyOptions = part(StudyOptions)
 
     def __post_init__(self) -> None:
-        if self.candidates < 1:
-            raise ConfigError(f"--candidates is {self.candidates}; it must be at least 1")
-        if not 0 <= self.headroom < inf:
-            raise ConfigError(f"--headroom is {self.headroom:g}; it must be at least 0 per cent, such as 20")
+        check(self, PlanOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

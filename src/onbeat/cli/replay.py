@@ -16,7 +16,7 @@ from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable, deliver
 from onbeat.cli.profile_from import error_table
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import option
+from onbeat.core.options import check, option
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.logged_step import step_times
 from onbeat.perfmodel.predictor import Predictor
@@ -70,13 +70,13 @@ class ReplayOptions:
         unit="ms",
         parse=checked(float, "milliseconds"),
         metavar="MS",
+        at_least=0,
         help="host time of a step (default: as recorded)",
     )
     """Seconds."""
 
     def __post_init__(self) -> None:
-        if self.host_overhead is not None and not self.host_overhead >= 0:
-            raise ConfigError(f"--host-overhead-ms is {self.host_overhead * 1e3:g}; it must be at least 0")
+        check(self, ReplayOptions)
 
     @property
     def predictor(self) -> dict[str, Any]:

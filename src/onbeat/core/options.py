@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
 from itertools import chain
+from operator import ge, gt, le, lt
 from types import NoneType, UnionType
 from typing import (
     Any,
@@ -38,6 +39,7 @@ class Dataclass(Protocol):
 T = TypeVar("T", bound=Dataclass)
 
 _OPTION, _PART = "option", "part"
+_BOUNDS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,12 @@ class Option:
     """From the text of the command line to the value, where the type alone does not say it."""
     unit: Literal["ms", "gbps"] | None = None
     """Of the command line; inside these are seconds and bytes per second."""
-    at_least: int | None = None
+    at_least: float | None = None
+    """Like the next three, what holds of its value, or of each of several."""
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    """Infinity: any finite number."""
     is_switch: bool = False
     """Of a boolean: a flag that turns it on, without one that turns it off."""
     many: Literal["+", "*", "append", ","] = "+"
@@ -113,6 +120,10 @@ class Setting(NamedTuple):
             return tuple(str(member.value) for member in self.enum)
         names = self.option.choices
         return (tuple(names()) if callable(names) else names) or (() if self.kinds else self.words)
+
+    def shown(self, value: Any) -> Any:
+        """Return a value in the unit of the command line."""
+        return value * 1e3 if self.option.unit == "ms" and value is not None else value
 
     @property
     def is_open(self) -> bool:
@@ -190,22 +201,29 @@ def changed(settings: Any) -> dict[Setting, Any]:
 
 
 def check(settings: Any, kind: type[Any]) -> None:
-    """Check the settings that a dataclass declares itself against their choices and their least values.
+    """Check the settings that a dataclass declares itself against their choices and their bounds.
 
     Raises
     ------
     ConfigError : names the setting, its value and what it may be.
     """
     for each in settings_of(kind):
-        value, least = getattr(settings, each.name, None), each.option.at_least  # a part's is not there
+        value = getattr(settings, each.name, None)  # a part's is not there
         if value is None or value in each.words:
             continue
         is_checked_later = isinstance(each.option.choices, tuple) and bool(each.option.choices)
         if each.choices and not is_checked_later and value not in each.choices:
             raise ConfigError(f"unknown {each.key} {quoted(value)}; choose one of {', '.join(each.choices)}")
         for one in value if isinstance(value, tuple) else (value,):
-            if least is not None and not one >= least:
-                raise ConfigError(f"{each.key} is {one}; it must be at least {least}")
+            _check_bounds(each, one)
+
+
+def _check_bounds(setting: Setting, value: Any) -> None:
+    for name, holds in _BOUNDS.items():
+        limit = getattr(setting.option, name)
+        if limit is not None and not holds(value, limit):
+            told = name.replace("_", " ")
+            raise ConfigError(f"{setting.key} is {setting.shown(value)}; it must be {told} {limit}")
 
 
 def _sorted(

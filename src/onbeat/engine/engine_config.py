@@ -125,6 +125,8 @@ class EngineConfig:
     gpu_memory_utilization: float = _engine(
         DEFAULT_GPU_UTILIZATION,
         metavar="SHARE",
+        above=0,
+        at_most=1,
         help="share of the GPU's memory that all its programs may take together",
     )
     enforce_eager: bool = _engine(
@@ -178,9 +180,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self, EngineConfig)
-        share = self.gpu_memory_utilization
-        if not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
         if self.enforce_eager and self.cuda_graph_pieces:
             raise ConfigError("--enforce-eager does without the graphs of --cuda-graph-pieces; leave one out")
 

@@ -114,6 +114,8 @@ class SchedulerLimits:
         None,
         metavar="SECONDS",
         parse=_queue_seconds,
+        at_least=0,
+        below=inf,
         help="longest predicted wait of best effort; beyond it a request gets 503 with Retry-After; 0 or "
         f"none: no limit (default: {DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
     )
@@ -128,10 +130,6 @@ class SchedulerLimits:
 
     def __post_init__(self) -> None:
         check(self, SchedulerLimits)
-        if self.max_queue_seconds is not None and not 0 <= self.max_queue_seconds < inf:
-            raise ConfigError(
-                f"max_queue_seconds is {self.max_queue_seconds}; it must be seconds, 0 for no limit"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
 import socket
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -102,7 +102,7 @@ class ServerConfig:
     """How the server listens, whom it lets in and what it allows one request."""
 
     host: str = _option("127.0.0.1", help="address to listen on")
-    port: int = _option(8000, help="0 takes any free port")
+    port: int = _option(8000, at_least=0, at_most=65535, help="0 takes any free port")
     served_model_names: tuple[str, ...] = _option(
         (),
         flag="--served-model-name",
@@ -143,7 +143,9 @@ class ServerConfig:
     max_logprobs: int = _option(
         20, at_least=-1, metavar="N", help="largest `top_logprobs`; -1 allows the whole vocabulary"
     )
-    shutdown_timeout: float = _option(30.0, metavar="SECONDS", help="time to drain after SIGTERM")
+    shutdown_timeout: float = _option(
+        30.0, metavar="SECONDS", at_least=0, below=inf, help="time to drain after SIGTERM"
+    )
     hang: HangLimits = field(default_factory=HangLimits)
     log_requests: bool = _option(default=True, help="log one line for each request")
     root_path: str = _option(
@@ -172,13 +174,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check(self, ServerConfig)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
-        # also against nan and inf, which no timer takes: the first signal would be the last one heard
-        if not 0 <= self.shutdown_timeout < math.inf:
-            raise ConfigError(
-                f"shutdown_timeout is {self.shutdown_timeout}; it must be finite and not negative"
-            )
         self._check_addresses()
         if self.tool_call_parser not in ("auto", "none"):
             family_named(self.tool_call_parser)

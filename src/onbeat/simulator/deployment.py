@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import check, option, part
+from onbeat.core.options import option, part
 from onbeat.perfmodel.device_spec import CPU, find_device
 from onbeat.perfmodel.engines import ENGINE_FORM, ENGINES, NO_ENGINE, require_engine
 from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
@@ -116,7 +116,6 @@ class Deployment(FleetTerms):
 
     def __post_init__(self) -> None:
         FleetTerms.__post_init__(self)
-        check(self, Deployment)
         hands_over = self.kv_bandwidth is not None or self.fleet.disaggregate is not None
         check_move_rule(self.fleet.move_rule, moves=hands_over, cure="give --kv-transfer-gbps")
         if self.kv_latency and not hands_over:

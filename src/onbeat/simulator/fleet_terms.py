@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Literal, NamedTuple, get_args
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS
-from onbeat.core.options import option, part
+from onbeat.core.options import check, option, part
 from onbeat.core.slo import ShedMode, shed_option
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 
@@ -62,20 +62,23 @@ class FleetTimes:
         10.0,
         flag="--replica-start-seconds",
         metavar="SECONDS",
+        at_least=0,
+        below=inf,
         help="time until a replica that starts during the run is ready",
     )
     """From the decision to start it; replicas at time 0 are there at once."""
     drain_seconds: float = _fleet(
-        DRAIN_SECONDS, metavar="SECONDS", help="time that requests have on a replica that drains"
+        DRAIN_SECONDS,
+        metavar="SECONDS",
+        at_least=0,
+        below=inf,
+        help="time that requests have on a replica that drains",
     )
     report_seconds: float = 0.002
     """Until what a replica reports is heard of."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not (isfinite(value) and value >= 0):
-                raise ConfigError(f"fleet time {each.name} is {value:g}; it must be a finite time, 0 or more")
+        check(self, FleetTimes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,7 @@ class FleetTerms:
         None,
         group="scheduler",
         metavar="TOKENS",
+        at_least=1,
         help="output limit of every request, for policies that reserve memory for it (default: its output)",
     )
     """A longer output is its own limit."""
@@ -110,17 +114,25 @@ class FleetTerms:
         flag="--host-overhead-ms",
         unit="ms",
         metavar="MS",
+        at_least=0,
+        below=inf,
         help="host time added to every step: planning, sampling, messages",
     )
     """The device waits for it."""
     step_noise: float = _step(
         0.0,
         metavar="SIGMA",
+        at_least=0,
+        at_most=10,
         help="multiply each step's time by a log-normal factor of mean 1; 0.05: by about 5%",
     )
     """Standard deviation of the logarithm."""
     guided_share: float = _step(
-        0.0, metavar="SHARE", help="share of requests whose answers must match a grammar"
+        0.0,
+        metavar="SHARE",
+        at_least=0,
+        at_most=1,
+        help="share of requests whose answers must match a grammar",
     )
     """Each of their rows takes a step a little longer."""
     seed: int = 0
@@ -129,20 +141,9 @@ class FleetTerms:
     """Most requests that the clients have under way; the next is sent when one ends. None sets no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrency", "declared_max_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if not (isfinite(self.host_overhead) and self.host_overhead >= 0):
-            raise ConfigError(
-                f"host_overhead is {self.host_overhead:g} s; it must be a finite time, 0 or more"
-            )
-        if not 0 <= self.step_noise <= 10:
-            raise ConfigError(
-                f"step_noise is {self.step_noise:g}; it must be a number from 0 to 10, such as 0.05"
-            )
-        if not 0 <= self.guided_share <= 1:
-            raise ConfigError(f"guided_share is {self.guided_share:g}; it must be from 0 to 1")
+        check(self, type(self))
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"max_concurrency is {self.max_concurrency}; it must be at least 1")
         for change in self.fleet_changes:
             if not (isfinite(change.when) and change.when >= 0 and change.number >= 0):
                 raise ConfigError(f"{change} is impossible: numbers and times are 0 or more")

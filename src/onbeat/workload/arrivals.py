@@ -139,6 +139,7 @@ class Arrivals:
     request_rate: float | None = _load(
         None,
         metavar="R",
+        above=0,
         help="requests/s; inf = all at once (default: a trace's own times; a closed loop with "
         "--max-concurrency; else 1, and inf to a server)",
     )
@@ -152,7 +153,9 @@ class Arrivals:
     rate_steps: str | None = _load(
         None, metavar="R:S,...", help="rates, each with its seconds; the list repeats; 0:S pauses"
     )
-    rate_scale: float = _load(1.0, metavar="X", help="replay at X times the recorded rate")
+    rate_scale: float = _load(
+        1.0, metavar="X", above=0, below=inf, help="replay at X times the recorded rate"
+    )
 
     @property
     def has_times(self) -> bool:
@@ -179,12 +182,6 @@ class Arrivals:
     @property
     def _kind(self) -> ArrivalKind | None:
         return "steps" if self.arrivals is None and self.rate_steps is not None else self.arrivals
-
-    def __post_init__(self) -> None:
-        if not (self.request_rate is None or self.request_rate > 0):
-            raise ConfigError(f"--request-rate must be above 0 (or inf), got {self.request_rate:g}")
-        if not (isfinite(self.rate_scale) and self.rate_scale > 0):
-            raise ConfigError(f"--rate-scale must be a finite number above 0, got {self.rate_scale:g}")
 
     def _check_kind(self) -> None:
         timing = self.timing

@@ -248,7 +248,6 @@ class Load(Arrivals):
         if self.slo_config is not None and not self.slo.is_empty:
             given = ", ".join(each.flag for each in changed(self.slo))
             raise ConfigError(f"--slo-config sets the objectives itself: leave out {given}")
-        Arrivals.__post_init__(self)
         if self.trace is None:  # else once its kind is known
             self._check_kind()
 

@@ -106,9 +106,9 @@ def test_custom_prompts(server: Background, tmp_path: Path) -> None:
         (["--num-prompts", "0"], "--num-prompts"),
         (["--base-url", "localhost"], "--base-url"),
         (["--num-warmups", "-1"], "num_warmups is -1"),
-        (["--request-timeout-sec", "nan"], "--request-timeout-sec must be above 0, got nan"),
-        (["--ready-check-timeout-sec", "nan"], "--ready-check-timeout-sec must not be negative, got nan"),
-        (["--ready-check-timeout-sec", "-1"], "--ready-check-timeout-sec must not be negative, got -1"),
+        (["--request-timeout-sec", "nan"], "request_timeout_sec is nan; it must be above 0"),
+        (["--ready-check-timeout-sec", "nan"], "ready_check_timeout_sec is nan"),
+        (["--ready-check-timeout-sec", "-1"], "ready_check_timeout_sec is -1"),
     ],
 )
 def test_bad_flags_are_one_clear_line(

@@ -40,8 +40,8 @@ def test_a_rate_sweep_keeps_the_rest_of_the_load() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"request_rate": 0.0}, "request-rate"),
-        ({"request_rate": math.nan}, "request-rate"),
+        ({"request_rate": 0.0}, "request_rate"),
+        ({"request_rate": math.nan}, "request_rate"),
         ({"max_concurrency": 0}, "max_concurrency"),
         ({"burstiness": 0.5}, "--burstiness"),
         ({"burstiness": 0.5, "arrivals": "constant", "request_rate": 1.0}, "--burstiness"),
@@ -49,7 +49,7 @@ def test_a_rate_sweep_keeps_the_rest_of_the_load() -> None:
         ({"arrivals": "replay", "request_rate": 2.0, "rate_scale": 3.0}, "rate-scale"),
         ({"arrivals": "poisson", "burstiness": 0.5, "request_rate": 1.0}, "--burstiness"),
         ({"arrivals": "steps"}, "--rate-steps"),
-        ({"random_long_share": 1.0}, "--random-long-share"),
+        ({"random_long_share": 1.0}, "random_long_share"),
         ({"sweep_concurrency": (4, 0)}, "sweep_concurrency"),
     ],
 )

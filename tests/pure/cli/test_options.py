@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import runpy
 from dataclasses import MISSING, dataclass
 from functools import cache, partial
@@ -216,6 +217,30 @@ def test_settings_of_parts_go_by_their_own_names() -> None:
 def test_what_a_setting_may_not_be_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(Outer, name="n", **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"wait": 0.0}, "wait_ms is 0.0; it must be above 0"),
+        ({"wait": math.inf}, "wait_ms is inf; it must be below inf"),
+        ({"wait": math.nan}, "wait_ms is nan"),
+        ({"share": 1.5}, "share is 1.5; it must be at most 1"),
+        ({"shares": (0.5, -1.0)}, "shares is -1.0; it must be at least 0"),
+    ],
+)
+def test_a_value_outside_of_its_bounds_is_refused(values: dict[str, Any], message: str) -> None:
+    settings = partial(option, group="bounds", help="of a value")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Bounded:
+        wait: float = settings(0.1, flag="--wait-ms", unit="ms", above=0, below=math.inf)
+        share: float = settings(0.5, at_least=0, at_most=1)
+        shares: tuple[float, ...] = settings((), at_least=0)
+
+    check(Bounded(), Bounded)
+    with pytest.raises(ConfigError, match=message):
+        check(Bounded(**values), Bounded)
 
 
 def test_a_list_may_be_one_word_with_commas(capsys: pytest.CaptureFixture[str]) -> None:

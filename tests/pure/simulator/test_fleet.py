@@ -297,7 +297,7 @@ def test_whatever_happens_everybody_ends_with_all_tokens_or_is_told(router, chan
 def test_impossible_changes_are_refused():
     with pytest.raises(ConfigError, match="0 or"):
         make_config(fleet_changes=(kill(-1.0, 0),))
-    with pytest.raises(ConfigError, match="fleet time start"):
+    with pytest.raises(ConfigError, match="replica_start_seconds is -1"):
         FleetTimes(start_seconds=-1.0)
 
 

@@ -124,7 +124,7 @@ def test_lengths_have_no_times_to_replay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"request_rate": 0.0}, "--request-rate"),
+        ({"request_rate": 0.0}, "request_rate is 0"),
         ({"arrivals": "poisson", "burstiness": 2.0}, "--burstiness"),
         ({"arrivals": "constant", "request_rate": math.inf}, "finite --request-rate"),
         ({"rate_scale": 2.0, "request_rate": 1.0}, "--rate-scale"),

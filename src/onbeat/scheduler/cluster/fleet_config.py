@@ -99,7 +99,7 @@ class FleetConfig:
         choices=SCALING_POLICIES.keys,
         help="what decides on the number of replicas",
     )
-    scale_down_seconds: float = _option(DOWN_SECONDS, metavar="SECONDS", help=DOWN_HELP)
+    scale_down_seconds: float = _option(DOWN_SECONDS, metavar="SECONDS", at_least=1, help=DOWN_HELP)
 
     def __post_init__(self) -> None:
         check(self, FleetConfig)
@@ -127,8 +127,6 @@ class FleetConfig:
                 f"--replicas {self.replicas} is outside of --autoscale {bounds}; leave --replicas out, or "
                 "begin with a number between"
             )
-        if not self.scale_down_seconds >= 1:
-            raise ConfigError(f"scale-down-seconds is {self.scale_down_seconds:g}; it must be at least 1")
 
     @property
     def num_replicas(self) -> int:
