@@ -11,6 +11,7 @@ from onbeat.cluster import start
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.cluster.start import share_devices
 from onbeat.core.errors import ConfigError, InvalidRequest
+from onbeat.scheduler.cluster.events import ScaleAsked
 from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import fleet_of, is_ready
 from tests.waiting import until
@@ -69,5 +70,5 @@ async def test_processes_see_their_own_devices_and_a_replica_too_many_says_so(tm
         assert {path.read_text() for path in tmp_path.iterdir()} == {"4", "6"}
         with pytest.raises(InvalidRequest, match="CUDA devices: 2"):
             client.scale(3)
-        client.controller.scale(3)  # as where one that drains still has its devices
+        client.controller.ask(ScaleAsked(3))  # as where one that drains still has its devices
         await until(lambda: "r2 has got no CUDA device" in caplog.text)

@@ -234,7 +234,7 @@ class FleetClient:
             self.controller.check_capacity(num_replicas)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="replicas", code="invalid_value") from error
-        self.controller.scale(num_replicas)
+        self.controller.ask(ScaleAsked(num_replicas))
 
     def autoscale(self, least: int, most: int) -> None:
         scaling = self.scaling
@@ -249,7 +249,7 @@ class FleetClient:
             self.controller.check_capacity(most)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="min", code="invalid_value") from error
-        self.controller.autoscale(bounds.least, bounds.most)
+        self.controller.ask(ScalingAsked(bounds.least, bounds.most))
 
     def restart(self) -> None:
         self.controller.restart()

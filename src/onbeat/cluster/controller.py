@@ -426,15 +426,10 @@ class FleetController:
                 f"{num_replicas} replicas do not fit: at most {most} have room here ({limit}); ask for fewer"
             )
 
-    def scale(self, num_replicas: int) -> None:
-        """Ask for a number of replicas."""
+    def ask(self, event: ScaleAsked | ScalingAsked) -> None:
+        """Ask for a number of replicas, or let the fleet decide on it between two."""
         self._tell_deliveries()
-        self.tell(ScaleAsked(num_replicas))
-
-    def autoscale(self, least: int, most: int) -> None:
-        """Let the fleet decide on the number of replicas, between two."""
-        self._tell_deliveries()
-        self.tell(ScalingAsked(least, most))
+        self.tell(event)
 
     def _tell_deliveries(self) -> None:
         """Let the fleet know how far all requests are, before it decides where they go on."""

@@ -123,7 +123,7 @@ class Processes:
         life = Life(replica, number, time.monotonic())
         self.lives[replica] = self.by_name[life.name] = life
         link = EngineLink(endpoint=self.wire.endpoint, identity=life.name, leaves_on_sigterm=True)
-        door = self.wire.doorkeeper
+        door = self.wire.access
         try:
             spec = ReplicaSpec(
                 replica=replica,
@@ -145,8 +145,8 @@ class Processes:
 
     def _admit(self, life: Life, public_key: bytes) -> None:
         life.public_key = public_key
-        if self.wire.doorkeeper is not None:
-            self.wire.doorkeeper.admit(public_key)
+        if self.wire.access is not None:
+            self.wire.access.admit(public_key)
 
     def on_ready(self, life: Life, info: EngineInfo) -> None:
         """Hear that a start is done."""
@@ -187,8 +187,8 @@ class Processes:
 
     def _forget(self, life: Life) -> None:
         self.by_name.pop(life.name, None)
-        if self.wire.doorkeeper is not None:
-            self.wire.doorkeeper.expel(life.public_key)
+        if self.wire.access is not None:
+            self.wire.access.expel(life.public_key)
         if self.lives.get(life.replica) is life:
             del self.lives[life.replica]
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
-from zmq.utils.monitor import parse_monitor_message
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.messages import FromEngine, ToEngine, decode_from_engine, encode
@@ -25,25 +24,20 @@ _DOMAIN = "fleet"
 _HANDSHAKE_MS = 10_000
 _QUIET_SECONDS = 60.0
 """Strangers are told of once in so long: who knocks often fills no log."""
-_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
-class Doorkeeper:
+class AccessControl:
     """Encrypts what comes over a listening socket, and turns strangers away before they say a word.
 
     Parameters
     ----------
-    context : of the socket; it has no other doorkeeper.
+    context : of the socket; it has no other access control.
     socket : not bound yet.
 
     Attributes
     ----------
     public_key : what whoever connects must know of this side (CurveZMQ, in Z85).
-    num_strangers : connections that were turned away, those aside that do not even speak ZeroMQ.
+    num_strangers : keys that were turned away, those aside that do not even speak CurveZMQ.
     """
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes]) -> None:
@@ -58,12 +52,6 @@ class Doorkeeper:
         self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.configure_curve_callback(_DOMAIN, self)
         self._authenticator.start()
-        self._socket = socket
-        self._monitor = socket.get_monitor_socket(_FAILURES)
-        self._loop = asyncio.get_running_loop()
-        self._fd = int(self._monitor.fd)
-        self._loop.add_reader(self._fd, self._read_monitor)
-        self._read_monitor()  # the descriptor tells of nothing before somebody has looked
 
     def admit(self, public_key: bytes) -> None:
         """Let the holder of a key connect."""
@@ -75,29 +63,21 @@ class Doorkeeper:
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """Answer the authenticator whether a key is one that was admitted."""
-        return key in self._admitted
-
-    def _read_monitor(self) -> None:
-        while True:
-            try:
-                parse_monitor_message(self._monitor.recv_multipart(flags=zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            self.num_strangers += 1
-            now = time.monotonic()
-            if now - self._last_told >= _QUIET_SECONDS:
-                self._last_told = now
-                logger.warning(
-                    "turned away a connection that is no replica of this fleet (%d so far); keep "
-                    "others off this port",
-                    self.num_strangers,
-                )
+        if key in self._admitted:
+            return True
+        self.num_strangers += 1
+        now = time.monotonic()
+        if now - self._last_told >= _QUIET_SECONDS:
+            self._last_told = now
+            logger.warning(
+                "turned away a connection that is no replica of this fleet (%d so far); keep "
+                "others off this port",
+                self.num_strangers,
+            )
+        return False
 
     def close(self) -> None:
-        """Let go of the socket; call it before the socket is closed."""
-        self._loop.remove_reader(self._fd)
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        """Let nobody else in."""
         self._authenticator.stop()
 
 
@@ -113,7 +93,7 @@ class Wire:
     Parameters
     ----------
     endpoint : to bind: `ipc://...`, or `tcp://ADDRESS:*` for any port. What comes by tcp is encrypted, and
-        comes from those alone that the doorkeeper was told to admit.
+        comes from those alone that were admitted.
     knows : whether a name is that of a replica whose messages count; others are dropped unread.
     on_message : is called with the name of the sender.
     on_junk : is called with the name of a known sender whose message cannot be read.
@@ -122,7 +102,7 @@ class Wire:
     ----------
     endpoint : what replicas connect to.
     num_dropped : messages of unknown senders.
-    doorkeeper : of connections by tcp; None where replicas connect by files that only this user can reach.
+    access : controls connections by tcp; None where replicas connect by files that only this user can reach.
 
     Raises
     ------
@@ -154,7 +134,7 @@ class Wire:
         socket.router_mandatory = True
         socket.ipv6 = "[" in endpoint
         is_local = endpoint.startswith("ipc:")
-        self.doorkeeper = None if is_local else Doorkeeper(self._context, socket)
+        self.access = None if is_local else AccessControl(self._context, socket)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -216,6 +196,6 @@ class Wire:
         self._close()
 
     def _close(self) -> None:
-        if self.doorkeeper is not None:
-            self.doorkeeper.close()
+        if self.access is not None:
+            self.access.close()
         self._context.destroy(linger=0)

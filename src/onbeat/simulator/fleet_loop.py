@@ -86,7 +86,7 @@ class FleetLoop:
         ------
         ConfigError : a request that no replica can ever run.
         """
-        self._desk = front_end
+        self._front_end = front_end
         front_end.open()
         self._expect_arrival()
         self.go_on()
@@ -150,7 +150,7 @@ class FleetLoop:
             self.num_events += 1
             heappush(self.events, (when, ARRIVE, 0, self.num_events, self._arrive))
         self._collector.on_request(offered)
-        self._desk.arrive(offered, now)
+        self._front_end.arrive(offered, now)
 
     def _stop(self, now: float) -> None:  # noqa: ARG002 (that of the last request's end)
         self.events.clear()
@@ -159,14 +159,14 @@ class FleetLoop:
 class Member:
     """One life of a replica in a loop: when it ends steps, and when it plans."""
 
-    __slots__ = ("_desk", "_due", "_loop", "_planned", "is_gone", "number", "replica")
+    __slots__ = ("_due", "_front_end", "_loop", "_planned", "is_gone", "number", "replica")
 
     def __init__(self, loop: FleetLoop, front_end: FrontEnd, number: int, replica: VirtualReplica) -> None:
         self.number = number
         self.replica = replica
         self.is_gone = False
         self._loop = loop
-        self._desk = front_end
+        self._front_end = front_end
         self._due = inf
         """When an end of its step is in the heap."""
         self._planned = -1.0
@@ -186,7 +186,7 @@ class Member:
 
     def _end(self, now: float) -> None:
         """Take what its step, or run of steps, has brought."""
-        replica, loop, front_end = self.replica, self._loop, self._desk
+        replica, loop, front_end = self.replica, self._loop, self._front_end
         if self._due == now:
             self._due = inf
         if replica.next_time != now or self.is_gone:
@@ -204,7 +204,7 @@ class Member:
         self._planned = -1.0
         if self.is_gone:
             return
-        replica, loop, front_end = self.replica, self._loop, self._desk
+        replica, loop, front_end = self.replica, self._loop, self._front_end
         if replica.next_time <= now:  # a run that was cut at this very instant; none of it ends
             replica.end(now)
         if front_end.hears_all:

@@ -82,7 +82,7 @@ class Lives:
         on_ready: Callable[[int, float], None],
     ) -> None:
         self._loop = loop
-        self._desk = front_end
+        self._front_end = front_end
         self._kinds = kinds
         self._make_replica = make_replica
         self._start_seconds = start_seconds
@@ -116,7 +116,7 @@ class Lives:
         if self._starting.get(number) == start:
             del self._starting[number]
             self.replicas[number] = self._make_replica(number, self.kind(number))
-            self._loop.join(number, self.replicas[number], self._desk)
+            self._loop.join(number, self.replicas[number], self._front_end)
             self._on_ready(number, now)
 
     def give_back(self, number: int, now: float) -> None:
