@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 import onbeat
-from onbeat.cluster import joining
+from onbeat.cluster import life
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.engine.process import BuildEngine
 from tests.fake_runner import build_fake_engine
@@ -111,7 +111,7 @@ async def test_a_replica_of_another_version_does_not_join(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with fleet_of(1) as client:
-        monkeypatch.setattr(joining, "__version__", "9.0")  # as if the package had been changed meanwhile
+        monkeypatch.setattr(life, "__version__", "9.0")  # as if the package had been changed meanwhile
         send_signal(client, "r0", signal.SIGKILL)
         await until(lambda: state_of(client, "r0") == "down", timeout=60)
         (view,) = client.replicas()

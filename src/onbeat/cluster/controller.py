@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from onbeat.cluster.clock_offset import by_our_clock, by_their_clock
-from onbeat.cluster.joining import other_blocks, other_files, other_version
 from onbeat.cluster.launcher import Launcher
-from onbeat.cluster.life import Life
+from onbeat.cluster.life import Life, other_blocks, other_files, other_version
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes
 from onbeat.cluster.streams import OpenRequest, Origin, Streams
 from onbeat.cluster.wire import Wire

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onbeat.cluster.clock_offset import ClockOffset, clock_id
-from onbeat.cluster.joining import check_node
 from onbeat.cluster.launcher import OnLost, ReplicaBound, ReplicaNeeds, ReplicaPlace, ReplicaSpec
+from onbeat.cluster.life import check_node
 from onbeat.cluster.processor_time import ProcessorTime
 from onbeat.cluster.replica_host import Greeting, HostState, ReplicaHost
 from onbeat.core.errors import ConfigError, EngineDead

@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.request import RequestOutput, overdue_error
@@ -234,23 +234,6 @@ class Collector:
         self._on_progress(num_finished, self._last_end)
 
 
-class Sampler(Protocol):
-    """What a virtual device computes in a step, and which tokens come of it."""
-
-    @property
-    def counts(self) -> DraftCounts | None:
-        """What became of drafts so far; None where nothing is speculated."""
-        ...
-
-    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
-        """Take note of a step that begins; return what the device computes."""
-        ...
-
-    def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:
-        """Return the tokens of a step: of the last of `num_steps` that are taken at once."""
-        ...
-
-
 class VirtualSampler:
     """Ends each request at the output length that the load says, whatever limit was declared.
 
@@ -260,16 +243,15 @@ class VirtualSampler:
     may_stop : whether requests end before their `max_tokens`.
     """
 
+    counts: DraftCounts | None = None
+    """What became of drafts so far; None where nothing is speculated."""
+
     def __init__(self, deliveries: Deliveries, *, may_stop: bool) -> None:
         self._deliveries = deliveries
         self._may_stop = may_stop
 
-    @property
-    def counts(self) -> None:
-        return None
-
     def begin(self, scheduled: SchedulerOutput) -> BatchShape:
-        """Return the shape of the step, as it was planned."""
+        """Take note of a step that begins; return what the device computes: here, what was planned."""
         return scheduled.shape
 
     def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:
@@ -348,7 +330,7 @@ class CatchUp:
             self._num_valid[request_id] += min(num_drafted - 1, num_accepted)
 
 
-class VerifyingSampler:
+class VerifyingSampler(VirtualSampler):
     """Gives each row that verifies one token, and one more for each draft that its request accepts.
 
     Parameters
@@ -360,7 +342,7 @@ class VerifyingSampler:
     def __init__(self, deliveries: Deliveries, config: SimulationConfig) -> None:
         speculation = config.scheduler.speculation
         assert speculation is not None
-        self._deliveries = deliveries
+        super().__init__(deliveries, may_stop=False)
         self._acceptance = config.acceptance
         self._num_speculative_tokens = speculation.num_speculative_tokens
         self._seed = config.seed
@@ -370,7 +352,7 @@ class VerifyingSampler:
             self._catch_up = CatchUp(speculation.max_catch_up_tokens, num_near=config.scheduler.block_size)
         self._results: dict[int, ModelRunnerOutput] = {}
         """Of the steps under way: what they bring is settled when they begin."""
-        self.counts = DraftCounts()
+        self.counts = self._drafts_so_far = DraftCounts()
 
     def begin(self, scheduled: SchedulerOutput) -> BatchShape:
         """Settle what a step brings; return what the device computes: no drafts that cannot be proposed."""
@@ -429,7 +411,7 @@ class VerifyingSampler:
             if drafts.num_available is not None:
                 num_available.append(drafts.num_available[place + num_tokens])
             if row.num_new_tokens == 1 + row.num_draft_tokens:
-                self.counts.add(drafted, num_tokens)
+                self._drafts_so_far.add(drafted, num_tokens)
             if self._catch_up is not None:
                 self._catch_up.confirm(row.request_id, drafted, num_tokens - 1)
         has_any_number = self._acceptance.hit_rate is None
@@ -452,7 +434,7 @@ class VerifyingSampler:
         return offered.drafts
 
 
-def make_sampler(config: SimulationConfig, deliveries: Deliveries) -> Sampler:
+def make_sampler(config: SimulationConfig, deliveries: Deliveries) -> VirtualSampler:
     """Return what samples on one replica."""
     if config.scheduler.speculation is None:
         return VirtualSampler(deliveries, may_stop=config.declared_max_tokens is not None)

@@ -54,7 +54,7 @@ def test_a_fast_machine_has_nothing_to_say() -> None:
 
 def test_each_missed_objective_is_a_sentence() -> None:
     model = LinearStepTime(0.061, 0.002)
-    ttft, tbt, standard = idle_misses(model, SLO_CLASSES)
+    tbt, ttft, standard = idle_misses(model, SLO_CLASSES)
     assert numbers(ttft) == [500, 219]
     assert numbers(tbt) == [50, 63]
     assert numbers(standard) == [2000, 969]

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from onbeat.scheduler.cluster.slo_router import PrefixMemory
+from onbeat.scheduler.cluster.routing import PrefixMemory
 
 
 def held(memory: PrefixMemory, blocks) -> dict[int, int]:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.cluster.events import RoutingRequest
-from onbeat.scheduler.cluster.load_view import LoadView
-from onbeat.scheduler.cluster.slo_router import SLORouter
+from onbeat.scheduler.cluster.slo_router import LoadView, SLORouter
 from onbeat.scheduler.replica import admission
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.triage import PrefillShare

@@ -1,129 +1,259 @@
 """A router that prices the wait of a request in the prefill work that a choice costs the fleet.
 
-Which replicas hold which prefixes, as far as whoever sends them prompts can know.
+It knows of a replica's load by the last report, and by what the replica was sent since.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
+from math import inf, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
-from onbeat.core.hashing import BlockHash
 from onbeat.scheduler.cluster.events import RoutingRequest
-from onbeat.scheduler.cluster.load_view import FirstToken, LoadView
-from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, LeastLoaded, Router, RoutingChoice
+from onbeat.scheduler.cluster.routing import (
+    NONE_EXCLUDED,
+    Holders,
+    LeastLoaded,
+    PrefixMemory,
+    Router,
+    RoutingChoice,
+)
+from onbeat.scheduler.triage import (
+    LEAST_SHARE,
+    Demand,
+    Ends,
+    FreeCapacity,
+    Job,
+    PrefillShare,
+    capacity_wait,
+    finish_seconds,
+    seconds_before,
+    select_feasible,
+)
+
+_A_BIT_LESS = 1 - 1e-9
+"""So that a sum that is rounded is no less than a bound of it."""
+_SHORTEST_STEP = 1e-4
+"""Seconds: of a replica that reports no time for a step."""
 
 
-class Holders:
-    """Who holds how much of a prompt; each answer costs O(levels), however many replicas hold it.
+PromptJob = Job[bool]
+"""Of a prompt no more is known than its work, its deadline, and whether it is protected."""
 
-    Parameters
-    ----------
-    levels : numbers of blocks, the largest first, and the replicas that hold so many, a bit each.
+
+class FirstToken(NamedTuple):
+    """When a request would have its first token, seconds from now."""
+
+    turn: float
+    """By the work that is done before."""
+    capacity: float
+    """By when it gets a slot and blocks; 0 where they are free."""
+    is_lost_if_late: bool
+    """Whether capacity that comes too late is of no use: the request is then served behind all others."""
+    left: float
+    """Until it is due."""
+
+    @property
+    def seconds(self) -> float:
+        """Until the first token, late or not."""
+        return max(self.turn, self.capacity)
+
+    @property
+    def likely(self) -> float:
+        """Until the first token, if that comes in time: else it comes at a time that nothing here tells."""
+        capacity = min(self.capacity, max(self.left, 0.0)) if self.is_lost_if_late else self.capacity
+        return max(self.turn, capacity)
+
+
+class Sent(NamedTuple):
+    """A request that a replica's last report does not count."""
+
+    number: int
+    """How many the replica had been sent with it."""
+    deadline: float
+    """Of its first token; infinite for best effort."""
+    seconds: float
+    """Of prefill work."""
+    num_blocks: int
+    """That its prompt wants."""
+    request_id: str
+
+
+@dataclass(slots=True)
+class LoadView:
+    """A replica's last report, and what it was sent since.
+
+    Times are the router's. Each call costs O(requests sent since the report).
     """
 
-    __slots__ = ("_levels",)
+    limits: ReplicaLimits
+    load: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(time=0.0, num_taken=0))
+    reported: float = -inf
+    """When the report came."""
+    num_sent: int = 0
+    sent: deque[Sent] = field(default_factory=deque)
+    num_ended: int = 0
+    """Since the last report."""
+    ends: Ends = field(default_factory=Ends)
 
-    def __init__(self, levels: Sequence[tuple[int, int]]) -> None:
-        self._levels = levels
+    def on_report(self, load: ReplicaLoad, now: float) -> None:
+        """Take a report, and count no more what it counts."""
+        if self.reported > -inf and load.num_running:
+            self.ends.count(now - self.reported, self.load.num_running, self.num_ended)
+        self.num_ended = 0
+        self.load, self.reported = load, now
+        self.num_sent = max(
+            self.num_sent, load.num_taken
+        )  # it was sent some that nobody asked a router about
+        while self.sent and self.sent[0].number <= load.num_taken:
+            self.sent.popleft()
 
-    def num_held(self, replica: int) -> int:
-        """Return how many of the first blocks a replica holds."""
-        for depth, replicas in self._levels:
-            if replicas >> replica & 1:
-                return depth
-        return 0
+    def send(self, deadline: float, seconds: float, num_blocks: int, request_id: str) -> None:
+        """Count a request that is sent."""
+        self.num_sent += 1
+        self.sent.append(Sent(self.num_sent, deadline, seconds, num_blocks, request_id))
 
-    def longest_first(self) -> Iterator[int]:
-        """Yield the replicas that hold some, those that hold the most first."""
-        for _, replicas in self._levels:
-            left = replicas
-            while left:
-                lowest = left & -left
-                yield lowest.bit_length() - 1
-                left ^= lowest
+    def take_back(self, request_id: str) -> None:
+        """Count no more a request that ended, or was taken back, before a report has counted it."""
+        for index, each in enumerate(self.sent):
+            if each.request_id == request_id:
+                del self.sent[index]
+                return
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run, wait or are on their way."""
+        return self.load.num_running + self.load.num_waiting + len(self.sent)
+
+    def capacity_wait(self, deadline: float, num_blocks: int, now: float) -> float:
+        """Return the seconds until a request gets a slot and its blocks; see `first_token.capacity_wait`.
+
+        Parameters
+        ----------
+        num_blocks : that its prompt wants.
+        """
+        load, sent = self.load, self.sent
+        num_free = self.limits.max_num_seqs - load.num_running - load.num_kept_slots
+        num_lacking = load.num_queued_blocks - load.num_free_blocks
+        num_waiting = load.num_waiting
+        has_slot = num_free > num_waiting + len(sent)
+        if has_slot and num_lacking + num_blocks + sum([each.num_blocks for each in sent]) <= 0:
+            return 0.0
+        num_held = self.limits.num_blocks + num_lacking
+        wanted = load.num_queued_blocks / max(num_waiting, 1)
+        ahead = [Demand(self.reported + until, num, wanted) for until, _, num in load.backlog if num]
+        if sent:
+            ahead = sorted((*ahead, *(Demand(each.deadline, 1, each.num_blocks) for each in sent)))
+        given_back = max(num_held / max(load.num_running + num_waiting, 1), 1.0)
+        capacity = FreeCapacity(num_free, load.num_free_blocks, given_back, self.ends.gap(load.num_running))
+        wait = capacity_wait(ahead, Demand(deadline, 1, num_blocks), capacity, self.reported)
+        return max(0.0, self.reported + wait - now) if wait else 0.0
+
+    def work_left(self, now: float) -> float:
+        """Return the seconds of prefill work that it has, roughly: what orders many replicas."""
+        load = self.load
+        total = load.best_effort_work
+        if load.backlog:
+            total = sum([seconds for _, seconds, _ in load.backlog]) + total
+        if total:
+            total = max(0.0, total - max(0.0, now - self.reported - load.busy) * load.prefill_share)
+        return total + sum([each.seconds for each in self.sent]) if self.sent else total
+
+    def soonest(self, seconds: float, now: float) -> float:
+        """Return a bound of `FirstToken.seconds` from below, without a look at what waits.
+
+        Parameters
+        ----------
+        seconds : of prefill work, on this replica.
+        """
+        load = self.load
+        start = max(now, self.reported + load.busy)
+        return start - now + max(_A_BIT_LESS * seconds, load.decode_seconds)
+
+    def first_token(
+        self, deadline: float, objective: float, seconds: float, num_blocks: int, now: float
+    ) -> FirstToken | None:
+        """Return when a request would have its first token, if it were sent now.
+
+        Parameters
+        ----------
+        deadline : of its first token, infinite without any.
+        objective : its TTFT objective, seconds; likewise.
+        seconds : of prefill work, on this replica.
+        num_blocks : that its prompt wants.
+
+        Returns
+        -------
+        None where the replica predicts nothing.
+        """
+        costs = self.load.costs
+        if costs is None:
+            return None
+        start = max(now, self.reported + self.load.busy)
+        jobs, best_effort = self._jobs(now)
+        total = sum([job.seconds for job in jobs])
+        num_ahead = bisect_right(jobs, deadline, key=_deadline)
+        prefill = self._prefill_share(costs, num_ahead, objective)
+        before = None
+        if deadline < inf:
+            own: PromptJob = Job(deadline, seconds, state=False)
+            due_before = sum([job.seconds for job in jobs[:num_ahead]])
+            jobs.insert(num_ahead, own)
+            late = select_feasible(
+                jobs, start=start + prefill.fixed_seconds, share=prefill.share, cost=_cost
+            )[1]
+            before = seconds_before(own, late, by_deadline=due_before)
+        if before is None:  # behind all
+            before = total + best_effort
+        shortest = self.load.decode_seconds
+        turn = start - now + max(finish_seconds(prefill, before + seconds, seconds + total), shortest)
+        wait = self.capacity_wait(deadline, num_blocks, now)
+        if wait:  # capacity comes free at the end of a step
+            wait += 0.5 * shortest + max(finish_seconds(prefill, seconds, seconds), shortest)
+        return FirstToken(turn, wait, self.load.gives_up, deadline - now)
+
+    def _jobs(self, now: float) -> tuple[list[PromptJob], float]:
+        """Return the prompts with deadlines, by deadline, and the work of the others, seconds."""
+        load = self.load
+        done = max(0.0, now - self.reported - load.busy) * load.prefill_share
+        jobs: list[PromptJob] = []
+        for until, seconds, _ in load.backlog:
+            if done >= seconds:
+                done -= seconds
+                continue
+            jobs.append(Job(self.reported + until, seconds - done, state=until <= 0.0))
+            done = 0.0
+        best_effort = max(0.0, load.best_effort_work - done)
+        if self.sent:
+            best_effort += sum(each.seconds for each in self.sent if each.deadline == inf)
+            jobs += [
+                Job(each.deadline, each.seconds, state=False) for each in self.sent if each.deadline < inf
+            ]
+            jobs.sort(key=_deadline)
+        return jobs, best_effort
+
+    def _prefill_share(self, costs: PrefillCosts, num_more: int, objective: float) -> PrefillShare:
+        """Return what prompts get of a step beside the streams and so many more decodes."""
+        load = self.load
+        fixed = load.full_seconds * (1 - load.prefill_share) + costs.decode * num_more
+        length = load.full_seconds
+        if objective < inf:
+            length = max(length, sqrt(costs.step * objective))
+        length = max(length, fixed, _SHORTEST_STEP)
+        return PrefillShare(0, length, max(1 - fixed / length, LEAST_SHARE))
 
 
-class _Held:
-    """The blocks that one replica is taken to hold, the least recently used first."""
-
-    __slots__ = ("bit", "blocks", "num_blocks")
-
-    def __init__(self, replica: int, num_blocks: int) -> None:
-        self.blocks: OrderedDict[BlockHash, None] = OrderedDict()
-        self.num_blocks = num_blocks
-        self.bit = 1 << replica
-        """As `PrefixMemory` writes it down. Most blocks have one holder alone, and all its blocks share this
-        number: one of their own each, with a bit for any of 1,000 replicas, would be most of the memory."""
+def _deadline(job: PromptJob) -> float:
+    return job.deadline
 
 
-class PrefixMemory:
-    """The prefixes that replicas were sent, less those that they must have evicted since.
-
-    Each replica is taken to hold what it was sent most recently, up to its memory. A look-up costs O(blocks
-    of the prompt), however many replicas there are.
-    """
-
-    def __init__(self) -> None:
-        self._holders: dict[BlockHash, int] = {}
-        """Block -> its replicas, a bit each."""
-        self._held: dict[int, _Held] = {}
-
-    def join(self, replica: int, num_blocks: int) -> None:
-        """Count with a replica that holds nothing."""
-        self._held[replica] = _Held(replica, num_blocks)
-
-    def forget(self, replica: int) -> None:
-        """Count no more with a replica. O(its blocks)."""
-        held = self._held.pop(replica, None)
-        if held is not None:
-            for block in held.blocks:
-                self._drop(block, replica)
-
-    def look_up(self, blocks: Sequence[BlockHash]) -> Holders:
-        """Return who holds how many of the first blocks of a prompt."""
-        holders = self._holders
-        levels: list[tuple[int, int]] = []
-        alive, depth = -1, 0
-        for block in blocks:
-            still = alive & holders.get(block, 0)
-            if still != alive:
-                if depth:
-                    levels.append((depth, alive & ~still))
-                alive = still
-                if not alive:
-                    break
-            depth += 1
-        if depth and alive:
-            levels.append((depth, alive))
-        levels.reverse()
-        return Holders(levels)
-
-    def send(self, replica: int, blocks: Sequence[BlockHash]) -> None:
-        """Take a replica to hold a prompt that it is sent."""
-        held = self._held.get(replica)
-        if held is None:
-            return
-        holders, own, bit = self._holders, held.blocks, held.bit
-        for block in reversed(blocks):  # of a prefix, the end is evicted before the beginning
-            if block in own:
-                own.move_to_end(block)
-            else:
-                own[block] = None
-                others = holders.get(block)
-                holders[block] = others | bit if others else bit
-        while len(own) > held.num_blocks:
-            self._drop(own.popitem(last=False)[0], replica)
-
-    def _drop(self, block: BlockHash, replica: int) -> None:
-        rest = self._holders[block] & ~(1 << replica)
-        if rest:
-            self._holders[block] = rest
-        else:
-            del self._holders[block]
+def _cost(job: PromptJob) -> float | None:
+    return None if job.state else job.seconds
 
 
 _PRICE = 0.3
@@ -144,6 +274,7 @@ class _Offer(NamedTuple):
     last_choice: int
     """Of equal ones, the least recently chosen."""
     number: int
+    bid: _Bid
     first_token: FirstToken | None
 
 
@@ -159,6 +290,8 @@ class _Bid(NamedTuple):
     """Of the same work on the replica itself."""
     num_blocks: int
     """Of KV that the uncached prompt wants."""
+    num_cached: int
+    """Tokens of the prompt that the replica holds."""
 
 
 class _Request(NamedTuple):
@@ -197,19 +330,14 @@ class SLORouter(Router):
         best = self._best(asked, now, excluded)
         if best is None:
             return None
-        number, view = best.number, self._views[best.number]
+        number, bid, first_token = best.number, best.bid, best.first_token
         self._last_choices[number] = self._num_choices = self._num_choices + 1
-        num_cached = self._num_cached(number, asked)
-        costs = view.load.costs or _UNKNOWN_COSTS
-        seconds = costs.seconds(asked.num_tokens - num_cached, num_cached)
-        num_blocks = view.limits.num_blocks_for(asked.num_tokens - num_cached)
-        view.send(asked.deadline, seconds, num_blocks, request.request_id)
+        self._views[number].send(asked.deadline, bid.seconds, bid.num_blocks, request.request_id)
         self._weigh(number, now)
         if request.block_hashes:
             self._prefixes.send(number, request.block_hashes)
-        first_token = best.first_token
         likely = None if first_token is None else first_token.likely
-        return RoutingChoice(number, "prefix" if num_cached else "cost", likely)
+        return RoutingChoice(number, "prefix" if bid.num_cached else "cost", likely)
 
     def take(self, replica: int, request: RoutingRequest) -> None:
         """Take it to hold the prompt; its next report counts the request."""
@@ -242,8 +370,8 @@ class SLORouter(Router):
     def least_wait(self, request: RoutingRequest, now: float) -> float | None:
         """Return the predicted seconds until the first token where it is soonest."""
         asked = self._look_up(request)
-        known = (self._first_token(number, asked, now) for number in self._candidates(asked, NONE_EXCLUDED))
-        return min((each.seconds for each in known if each is not None), default=None)
+        offers = [self._offer(bid, asked, now) for bid in self._bids(asked, now, NONE_EXCLUDED)]
+        return min([each.first_token.seconds for each in offers if each.first_token], default=None)
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
         """Let a replica be chosen."""
@@ -289,16 +417,6 @@ class SLORouter(Router):
         work = view.work_left(now) + _A_REQUEST * view.num_requests
         self._by_work.add(number, work - self._by_work.loads[number])
 
-    def _first_token(self, number: int, asked: _Request, now: float) -> FirstToken | None:
-        view = self._views[number]
-        costs = view.load.costs
-        if costs is None:
-            return None
-        num_cached = self._num_cached(number, asked)
-        seconds = costs.seconds(asked.num_tokens - num_cached, num_cached)
-        num_blocks = view.limits.num_blocks_for(asked.num_tokens - num_cached)
-        return view.first_token(asked.deadline, asked.objective, seconds, num_blocks, now)
-
     def _bids(self, asked: _Request, now: float, excluded: Collection[int]) -> list[_Bid]:
         """Return what is known at once of the replicas to look at, those first that may be the cheapest."""
         reference, num_tokens = self._reference, asked.num_tokens
@@ -307,13 +425,9 @@ class SLORouter(Router):
             view, num_cached = self._views[number], self._num_cached(number, asked)
             work = reference.seconds(num_tokens - num_cached, num_cached)
             num_blocks = view.limits.num_blocks_for(num_tokens - num_cached)
-            costs = view.load.costs
-            if costs is None:
-                bids.append(_Bid(work, number, work, 0.0, num_blocks))
-            else:
-                seconds = costs.seconds(num_tokens - num_cached, num_cached)
-                least = work + _PRICE * view.soonest(seconds, now)
-                bids.append(_Bid(least, number, work, seconds, num_blocks))
+            seconds = (view.load.costs or _UNKNOWN_COSTS).seconds(num_tokens - num_cached, num_cached)
+            least = work if view.load.costs is None else work + _PRICE * view.soonest(seconds, now)
+            bids.append(_Bid(least, number, work, seconds, num_blocks, num_cached))
         bids.sort()
         return bids
 
@@ -339,7 +453,7 @@ class SLORouter(Router):
             wait = view.num_requests / view.limits.max_num_seqs
             wait += view.capacity_wait(asked.deadline, bid.num_blocks, now)
         last_choice = self._last_choices.get(number, -1)
-        return _Offer(bid.work + _PRICE * wait, view.num_requests, last_choice, number, first_token)
+        return _Offer(bid.work + _PRICE * wait, view.num_requests, last_choice, number, bid, first_token)
 
     @property
     def _reference(self) -> PrefillCosts:

@@ -33,11 +33,11 @@ class IdleCheck:
 
     def is_missed(self, model: StepTimeModel, slo: SLO, margin: float = 1.0) -> bool:
         """Return whether a step takes longer than `margin` times the objective for it."""
-        return any(seconds > margin * objective for objective, seconds, _ in self._steps(model, slo))
+        return any(seconds > margin * objective for _, objective, seconds, _ in self._steps(model, slo))
 
     def speed(self, model: StepTimeModel, slo: SLO) -> str:
         """Return what the steps take that objectives are held against: `one decode takes 12 ms`."""
-        return ", ".join(f"{what} takes {ms_text(seconds)}" for _, seconds, what in self._steps(model, slo))
+        return ", ".join(f"{what} takes {ms_text(seconds)}" for *_, seconds, what in self._steps(model, slo))
 
     def speeds(self, model: StepTimeModel) -> str:
         """Return how soon tokens come if nothing else runs."""
@@ -48,34 +48,26 @@ class IdleCheck:
         )
 
     def _misses(self, model: StepTimeModel, slo: SLO) -> Iterator[str]:
-        if slo.ttft is not None and _prefill_seconds(model, self.long) > slo.ttft:
-            yield self._ttft_miss(model, slo.ttft)
-        if slo.tbt is not None and (decode := self._decode_seconds(model)) > slo.tbt:
-            yield f"TBT {ms_text(slo.tbt)}, but one decode alone takes {ms_text(decode)} here"
-        if slo.e2e is not None and (shortest := _prefill_seconds(model, self.short)) > slo.e2e:
-            taken = f"a prompt of {self.short} tokens alone takes {ms_text(shortest)} here"
-            yield f"E2E {ms_text(slo.e2e)}, but {taken}"
+        for name, objective, seconds, what in self._steps(model, slo):
+            if seconds > objective:
+                stated, taken = f"{name} {ms_text(objective)}", f"{what} alone takes {ms_text(seconds)} here"
+                yield self._ttft_miss(model, objective) if name == "TTFT" else f"{stated}, but {taken}"
 
     def _ttft_miss(self, model: StepTimeModel, ttft: float) -> str:
         longest = model.max_chunk_tokens(BatchShape(), 0, ttft)
-        if not longest:
-            return f"TTFT {ms_text(ttft)}: every prompt misses it even when idle"
+        which = f"prompts above {longest} tokens miss" if longest else "every prompt misses"
         taken = _prefill_seconds(model, self.short)
-        if taken > ttft:
-            return (
-                f"TTFT {ms_text(ttft)}: prompts above {longest} tokens miss it even when idle "
-                f"({self.short} tokens take {ms_text(taken)})"
-            )
-        return f"TTFT {ms_text(ttft)}: prompts above {longest} tokens miss it even when idle"
+        short = f" ({self.short} tokens take {ms_text(taken)})" if longest and taken > ttft else ""
+        return f"TTFT {ms_text(ttft)}: {which} it even when idle{short}"
 
-    def _steps(self, model: StepTimeModel, slo: SLO) -> Iterator[tuple[float, float, str]]:
-        """Yield each objective, the seconds of the step that is held against it, and what this step is."""
+    def _steps(self, model: StepTimeModel, slo: SLO) -> Iterator[tuple[str, float, float, str]]:
+        """Yield each objective with its name, the seconds of the step that has to keep it, and what it is."""
         if slo.tbt is not None:
-            yield slo.tbt, self._decode_seconds(model), "one decode"
+            yield "TBT", slo.tbt, self._decode_seconds(model), "one decode"
         if slo.ttft is not None:
-            yield slo.ttft, _prefill_seconds(model, self.long), f"a prompt of {self.long} tokens"
+            yield "TTFT", slo.ttft, _prefill_seconds(model, self.long), f"a prompt of {self.long} tokens"
         if slo.e2e is not None:
-            yield slo.e2e, _prefill_seconds(model, self.short), f"a prompt of {self.short} tokens"
+            yield "E2E", slo.e2e, _prefill_seconds(model, self.short), f"a prompt of {self.short} tokens"
 
     def _decode_seconds(self, model: StepTimeModel) -> float:
         return _step_seconds(model, num_computed_tokens=self.context - 1, num_new_tokens=1)

@@ -50,7 +50,7 @@ class RequestTable:
 
     def add(self, state: RequestState) -> None:
         """Let a new request wait."""
-        self._rank(state)
+        self.rank(state)
         self._remember(state)
         self.waiting.push(state)
 
@@ -115,10 +115,6 @@ class RequestTable:
         admitted = AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
         self._unannounced[state.request_id] = admitted
 
-    def rank(self, state: RequestState) -> None:
-        """Give a request that is in no list the place that its deadline, or the loss of it, asks for."""
-        self._rank(state)
-
     # --- what others must hear of ---------------------------------------------------------------------
 
     def take_unannounced(self) -> list[AdmittedRequest]:
@@ -162,7 +158,7 @@ class RequestTable:
     def requeue(self, state: RequestState) -> None:
         """Give a waiting request the place in the queue that its deadline, or the loss of it, asks for."""
         self.waiting.remove(state)
-        self._rank(state)
+        self.rank(state)
         self.waiting.push(state)
 
     def preempt(self, state: RequestState) -> None:
@@ -170,10 +166,6 @@ class RequestTable:
         assert state.status is RequestStatus.RUNNING
         state.num_preemptions += 1
         self.num_preemptions += 1
-        self._to_queue(state)
-
-    def _to_queue(self, state: RequestState) -> None:
-        """Let a running request wait, without any of its KV."""
         self.running.remove(state)
         self.kv.free(state)
         self._leave_runner(state)
@@ -182,7 +174,7 @@ class RequestTable:
     def queue(self, state: RequestState) -> None:
         """Let a request that has left the batch wait for its turn, or sit aside while it is paused."""
         state.status = RequestStatus.ASIDE if state.is_paused else RequestStatus.WAITING
-        self._rank(state)
+        self.rank(state)
         if not state.is_paused:
             self.waiting.push(state)
 
@@ -203,7 +195,7 @@ class RequestTable:
         self.num_pooled -= state.request.pooling is not None
         self.num_guided -= state.is_guided
 
-    def _rank(self, state: RequestState) -> None:
+    def rank(self, state: RequestState) -> None:
         """Let a request stand where its deadline, or the loss of it, puts it; not for one in a list."""
         if self._tracker is not None or state.slo.is_best_effort:
             state.sort_key = (state.slo.rank, *state.sort_key[1:])
