@@ -287,7 +287,7 @@ def _choose_draft_model(
         files = resolve_model(speculative.model, needs_weights=config.load_format != "dummy")
         draft = replace(config, model=files, speculative=None)
         checkpoint = open_weights(draft)
-    except ModelLoadError as error:
+    except ConfigError as error:
         raise ModelLoadError(f"the draft model cannot be loaded: {error}") from error
     size, target_size = num_parameters(checkpoint.config), num_parameters(target.model)
     if size > target_size:
