@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 12
+#define OB_ABI_VERSION 13
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -93,14 +93,6 @@ ob_matrix* ob_matrix_create(int32_t store, int64_t num_outputs, int64_t num_inpu
 int32_t ob_matrix_pack(ob_matrix* matrix, int32_t source_type, const void* rows, int64_t row_bytes,
                        const int64_t* to_outputs, int64_t num_rows, int32_t num_threads);
 
-/* Keeps the numbers of a packed quantized matrix a second time, as `store`: OB_STORE_F32 or OB_STORE_BF16, to which each
- * is rounded as a product that dequantizes them would. Not while a step reads the matrix. Returns OB_OK; OB_MALFORMED
- * where the matrix is not quantized or has such a copy; OB_NO_MEMORY. */
-int32_t ob_matrix_copy(ob_matrix* matrix, int32_t store, int32_t num_threads);
-/* Gives the copy's memory back, if there is one. */
-void ob_matrix_drop_copy(ob_matrix* matrix);
-
-/* Of its copy too. */
 int64_t ob_matrix_bytes(const ob_matrix* matrix);
 /* Writes row `output` as `num_inputs` floats: what embeddings look up, and what tests compare. Returns OB_OK, or
  * OB_MALFORMED where there is no such row. */
@@ -146,7 +138,6 @@ typedef struct {
     int32_t norms_span_heads; /* not 0: norms of queries and keys span all heads, else each by itself */
     int32_t num_experts, experts_per_token, expert_size; /* 0 where no layer has experts; the size padded to 16 */
     int32_t normalizes_experts; /* not 0: shares of a token's experts sum up to 1; else they are parts of all's */
-    int64_t copy_rows; /* fewest tokens (samples) of a step whose products read copies where there are any; 0: none do */
     float rms_norm_eps, attention_scale, embedding_scale;
     float rotary_scale;   /* of what has turned, queries and keys */
     float residual_scale; /* of what attention and feed-forward add to the residual */

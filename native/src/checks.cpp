@@ -80,15 +80,13 @@ std::string fault_of(const ob_model& model) {
     }
     if (model.num_kv_heads < 1 || model.num_heads % model.num_kv_heads) return "heads do not divide into KV heads";
     if (model.num_threads < 1) return "no threads";
-    if (model.copy_rows < 0) return "copies are read from a negative number of rows on";
     int64_t kv_bytes = 0;
     if (model.num_blocks < 1 || !count_kv_bytes(model, kv_bytes)) return "no number of blocks that a KV cache has";
     const int64_t queries = int64_t{model.num_heads} * model.head_dim;
     const auto suits = [&](const ob_matrix* matrix, int64_t outputs, int64_t inputs) {
         if (matrix == nullptr || matrix->num_outputs != outputs || matrix->num_inputs != inputs) return false;
         // A float matrix is multiplied by inputs of its own type.
-        const ob_matrix* plain = matrix->is_quantized() && model.copy_rows > 0 ? matrix->copy : matrix;
-        return plain == nullptr || plain->is_quantized() || plain->store == model.precision;
+        return matrix->is_quantized() || matrix->store == model.precision;
     };
     const int64_t gated = round_up(model.intermediate_size, 16);
     for (int64_t index = 0; index < model.num_layers; ++index) {

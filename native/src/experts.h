@@ -90,15 +90,11 @@ private:
 
     Range rows(int64_t expert) const { return {starts_[expert], starts_[expert + 1]}; }
     int64_t token(int64_t row) const { return order_[row] / num_chosen_; }
-    const ob_matrix& reads(const ob_matrix* w, Range rows) const {
-        const bool are_many = model_.copy_rows > 0 && rows.size() >= model_.copy_rows && !arithmetic_.is_invariant;
-        return are_many && w->copy != nullptr ? *w->copy : *w;
-    }
     Range panels(const ob_matrix& w) const { return share_of(w.num_panels, thread_, context_.num_threads); }
 
     void gate(int64_t expert) {
         const Range all = rows(expert);
-        const ob_matrix& w = reads(layer_.expert_gate_up[expert], all);
+        const ob_matrix& w = *layer_.expert_gate_up[expert];
         Number* gated = (Number*)context_.expert_gated;
         Number* own = (Number*)context_.gathered + thread_ * kMostColumnRows * context_.hidden_stride;
         const int64_t stride = context_.expert_stride;
@@ -116,7 +112,7 @@ private:
     }
 
     void add(int64_t expert) {
-        const ob_matrix& w = reads(layer_.expert_down[expert], rows(expert));
+        const ob_matrix& w = *layer_.expert_down[expert];
         const int64_t stride = context_.hidden_stride, width = model_.hidden_size;
         multiply<E>(w, {(const Number*)context_.expert_gated, context_.expert_stride}, rows(expert), panels(w), nullptr,
                     scratch_, arithmetic_, [&](int64_t row, int64_t panel, const float* sums) {

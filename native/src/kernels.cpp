@@ -133,9 +133,9 @@ private:
         const float* bias = layer.qkv_bias;
         const int64_t stride = context_.qkv_stride;
         for (int part = 0, count = count_qkv(layer); part < count; ++part) {
-            const ob_matrix& w = reads(layer.qkv[part]);
+            const ob_matrix& w = *layer.qkv[part];
             const int64_t num_outputs = w.num_outputs;
-            product(w, inputs, reads(part + 1 < count ? layer.qkv[part + 1] : layer.o),
+            product(w, inputs, *(part + 1 < count ? layer.qkv[part + 1] : layer.o),
                     [=](int64_t row, int64_t panel, const float* sums) {
                         copy_panel(qkv + row * stride, panel, num_outputs, sums, bias);
                     });
@@ -160,8 +160,8 @@ private:
     void add_mixed(int64_t index) {
         const ob_layer& layer = model_.layers[index];
         const Inputs<E> mixed = {(const Number*)context_.mixed, context_.mixed_stride, mixed_bytes(layer)};
-        const ob_matrix& after = layer.router != nullptr ? *layer.router : reads(layer.gate_up);
-        add(reads(layer.o), mixed, layer.o_bias, layer.after_attention_norm, after);
+        const ob_matrix& after = layer.router != nullptr ? *layer.router : *layer.gate_up;
+        add(*layer.o, mixed, layer.o_bias, layer.after_attention_norm, after);
     }
 
     SparseFeedForward<E> experts(int64_t index, Inputs<E> inputs) {
@@ -176,13 +176,6 @@ private:
 
     float* hidden(int64_t row) const { return context_.hidden + row * context_.hidden_stride; }
     float* branch(int64_t row) const { return context_.branch + row * context_.hidden_stride; }
-
-    // What products of a matrix read: its copy in plain numbers where there is one and rows are many.
-    const ob_matrix& reads(const ob_matrix* w, int64_t num_rows) const {
-        const bool are_many = model_.copy_rows > 0 && num_rows >= model_.copy_rows && !arithmetic_.is_invariant;
-        return are_many && w->copy != nullptr ? *w->copy : *w;
-    }
-    const ob_matrix& reads(const ob_matrix* w) const { return reads(w, num_rows_); }
 
     Range panels(const ob_matrix& w) const {
         if (by_columns_) return share_of(w.num_panels, thread_, context_.num_threads);
@@ -230,7 +223,7 @@ private:
     }
     // Whoever mixes a head makes its bytes, if blocks of bytes do not reach into the next head.
     QuantizedRows mixed_bytes(const ob_layer& layer) const {
-        return model_.head_dim % kBlockInputs == 0 ? shared_bytes(reads(layer.o)) : QuantizedRows{};
+        return model_.head_dim % kBlockInputs == 0 ? shared_bytes(*layer.o) : QuantizedRows{};
     }
 
     // ---- Attention ----
@@ -287,8 +280,8 @@ private:
         const ob_layer& layer = model_.layers[index];
         Number* gated = (Number*)context_.gated;
         const int64_t stride = context_.gated_stride;
-        const ob_matrix& gate_up = reads(layer.gate_up);
-        const ob_matrix& down = reads(layer.down);
+        const ob_matrix& gate_up = *layer.gate_up;
+        const ob_matrix& down = *layer.down;
         const Inputs<E> inputs = normed(rows_, layer.mlp_norm);
         const QuantizedRows bytes = shared_bytes(down);
         const Range own = gated_panels(gate_up);
@@ -304,7 +297,7 @@ private:
         if (bytes.values != nullptr) quantize_part(bytes, gated, stride, rows_, {own.first / 2, (own.end + 1) / 2});
         meet_if_divided_by_columns();
         const bool is_last = index + 1 == model_.num_layers;
-        const ob_matrix& after = reads(is_last ? model_.lm_head : model_.layers[index + 1].qkv[0]);
+        const ob_matrix& after = *(is_last ? model_.lm_head : model_.layers[index + 1].qkv[0]);
         add(down, {gated, stride, bytes}, nullptr, layer.after_mlp_norm, after);
     }
 
@@ -336,7 +329,7 @@ private:
         for (int64_t sample = 0; sample < num_samples; ++sample) largest[sample].clear();
         const int64_t vocab_size = model_.vocab_size;
         float* logits = step_.logits;
-        multiply<E>(reads(model_.lm_head, num_samples), {inputs, input_stride_}, {0, num_samples},
+        multiply<E>(*model_.lm_head, {inputs, input_stride_}, {0, num_samples},
                     share_of(model_.lm_head->num_panels, thread_, context_.num_threads), nullptr, scratch_, arithmetic_,
                     [=](int64_t sample, int64_t panel, const float* sums) {
                         largest[sample].see(panel, vocab_size, sums);
@@ -372,14 +365,6 @@ void run_step(StepContext& context, int thread) {
     }
 }
 
-void expand(const ob_matrix& matrix, int64_t panel, int32_t store, void* to) {
-    if (store == OB_STORE_BF16) {
-        expand_panel<BFloat16>(matrix, panel, (bf16*)to);
-    } else {
-        expand_panel<Float32>(matrix, panel, (float*)to);
-    }
-}
-
 }  // namespace
 
 #define OB_TEXT_OF(name) #name
@@ -387,9 +372,9 @@ void expand(const ob_matrix& matrix, int64_t panel, int32_t store, void* to) {
 extern const Kernels kernels;
 #if defined(OB_AMX)
 // 256 rows multiply 1024 numbers a cycle while 8 bytes of weights arrive, about what the cache that cores share gives.
-const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 256, kAmxQueries, expand};
+const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 256, kAmxQueries};
 #else
-const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 48, 12, expand};
+const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 48, 12};
 #endif
 
 }  // namespace OB_NAMESPACE

@@ -9,7 +9,6 @@
 #include <thread>
 #include <vector>
 
-#include "instruction_sets.h"
 #include "memory.h"
 #include "model.h"
 #include "quant_pack.h"
@@ -151,35 +150,8 @@ int32_t ob_matrix_pack(ob_matrix* matrix, int32_t source_type, const void* rows,
     return OB_NO_MEMORY;
 }
 
-int32_t ob_matrix_copy(ob_matrix* matrix, int32_t store, int32_t num_threads) {
-    const bool is_plain = store == OB_STORE_F32 || store == OB_STORE_BF16;
-    if (!matrix->is_quantized() || matrix->copy != nullptr || !is_plain || num_threads < 1) return OB_MALFORMED;
-    char error[1];
-    ob_matrix* copy = ob_matrix_create(store, matrix->num_outputs, matrix->num_inputs, 0, error, sizeof error);
-    if (copy == nullptr) return OB_NO_MEMORY;
-    try {
-        const ob::Kernels& kernels = *ob::usable_kernels().front();
-        ob::divide(copy->num_panels, 1, num_threads, [&](int64_t first, int64_t end) {
-            for (int64_t panel = first; panel < end; ++panel) {
-                kernels.expand(*matrix, panel, store, copy->data + panel * copy->panel_bytes);
-            }
-        });
-    } catch (const std::exception&) {
-        ob_matrix_free(copy);
-        return OB_NO_MEMORY;
-    }
-    matrix->copy = copy;
-    return OB_OK;
-}
-
-void ob_matrix_drop_copy(ob_matrix* matrix) {
-    ob_matrix_free(matrix->copy);
-    matrix->copy = nullptr;
-}
-
 int64_t ob_matrix_bytes(const ob_matrix* matrix) {
-    const size_t copy = matrix->copy == nullptr ? 0 : matrix->copy->mapped_bytes;
-    return static_cast<int64_t>(matrix->mapped_bytes + copy);
+    return static_cast<int64_t>(matrix->mapped_bytes);
 }
 
 int32_t ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row) {
@@ -203,7 +175,6 @@ int32_t ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row) {
 
 void ob_matrix_free(ob_matrix* matrix) {
     if (matrix == nullptr) return;
-    ob_matrix_free(matrix->copy);
     ob::give_back_shared_memory(matrix->data, matrix->mapped_bytes);
     delete matrix;
 }

@@ -23,7 +23,6 @@ struct ob_matrix {
     int64_t panel_bytes;
     uint8_t* data;
     size_t mapped_bytes;
-    ob_matrix* copy;  // of a quantized one, in plain numbers, for products of many rows; or NULL
 
     bool is_quantized() const { return store >= OB_STORE_Q8; }
     const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }

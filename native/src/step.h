@@ -123,8 +123,6 @@ struct Kernels {
     void (*run_step)(StepContext& context, int thread);
     int64_t fewest_rows;     // of a chunk: with fewer, reading the weights would take longer than multiplying
     int64_t attention_rows;  // query rows of one item, unless a KV head has more heads than that
-    // Writes a panel of a quantized matrix as plain numbers of a store.
-    void (*expand)(const ob_matrix& matrix, int64_t panel, int32_t store, void* to);
 };
 
 }  // namespace ob

@@ -34,7 +34,7 @@ SECONDS, MOST_CONTEXT_TOKENS = 80.0, 2**15
 """Of a measurement, where nothing else is asked for."""
 _WHAT_STEPS_DEPEND_ON = (
     *("load_format", "dtype", "quantization", "activation_quantization", "seed", "device", "backend"),
-    *("instruction_set", "weights_copy", "batch_invariant", "threads", "enforce_eager", "cuda_graph_pieces"),
+    *("instruction_set", "batch_invariant", "threads", "enforce_eager", "cuda_graph_pieces"),
     *("kv_cache_memory_bytes", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
 )
 """Settings of the engine: how steps are computed, and how large they may get."""
@@ -174,7 +174,7 @@ def _progress_bar(console: Console) -> Progress:
 def _say_what_sets_give(loaded: LoadedModel, console: Console) -> None:
     """Say what each instruction set takes for a few steps, also beside one that was asked for."""
     from onbeat.engine.native.forward import NativeForward, NativeModel
-    from onbeat.engine.native.set_timer import time_all_sets
+    from onbeat.engine.native.instruction_sets import time_all_sets
 
     forward = loaded.runner.forward
     if not isinstance(forward, NativeForward):

@@ -24,7 +24,6 @@ Quantization = Literal["auto", "none", "int8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 ActivationQuantization = Literal["auto", "none", "int8"]
 InstructionSet = Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portable"]
-WeightsCopy = Literal["auto", "off"]
 
 _model, _engine = partial(option, group="model"), partial(option, group="engine")
 
@@ -98,12 +97,6 @@ class EngineConfig:
     instruction_set: InstructionSet = _engine(
         "auto",
         help="instruction set of the native CPU engine; auto: the fastest here, timed at the first start",
-    )
-    weights_copy: WeightsCopy = _engine(
-        "auto",
-        help="keep a second copy of quantized weights in --dtype, for steps of many tokens (native backend); "
-        "auto: if the first start finds it faster, and it takes at most half of the remaining memory; "
-        "off: no copy",
     )
     batch_invariant: bool = _engine(
         default=False,

@@ -86,8 +86,6 @@ def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:
 def _what_computes(settings: Mapping[str, str]) -> str | None:
     """Return the instruction set, and what else of the settings changes the times of its steps."""
     name = settings.get("instruction_set")
-    if name is not None and "weights_copy" in settings:
-        name += f" with a copy of the weights {settings['weights_copy']}"
     if name is not None and "batch_invariant" in settings:
         name += " (batch-invariant)"
     graphs = settings.get("graphs", "cuda").partition(",")[0]

@@ -104,8 +104,8 @@ class Footprint:
                 f"quantization, or give onbeat more memory{fitting}"
             )
 
-    def check_fits(self, free: FreeMemory, *, num_blocks: int, num_tokens: int, num_rows: int) -> int:
-        """Check that all fits: weights, KV cache, and what steps compute in; return the bytes that are left.
+    def check_fits(self, free: FreeMemory, *, num_blocks: int, num_tokens: int, num_rows: int) -> None:
+        """Check that all fits: weights, KV cache, and what steps compute in.
 
         Parameters
         ----------
@@ -120,9 +120,8 @@ class Footprint:
         num_slots = num_blocks * self.kv_cache.block_size
         work = self._work_bytes(min(num_tokens, num_slots), min(num_rows, num_slots))
         kv_bytes = num_blocks * self.block_bytes
-        spare = free.num_bytes - self.weight_bytes - kv_bytes - work
-        if spare >= 0:
-            return spare
+        if self.weight_bytes + kv_bytes + work <= free.num_bytes:
+            return
         problem = (
             f"a KV cache of {_size(kv_bytes)} does not fit beside the weights ({_size(self.weight_bytes)}) "
             f"and what loading and steps of up to {num_tokens} tokens need ({_size(work)}): that is "
@@ -169,7 +168,7 @@ def fit(
     footprint: Footprint,
     settle: Callable[[int], SchedulerConfig],
     default_kv_bytes: Callable[[int, int], int],
-) -> tuple[SchedulerConfig, int]:
+) -> SchedulerConfig:
     """Decide what the user left open, from the memory that the model takes and the memory there is.
 
     Parameters
@@ -178,11 +177,6 @@ def fit(
     settle : from a number of KV blocks to limits.
     default_kv_bytes : from the bytes that the weights leave and those that steps take to the KV cache's.
 
-    Returns
-    -------
-    tuple
-        The limits, and the bytes that are left beside all that they let the engine take.
-
     Raises
     ------
     ConfigError : what the user gave cannot be kept.
@@ -190,12 +184,13 @@ def fit(
     footprint.check_weights(free, kv_cache_bytes=kv_cache_bytes or 0)
     default = default_kv_bytes(free.num_bytes - footprint.weight_bytes, footprint.step_bytes(limits))
     settled = settle(footprint.num_blocks_in(kv_cache_bytes or default))
-    return settled, footprint.check_fits(
+    footprint.check_fits(
         free,
         num_blocks=settled.num_blocks,
         num_tokens=settled.max_num_batched_tokens,
         num_rows=settled.max_num_seqs,
     )
+    return settled
 
 
 @contextmanager

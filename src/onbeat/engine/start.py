@@ -201,8 +201,6 @@ class ModelLoader:
     backend: Backend
     proposer: ProposerBuilder | None
     limits: SchedulerConfig
-    spare_bytes: int
-    """Memory that is left beside all that the engine needs."""
     settle: SettleLimits
 
     def load(self, say: OnProgress) -> LoadedModel:
@@ -217,7 +215,7 @@ class ModelLoader:
         for line in backend.remarks(self.config):
             say(line)
         draft = None if self.proposer is None else self.proposer.backend
-        forward, limits = backend.build(self.limits, say, Room(self.spare_bytes, self.settle, draft))
+        forward, limits = backend.build(self.limits, say, Room(self.settle, draft))
         if self.proposer is not None:
             say(_describe_proposer(self.proposer, limits))
             proposer = self.proposer.build(forward, limits)
@@ -239,8 +237,8 @@ def prepare(config: EngineConfig) -> ModelLoader:
     backend = _choose(config)
     proposer = choose_proposer(config, backend)
     settle = partial(_settle, config, backend.model.max_position_embeddings, backend.ahead())
-    limits, spare_bytes = backend.fit(config, settle, None if proposer is None else proposer.backend)
-    return ModelLoader(config, backend, proposer, limits, spare_bytes, settle)
+    limits = backend.fit(config, settle, None if proposer is None else proposer.backend)
+    return ModelLoader(config, backend, proposer, limits, settle)
 
 
 def _choose(config: EngineConfig) -> Backend:

@@ -13,7 +13,7 @@ from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.native.forward import NativeForward, NativeOptions
-from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
+from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.torch.forward import TorchForward
@@ -56,13 +56,9 @@ def on_native(
     num_threads: int = 2,
     instruction_set: str | None = None,
     batch_invariant: bool = False,
-    copy_rows: int = 0,
 ) -> Callable[..., NativeForward]:
     """Return what makes native forward passes that share packed weights."""
     weights = pack(library, checkpoint, dtype=dtype, quantization=quantization)
-    if copy_rows:
-        for matrix in weights.quantized_products:
-            matrix.copy(PLAIN_LAYOUTS[numpy_dtype(dtype)], num_threads=num_threads)
 
     def make(*, num_blocks: int, block_size: int) -> NativeForward:
         options = NativeOptions(
@@ -73,7 +69,6 @@ def on_native(
             activation_quantization=activation_quantization,
             instruction_set=instruction_set,
             batch_invariant=batch_invariant,
-            copy_rows=copy_rows,
         )
         return NativeForward(library, checkpoint.config, weights, options)
 

@@ -90,7 +90,6 @@ class Engine:
         self._library = library
         self._rng = rng
         self._layout = sizes.layout
-        self._plain = MatrixLayout(Store.BF16 if sizes.is_bfloat16 else Store.F32)
         self._kept: list[Any] = []
         self._functions = library.functions
         query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
@@ -138,7 +137,6 @@ class Engine:
             experts_per_token=int(rng.integers(1, sizes.num_experts + 1)) if sizes.num_experts else 0,
             expert_size=sizes.expert_size,
             normalizes_experts=int(rng.integers(2)),
-            copy_rows=int(rng.choice([0, 1, 20])),
             rms_norm_eps=1e-5,
             attention_scale=0.1,
             embedding_scale=1.0,
@@ -212,8 +210,6 @@ class Engine:
         if self._layout.store == Store.BF16:
             rows, source = (rows.view(np.uint32) >> 16).astype(np.uint16), Source.BF16
         assert matrix.pack(rows, source, self._rng.permutation(num_outputs), num_threads=2)
-        if self._layout.group and self._rng.integers(2):
-            matrix.copy(self._plain, num_threads=2)
         self._kept.append(matrix)
         return matrix.handle
 

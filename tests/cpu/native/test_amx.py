@@ -303,31 +303,6 @@ def test_batch_invariant_quantized_weights(
     assert all(torch.equal(logits, found[0]) for logits in found)
 
 
-def test_a_copy_changes_no_number_of_many_rows(emulated_library: NativeLibrary, tmp_path: Path) -> None:
-    """Tiles read what they would have expanded; fewer rows, which would be bytes, lose nothing."""
-    checkpoint = open_quantized(tmp_path, "Q4_0")
-    ways: tuple[tuple[int, ActivationQuantization], ...] = (
-        *((0, "auto"), (32, "auto")),
-        *((0, "none"), (1, "auto")),
-    )
-    found = {
-        (copy_rows, way): first_logits(
-            on_native(
-                emulated_library,
-                checkpoint,
-                dtype=torch.bfloat16,
-                quantization="auto",
-                activation_quantization=way,
-                copy_rows=copy_rows,
-            ),
-            lengths=(40, 90),
-        )
-        for copy_rows, way in ways
-    }
-    assert torch.equal(found[0, "auto"], found[32, "auto"])
-    assert torch.equal(found[0, "none"], found[1, "auto"])
-
-
 @pytest.mark.slow
 def test_models_compute_the_same_by_the_instructions_themselves(
     native_library: NativeLibrary, tmp_path: Path

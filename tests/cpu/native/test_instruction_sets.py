@@ -12,20 +12,22 @@ import pytest
 
 from onbeat.core.errors import EngineError
 from onbeat.engine.dtypes import FLOAT32
-from onbeat.engine.native import set_timer
+from onbeat.engine.native import instruction_sets
 from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
 from onbeat.engine.native.instruction_sets import (
     SetChoice,
     SetTimes,
     SetTimesFile,
     StepKind,
+    choose_instruction_set,
     choose_set,
     settle_set,
+    step_kinds,
+    time_all_sets,
     time_sets,
     time_with_care,
 )
 from onbeat.engine.native.library import NativeLibrary
-from onbeat.engine.native.set_timer import choose_instruction_set, step_kinds, time_all_sets
 from tests.cpu.engine.forwards import pack
 from tests.cpu.native.test_forward import checkpoint_of
 from tests.told import numbers
@@ -173,8 +175,8 @@ def test_real_sets_are_timed_and_kept(
     weights = pack(native_library, checkpoint)
     options = NativeOptions(dtype=FLOAT32, num_blocks=1, block_size=16, num_threads=2)
     model = NativeModel(native_library, checkpoint.config, weights, options)
-    monkeypatch.setattr(set_timer, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(set_timer, "_DECODE_BYTES", 1)
+    monkeypatch.setattr(instruction_sets, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(instruction_sets, "_DECODE_BYTES", 1)
 
     kinds, times = time_all_sets(model)
     assert kinds == step_kinds(weights)

@@ -30,8 +30,6 @@ SettleLimits = Callable[[int], SchedulerConfig]
 class Room(NamedTuple):
     """What the start of an engine leaves to the backend that serves."""
 
-    spare_bytes: int
-    """Memory beside weights, KV cache and what steps need."""
     settle: SettleLimits
     """For a backend that finds out itself how many blocks there can be."""
     draft: CheckpointBackend | None
@@ -92,8 +90,8 @@ class Backend(Protocol):
 
     def fit(
         self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None
-    ) -> tuple[SchedulerConfig, int]:
-        """Return limits that go with the memory there is, and the bytes that are left beside all of it.
+    ) -> SchedulerConfig:
+        """Return limits that go with the memory there is.
 
         Raises
         ------
@@ -126,7 +124,7 @@ class CheckpointBackend(Backend):
 
     def fit(
         self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None
-    ) -> tuple[SchedulerConfig, int]:
+    ) -> SchedulerConfig:
         """Calculate them from `needs`; see `Backend.fit`."""
         block_size = config.limits.block_size
         footprint = self.needs(block_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onbeat.core.errors import ConfigError, ModelLoadError
+from onbeat.core.errors import ConfigError
 from onbeat.engine.backends.base import CheckpointBackend, Room
 from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.engine_config import EngineConfig, InstructionSet
@@ -12,11 +12,10 @@ from onbeat.engine.forward import ForwardPass
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.memory import Footprint
 from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
+from onbeat.engine.native.instruction_sets import choose_instruction_set
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
-from onbeat.engine.native.set_timer import choose_instruction_set
-from onbeat.engine.native.weights_copy import NONE, CopyChoice, choose_copy, make_copy, why_no_copy
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.weights import Checkpoint
 from onbeat.perfmodel.profile_file import cache_dir
@@ -76,9 +75,12 @@ class NativeBackend(CheckpointBackend):
         return Footprint.of(self.model, kv_cache, self._layouts.num_bytes())
 
     def build(
-        self, limits: SchedulerConfig, say: OnProgress, room: Room | None = None
+        self,
+        limits: SchedulerConfig,
+        say: OnProgress,
+        room: Room | None = None,  # noqa: ARG002
     ) -> tuple[ForwardPass, SchedulerConfig]:
-        """Pack the weights, and choose instruction set and second copy."""
+        """Pack the weights, and choose the instruction set."""
         num_threads = self.device.num_threads
         packer = WeightPacker(self._library, self.checkpoint, self._layouts, num_threads=num_threads)
         options = NativeOptions(
@@ -91,24 +93,9 @@ class NativeBackend(CheckpointBackend):
             batch_invariant=self._config.batch_invariant,
         )
         weights = packer.pack()
-        copy = None
-        if self._config.weights_copy == "auto" and weights.quantized_products:
-            copy = self._choose_copy(weights, options, 0 if room is None else room.spare_bytes)
-            options = replace(options, copy_rows=copy.rows)
         if self._instruction_set is None:
             options = self._with_quickest_set(weights, options, say)
-        if copy is not None:
-            options = _with_copy(copy, weights, options, say)
         return NativeForward(self._library, self.model, weights, options), limits
-
-    def _choose_copy(self, weights: NativeWeights, options: NativeOptions, spare_bytes: int) -> CopyChoice:
-        if why := why_no_copy(weights, options, spare_bytes):
-            return CopyChoice(0, why)
-        newest = self._library.instruction_sets[0]
-        options = replace(options, instruction_set=options.instruction_set or newest)
-        model = NativeModel(self._library, self.model, weights, options)
-        directory = cache_dir() / "weights-copies"
-        return choose_copy(model, processor=device_name(self.device), directory=directory)
 
     def _with_quickest_set(
         self, weights: NativeWeights, options: NativeOptions, say: OnProgress
@@ -122,25 +109,7 @@ class NativeBackend(CheckpointBackend):
         processor, directory = device_name(self.device), cache_dir() / "instruction-sets"
         chosen, reason = choose_instruction_set(model, processor=processor, directory=directory)
         say(Detail(f"instruction set {chosen}, {reason}"))
-        copy_rows = options.copy_rows if chosen == self._library.instruction_sets[0] else 0
-        return replace(options, instruction_set=chosen, copy_rows=copy_rows)
-
-
-def _with_copy(
-    copy: CopyChoice, weights: NativeWeights, options: NativeOptions, say: OnProgress
-) -> NativeOptions:
-    """Make the copy that was chosen, unless memory runs out or another set is quicker without."""
-    if copy.rows and not options.copy_rows:
-        say(Detail(f"{NONE}: {options.instruction_set} is quicker without"))
-        return options
-    try:
-        if copy.rows:
-            make_copy(weights, options)
-    except ModelLoadError as error:
-        say(Detail(f"{NONE}: {error}"))
-        return replace(options, copy_rows=0)
-    say(Detail(copy.reason))
-    return options
+        return replace(options, instruction_set=chosen)
 
 
 def _instruction_set(library: NativeLibrary, wanted: InstructionSet) -> str | None:

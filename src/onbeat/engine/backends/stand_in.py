@@ -101,9 +101,9 @@ class StandInBackend(Backend):
         config: EngineConfig,
         settle: SettleLimits,
         draft: CheckpointBackend | None = None,  # noqa: ARG002 -- which `_check` refuses
-    ) -> tuple[SchedulerConfig, int]:
+    ) -> SchedulerConfig:
         """Decide what the user left open, as the memory of the other device allows."""
-        return settle(_num_blocks(config, self._what)), 0
+        return settle(_num_blocks(config, self._what))
 
     def build(
         self,

@@ -63,8 +63,6 @@ class NativeOptions:
     """None takes the best one of this processor."""
     batch_invariant: bool = False
     """Whether a token's numbers are the same whatever else is in its step."""
-    copy_rows: int = 0
-    """Fewest tokens of a step whose products read the copies that quantized matrices have; 0: none does."""
 
 
 class NativeModel(NamedTuple):
@@ -105,8 +103,6 @@ class NativeForward(ForwardPass):
             "instruction_set": self.instruction_set,
             "weights": weights.stores,
         }
-        if options.copy_rows:
-            self.settings["weights_copy"] = f"from {options.copy_rows} rows"
         if options.batch_invariant:
             self.settings["batch_invariant"] = "yes"
         self._num_threads = options.num_threads
@@ -288,7 +284,6 @@ class _EngineStructures:
             experts_per_token=0 if experts is None else experts.num_per_token,
             expert_size=weights.expert_size,
             normalizes_experts=experts is not None and experts.normalizes,
-            copy_rows=options.copy_rows,
             rms_norm_eps=config.rms_norm_eps,
             attention_scale=config.attention_scale,
             embedding_scale=embedding_scale,

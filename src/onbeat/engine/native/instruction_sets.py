@@ -10,16 +10,36 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onbeat.core.errors import OnbeatError
+import numpy as np
 
-LEAST_GAIN = 0.1
+from onbeat.core.errors import ConfigError, OnbeatError
+from onbeat.engine.input_batch import AttentionBatch, StepInputs
+from onbeat.engine.native.forward import NativeForward, NativeModel, first_layers
+from onbeat.engine.native.packing import NativeWeights
+from onbeat.files import read
+from onbeat.typed import Positive, Table
+
+DECODES = (1, 8, 32)
+PROMPT_TOKENS = 512
+_FEWEST_PROMPT_TOKENS = 128
+_PROMPT_PRODUCTS = 2**32
+"""Of weights and tokens, at most, that a prompt is timed with, unless it would be of fewer tokens."""
+_DECODE_BYTES = 32 << 20
+"""Of weights that decodes are timed with, where the model has as many: more than caches of the second level
+keep, for in the model's own steps they come from further away."""
+_LEAST_BYTES = 4 << 20
+"""Of a model's weights; in steps of a smaller one other things take longer than products."""
+_CONTEXT_TOKENS = 64
+_LEAST_GAIN = 0.1
 """By so much another set must be quicker than the first: less is chance, and replicas shall agree."""
 _REPEATS = 2
 """Of each kind of step, beside the first one, which brings threads and memory to life."""
-CONFIRMATIONS = 10
+_CONFIRMATIONS = 10
 """Repeats where a set seems quicker than the first: on a busy machine it may be none."""
 
 
@@ -30,11 +50,6 @@ class StepKind(NamedTuple):
     row_tokens: int
     """New tokens of each row: 1 of a decode."""
     num_layers: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of its products."""
-        return self.num_rows * self.row_tokens
 
     @property
     def title(self) -> str:
@@ -57,6 +72,129 @@ class SetChoice(NamedTuple):
 
     instruction_set: str
     reason: str
+
+
+def choose_instruction_set(model: NativeModel, *, processor: str, directory: Path) -> SetChoice:
+    """Return the quickest set for a model, as timed before on such a machine, or now.
+
+    Parameters
+    ----------
+    model : what runs.
+    processor : its name.
+    directory : where times are kept.
+    """
+    names = model.library.instruction_sets
+    if len(names) == 1:
+        return SetChoice(names[0], "the only one here")
+    if model.weights.num_bytes < _LEAST_BYTES:
+        return SetChoice(names[0], "the newest; the model is too small to time others")
+    kinds = step_kinds(model.weights)
+
+    def measure() -> SetTimes:
+        with closing(StepTimer(model, kinds)) as timer:
+            return time_with_care(names, kinds, timer.run)
+
+    return settle_set(names, SetTimesFile(directory, _key(model, processor, kinds)), measure)
+
+
+def _key(model: NativeModel, processor: str, kinds: Sequence[StepKind]) -> dict[str, Any]:
+    """Return all that times depend on."""
+    library, config, weights, options = model
+    return {
+        "library": hashlib.sha256(library.path.read_bytes()).hexdigest(),
+        "processor": processor,
+        "variants": library.instruction_sets,
+        "steps": kinds,
+        "threads": options.num_threads,
+        "dtype": str(options.dtype),
+        "activation_quantization": options.activation_quantization,
+        "batch_invariant": options.batch_invariant,
+        "block_size": options.block_size,
+        "model": asdict(config),
+        "layouts": [str(matrix.layout) for matrix in weights.layers[0].matrices],
+    }
+
+
+def time_all_sets(model: NativeModel) -> tuple[list[StepKind], SetTimes]:
+    """Return steps, and what every set takes for each.
+
+    Raises
+    ------
+    ConfigError, EngineError : memory or threads are short.
+    """
+    kinds, names = step_kinds(model.weights), model.library.instruction_sets
+    with closing(StepTimer(model, kinds)) as timer:
+        return kinds, time_sets(names, kinds, timer.run, gives_up=False)
+
+
+def step_kinds(weights: NativeWeights) -> list[StepKind]:
+    """Return decodes of few to many requests in some layers, and a prompt in one."""
+    first = weights.layers[0].matrices
+    layer_bytes = sum(matrix.num_bytes for matrix in first)
+    num_layers = min(max(-(-_DECODE_BYTES // layer_bytes), 1), len(weights.layers))
+    num_weights = sum(matrix.num_outputs * matrix.num_inputs for matrix in first)
+    prompt = min(max(_PROMPT_PRODUCTS // num_weights, _FEWEST_PROMPT_TOKENS), PROMPT_TOKENS)
+    return [*(StepKind(num_rows, 1, num_layers) for num_rows in DECODES), StepKind(1, prompt, 1)]
+
+
+class StepTimer:
+    """The first layers of a model on each instruction set, each with threads and a KV cache of its own.
+
+    Parameters
+    ----------
+    model : what runs.
+    kinds : the steps that will be timed.
+    """
+
+    def __init__(self, model: NativeModel, kinds: Sequence[StepKind]) -> None:
+        self._model = model
+        self._block_size = block_size = model.options.block_size
+        blocks = max(kind.num_rows * _row_blocks(kind, block_size) for kind in kinds)
+        self._options = replace(model.options, num_blocks=blocks)
+        self._forwards: dict[tuple[str, int], NativeForward] = {}
+
+    def run(self, name: str, kind: StepKind) -> float:
+        """Run a step on a set; return its seconds."""
+        key = name, kind.num_layers
+        if key not in self._forwards:
+            self._forwards[key] = NativeForward(
+                self._model.library,
+                *first_layers(self._model.config, self._model.weights, kind.num_layers),
+                replace(self._options, instruction_set=name),
+            )
+        inputs = _step_inputs(kind, self._block_size, self._model.config.vocab_size)
+        seconds = self._forwards[key].run(inputs, wants_logits=False).seconds
+        assert seconds is not None
+        return seconds
+
+    def close(self) -> None:
+        """Let threads and memory go."""
+        for forward in self._forwards.values():
+            forward.close()
+
+
+def _row_blocks(kind: StepKind, block_size: int) -> int:
+    return -(-max(kind.row_tokens, _CONTEXT_TOKENS) // block_size)
+
+
+def _step_inputs(kind: StepKind, block_size: int, vocab_size: int) -> StepInputs:
+    """Rows at the end of their contexts, each in blocks of its own."""
+    num_rows, num_tokens = kind.num_rows, kind.num_rows * kind.row_tokens
+    context = max(kind.row_tokens, _CONTEXT_TOKENS)
+    num_blocks = _row_blocks(kind, block_size)
+    positions_RT = np.tile(np.arange(context - kind.row_tokens, context), (num_rows, 1))
+    first_slots_R = np.arange(num_rows) * num_blocks * block_size
+    return StepInputs(
+        token_ids_T=np.arange(num_tokens) % vocab_size,
+        positions_T=positions_RT.ravel(),
+        attention=AttentionBatch(
+            query_lens_R=np.full(num_rows, kind.row_tokens),
+            context_lens_R=np.full(num_rows, context),
+            slots_R=np.arange(num_rows),
+            block_tables_SB=np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks),
+            slot_mapping_T=(first_slots_R[:, None] + positions_RT).ravel(),
+        ),
+    )
 
 
 def time_sets(
@@ -106,19 +244,19 @@ def time_with_care(names: Sequence[str], kinds: Sequence[StepKind], run: Timer) 
     times = time_sets(names, kinds, run)
     chosen = choose_set(times).instruction_set
     if chosen != names[0]:
-        again = time_sets([names[0], chosen], kinds, run, gives_up=False, repeats=CONFIRMATIONS)
+        again = time_sets([names[0], chosen], kinds, run, gives_up=False, repeats=_CONFIRMATIONS)
         times |= {name: list(map(min, times[name], seconds)) for name, seconds in again.items()}
     return times
 
 
 def choose_set(times: SetTimes) -> SetChoice:
-    """Take the set with the best score; the first one unless another is quicker by `LEAST_GAIN`."""
+    """Take the set with the best score; the first one unless another is quicker by `_LEAST_GAIN`."""
     first, *others = times
     scores = _scores(times)
     num_kinds = len(times[first])
     complete = [name for name in others if len(times[name]) == num_kinds]
     quickest = min(complete, key=lambda name: scores[name], default=first)
-    chosen = quickest if scores[quickest] <= 1 - LEAST_GAIN else first
+    chosen = quickest if scores[quickest] <= 1 - _LEAST_GAIN else first
     compared = [
         f"{name} {scores[name] / scores[chosen]:.2f}x its time"
         + ("" if len(times[name]) == num_kinds else " or more")
@@ -135,6 +273,11 @@ def _scores(times: SetTimes) -> dict[str, float]:
         name: sum(own / first for own, first in zip(seconds, reference, strict=False)) / len(seconds)
         for name, seconds in times.items()
     }
+
+
+class _Kept(Table):
+    key: dict[str, Any]
+    seconds: dict[str, list[Positive]]
 
 
 class SetTimesFile:
@@ -154,13 +297,12 @@ class SetTimesFile:
     def read(self) -> dict[str, list[float]] | None:
         """Return what was kept; None where there is nothing that can be used."""
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            times = {str(name): [float(value) for value in own] for name, own in content["seconds"].items()}
-            is_whole = content["key"] == self._key and all(
-                own and min(own) > 0 and len(own) <= len(next(iter(times.values()))) for own in times.values()
-            )
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            kept = read(_Kept, self.path)
+        except ConfigError:
             return None
+        times = kept.seconds
+        most = len(next(iter(times.values()), ()))
+        is_whole = kept.key == self._key and all(0 < len(own) <= most for own in times.values())
         return times if times and is_whole else None
 
     def keep(self, times: SetTimes) -> dict[str, list[float]]:
@@ -183,19 +325,8 @@ class SetTimesFile:
         return {name: list(own) for name, own in times.items()}
 
 
-class Settled(NamedTuple):
-    """Times, and where they are from."""
-
-    times: SetTimes | None
-    """None where there are none."""
-    source: str
-    """For people; without times, why."""
-    caveat: str = ""
-    """What else is to be said."""
-
-
-def settle_times(names: Sequence[str], file: SetTimesFile, measure: Callable[[], SetTimes]) -> Settled:
-    """Return the times that were kept, else new ones.
+def settle_set(names: Sequence[str], file: SetTimesFile, measure: Callable[[], SetTimes]) -> SetChoice:
+    """Choose by the times that were kept, else by new ones. Whatever goes wrong, the first set can run.
 
     Parameters
     ----------
@@ -203,23 +334,17 @@ def settle_times(names: Sequence[str], file: SetTimesFile, measure: Callable[[],
     file : where times are kept.
     measure : times them.
     """
-    kept = file.read()
-    if kept is not None and list(kept) == list(names):
-        return Settled(kept, f"as timed before ({file.path})")
-    try:
-        times = measure()
-    except (OnbeatError, OSError, MemoryError) as error:
-        return Settled(None, f"could not be timed ({error})")
-    try:
-        return Settled(file.keep(times), "as timed now")
-    except OSError as error:
-        return Settled(times, "as timed now", f"; this cannot be kept for the next start ({error})")
-
-
-def settle_set(names: Sequence[str], file: SetTimesFile, measure: Callable[[], SetTimes]) -> SetChoice:
-    """Choose by times; see `settle_times`. Whatever goes wrong, the first set can run."""
-    times, source, caveat = settle_times(names, file, measure)
-    if times is None:
-        return SetChoice(names[0], f"the newest, for the sets {source}")
+    times: SetTimes | None = file.read()
+    source, caveat = f"as timed before ({file.path})", ""
+    if times is None or list(times) != list(names):
+        source = "as timed now"
+        try:
+            measured = measure()
+        except (OnbeatError, OSError, MemoryError) as error:
+            return SetChoice(names[0], f"the newest, for the sets could not be timed ({error})")
+        try:
+            times = file.keep(measured)
+        except OSError as error:
+            times, caveat = measured, f"; this cannot be kept for the next start ({error})"
     chosen, compared = choose_set(times)
     return SetChoice(chosen, f"{source}: {compared}{caveat}")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from onbeat.engine.engine_config import ActivationQuantization
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 
 class Status(IntEnum):
@@ -115,7 +115,6 @@ class ModelStructure(Structure):
         ("experts_per_token", c_int32),
         ("expert_size", c_int32),
         ("normalizes_experts", c_int32),
-        ("copy_rows", c_int64),
         ("rms_norm_eps", c_float),
         ("attention_scale", c_float),
         ("embedding_scale", c_float),
@@ -168,8 +167,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ob_withheld_instruction_sets": (c_char_p, ()),
     "ob_matrix_create": (c_void_p, (c_int32, c_int64, c_int64, c_int32, c_char_p, c_size_t)),
     "ob_matrix_pack": (c_int32, (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32)),
-    "ob_matrix_copy": (c_int32, (c_void_p, c_int32, c_int32)),
-    "ob_matrix_drop_copy": (None, (c_void_p,)),
     "ob_matrix_bytes": (c_int64, (c_void_p,)),
     "ob_matrix_row": (c_int32, (c_void_p, c_int64, c_void_p)),
     "ob_matrix_free": (None, (c_void_p,)),

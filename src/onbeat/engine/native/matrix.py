@@ -71,7 +71,7 @@ class PackedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes, with its copy."""
+        """Bytes that it takes."""
         return int(self._functions.ob_matrix_bytes(self.handle))
 
     def pack(
@@ -109,24 +109,6 @@ class PackedMatrix:
         if result == Status.NO_MEMORY:
             raise ModelLoadError(f"there is not enough memory to pack {len(rows)} rows of a matrix")
         return int(result) == Status.OK
-
-    def copy(self, layout: MatrixLayout, *, num_threads: int) -> None:
-        """Keep the numbers of a quantized matrix a second time, in a plain layout, for products of many rows.
-
-        Raises
-        ------
-        ModelLoadError : memory is short.
-        """
-        result = self._functions.ob_matrix_copy(self.handle, layout.store, num_threads)
-        if result == Status.NO_MEMORY:
-            raise ModelLoadError(
-                f"there is not enough memory to copy a matrix of {self.num_outputs} x {self.num_inputs}"
-            )
-        assert result == Status.OK, f"a copy of {self.layout} as {layout}"
-
-    def drop_copy(self) -> None:
-        """Give the memory of the copy back, if there is one."""
-        self._functions.ob_matrix_drop_copy(self.handle)
 
     def row(self, output: int) -> NDArray[np.float32]:
         """Return one row as plain numbers, [inputs]."""

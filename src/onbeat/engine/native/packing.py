@@ -118,12 +118,6 @@ class NativeWeights:
         return sum(matrix.num_bytes for matrix in self.matrices)
 
     @property
-    def quantized_products(self) -> list[PackedMatrix]:
-        """The quantized matrices of products, each once: all but an embedding that only looks up."""
-        products = [self.lm_head] + [matrix for layer in self.layers for matrix in layer.matrices]
-        return [matrix for matrix in products if matrix.layout.group]
-
-    @property
     def stores(self) -> str:
         """The stores of the matrices, for people: `q4+q8`."""
         return "+".join(sorted({matrix.layout.store.name.lower() for matrix in self.matrices}))

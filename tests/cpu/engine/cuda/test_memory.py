@@ -132,7 +132,7 @@ def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatc
         asked.append(num_blocks)
         return replace(limits, num_blocks=40)
 
-    fitting = backend.fit_measured(limits, Room(0, settle, None), said.append)
+    fitting = backend.fit_measured(limits, Room(settle, None), said.append)
     assert fitting.num_blocks == 40
     block_bytes = backend.needs(16).block_bytes
     rest = 0.9 * memory.total - (memory.total - memory.free) - (memory.peak - memory.reserved)
@@ -166,7 +166,7 @@ def test_steps_captured_in_pieces_count_as_graphs_and_serve(monkeypatch: pytest.
         config = EngineConfig(model=model, cuda_graph_pieces=pieces)
         device = DeviceConfig(CPU, FLOAT32, num_threads=1)
         backend = CudaBackend(DummyCheckpoint(TINY), device, config, ReferenceKernels)
-        forward, _ = backend.build(limits, lambda _: None, Room(0, settle, None))
+        forward, _ = backend.build(limits, lambda _: None, Room(settle, None))
         assert isinstance(forward, CudaForward)
     # 16, 32, 64, 128 and 192 tokens
     taken = (asked[0] - asked[1]) * backend.needs(16).block_bytes
@@ -195,7 +195,7 @@ def test_the_steps_of_a_draft_model_are_measured_too(monkeypatch: pytest.MonkeyP
         return limits
 
     for each in (None, draft):
-        backend.fit_measured(limits, Room(0, settle, each), lambda _: None)
+        backend.fit_measured(limits, Room(settle, each), lambda _: None)
     taken = (asked[0] - 2 * asked[1]) * backend.needs(16).block_bytes  # a block of each model
     # The weights of the one count as used by then; of the other nothing is measured.
     assert taken == pytest.approx(
