@@ -158,7 +158,7 @@ def test_embeddings_are_the_same_through_a_death(server: ServerProgram, record: 
     assert len({tuple(vector) for vector in whole}) == 2000
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(embed)
-        wait_for(lambda: min(row["requests"] for row in rows(server)) >= 1)
+        wait_for(lambda: min(row["num_outstanding"] for row in rows(server)) >= 1)
         os.kill(rows(server)[0]["process_id"], signal.SIGKILL)
         assert running.result() == whole
     wait_for(lambda: all(row["state"] == "ready" for row in rows(server)), timeout=60)

@@ -52,7 +52,7 @@ def test_guided_streams_through_a_death_and_a_move(smollm2_gguf: Path, tmp_path:
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             expected = list(pool.map(lambda number: complete(server, number), range(NUM_STREAMS)))
             running = [pool.submit(complete, server, number) for number in range(NUM_STREAMS)]
-            wait_for(lambda: busiest(server)["streaming"] >= 20)
+            wait_for(lambda: busiest(server)["num_streaming"] >= 20)
             killed = busiest(server)
             os.kill(killed["process_id"], signal.SIGKILL)
             other = next(each for each in ("r0", "r1", "r2") if each != killed["replica"])
@@ -63,7 +63,7 @@ def test_guided_streams_through_a_death_and_a_move(smollm2_gguf: Path, tmp_path:
         for number, answer in enumerate(answers):
             assert answer["finish_reason"] == "stop"
             check_valid(answer["text"], schema_of(number))
-        wait_for(lambda: row(server, other)["lives"] == 2, timeout=60)
+        wait_for(lambda: row(server, other)["num_lives"] == 2, timeout=60)
         values = server.metrics()
         assert values["onbeat_fleet_resumed_total"] >= 10
         assert values["onbeat_fleet_moves_total{moved,drain}"] >= 10
