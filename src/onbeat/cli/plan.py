@@ -1,87 +1,253 @@
-"""`onbeat plan`: the cheapest fleet that keeps a promise, proved by simulation."""
+"""`onbeat plan`: the cheapest fleet that keeps a promise, proved by simulation; and the file of the plan."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from onbeat.cli.args import INFEASIBLE, INTERRUPTED
+from onbeat.cli.options import read_options
+from onbeat.cli.outputs import check_writable, deliver, files_of
+from onbeat.cli.plan_options import (
+    PlanOptions,
+    add_plan_arguments,
+    base_settings,
+    parse_degrees,
+    parse_gpus,
+    plan_task,
+)
+from onbeat.cli.plan_output import PlanReport, plan_result
 from onbeat.core.extras import require
+from onbeat.core.kinds import ReplicaGroup
+from onbeat.core.options import changed, settings_of
+from onbeat.core.slo import SLO_CLASSES
+from onbeat.planner.buckets import buckets_of
+from onbeat.planner.fleet_plan import Planner
+from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
+from onbeat.planner.plan_task import Fleet, PlanInterrupted, PlanProgress, PlanTask
+from onbeat.planner.prices import Prices
+from onbeat.planner.units import choices_of, longest_request, make_units, rate_unit
+from onbeat.scheduler.scheduler_config import SchedulerLimits
+from onbeat.simulator.deployment import AUTO, Deployment
+from onbeat.simulator.resolve import step_times_text, what_binds
+from onbeat.version import __version__
+from onbeat.workload.load import Load
+from onbeat.workload.offered import LongerThanContext
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+_SERVE_FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32": {"dtype": "float32"},
+    "int8": {"quantization": "int8"},
+}
+"""Number formats of weights that a server runs, and its flags for them."""
+_OWN = frozenset({"request_rate", "num_prompts", "seed", "tokenizer", "rate_scale", "max_concurrency"})
+"""Settings of the load that a load test has of its own, or that the plan has been told otherwise."""
 
-    from onbeat.cli.plan_options import PlanOptions
-    from onbeat.cli.plan_output import PlanReport
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add all flags of the command."""
-    from onbeat.cli.plan_options import add_plan_arguments
-
-    add_plan_arguments(parser)
+add_arguments = add_plan_arguments
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan; returns the exit code."""
     require("scipy", extra="plan", purpose="onbeat plan")
-    from onbeat.cli.options import read_options
-    from onbeat.cli.outputs import check_writable, deliver, files_of
-    from onbeat.cli.plan_files import not_served, save_plan
-    from onbeat.cli.plan_options import PlanOptions, PlanOutput
-    from onbeat.cli.plan_output import plan_result
-    from onbeat.planner.plan_task import PlanInterrupted
-
     console = Console(stderr=True, highlight=False)
-    options, output = read_options(args, PlanOptions), read_options(args, PlanOutput)
-    own = output.result
-    check_writable(files_of(output))
+    options = read_options(args, PlanOptions)
+    own = options.result
+    check_writable(files_of(options))
     try:
-        report = _plan(args, options, console, is_quiet=own.disable_tqdm)
+        report = _plan(args, options, console)
     except PlanInterrupted as error:
         console.print(str(error), markup=False)
         return INTERRUPTED
     others: dict[Path | None, Callable[[Path], None]] = {}
     if report.plan.best is not None:
-        others[output.output] = lambda path: save_plan(path, report)
+        others[options.output] = lambda path: save_plan(path, report)
         if note := not_served(report.base):
             console.print(f"warning: {note}", markup=False, soft_wrap=True)
     deliver(plan_result(report), console, json=own.json, report=own.report, others=others)
     return INFEASIBLE if report.plan.best is None else 0
 
 
-def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, is_quiet: bool) -> PlanReport:
-    from onbeat.cli.plan_options import base_settings, parse_degrees, parse_gpus, plan_task
-    from onbeat.cli.plan_output import PlanReport
-    from onbeat.cli.plan_progress import show_progress
-    from onbeat.planner.buckets import buckets_of
-    from onbeat.planner.fleet_plan import Planner
-    from onbeat.planner.prices import Prices
-    from onbeat.planner.units import choices_of, longest_request, make_units, rate_unit
-    from onbeat.simulator.resolve import what_binds
-    from onbeat.workload.offered import LongerThanContext
-
+def _plan(args: argparse.Namespace, options: PlanOptions, console: Console) -> PlanReport:
     available = parse_gpus(options.gpus)
     prices = Prices(options.prices)
     base = base_settings(args, next(iter(available)))
-    units, left_out = make_units(
-        base,
-        devices=list(available),
-        tensor_parallel=parse_degrees(options.tensor_parallel),
-        available=available,
-        prices=prices,
-    )
+    degrees = parse_degrees(options.tensor_parallel)
+    units, left_out = make_units(base, degrees=degrees, available=available, prices=prices)
     longest = max(map(longest_request, units), default=1 << 30)
     try:
         task = plan_task(args, options, available, longest)
     except LongerThanContext as error:
         unit = max(units, key=longest_request)
         raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
-    with show_progress(console, is_quiet=is_quiet) as progress:
+    with show_progress(console, is_quiet=options.result.disable_tqdm) as progress:
         buckets = buckets_of(task.load)
         planner = Planner(task=task, jobs=options.study.jobs, progress=progress)
         plan = planner.plan([rate_unit(unit, buckets) for unit in units], left_out)
     return PlanReport(args=args, base=base, task=task, plan=plan, prices=prices)
+
+
+@contextmanager
+def show_progress(console: Console, *, is_quiet: bool) -> Iterator[PlanProgress]:
+    """Show the stage that is under way, and a line for each thing that is found out."""
+    if is_quiet:
+        yield PlanProgress()
+        return
+    bar = Bar(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.completed} runs simulated"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    row = bar.add_task("planning", total=None)
+
+    def on_stage(text: str) -> None:
+        bar.update(row, description=text)
+        if not console.is_terminal:
+            on_note(text)
+
+    def on_note(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    with bar:
+        yield PlanProgress(on_stage=on_stage, on_note=on_note, on_run=lambda: bar.advance(row))
+
+
+# ---- the file of a plan ----
+
+
+def save_plan(path: Path, report: PlanReport) -> None:
+    """Write the file that `onbeat serve --config` takes.
+
+    Raises
+    ------
+    ConfigError : it cannot be written.
+    """
+    best = report.plan.best
+    assert best is not None
+    load = load_flags(report.args, report.task, path.parent)
+    write_plan(path, serve_settings(report, best), promise_section(report, best) | {"load": load})
+
+
+def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
+    """Return the flags of a server with this fleet."""
+    base, args = report.base, report.args
+    settings: dict[str, Any] = {"model": args.model, "policy": "slo"}
+    settings |= _SERVE_FORMATS.get(base.dtype, {})
+    for setting in settings_of(SchedulerLimits):
+        value = getattr(base.limits, setting.name)
+        if setting.name != "policy" and value not in (setting.default, AUTO):
+            settings[setting.key.replace("_", "-")] = value
+    settings |= {
+        key.replace("_", "-"): _plain(value)
+        for key, value in (("slo_ttft_ms", args.slo_ttft_ms), ("slo_tbt_ms", args.slo_tbt_ms))
+        if value is not None
+    }
+    settings["shed"] = str(base.shed)
+    served = {"router": "slo", "replicas": fleet.num_replicas}
+    if len(fleet.parts) == 1:
+        ((unit, _),) = fleet.parts
+        settings["device"] = unit.device
+        if unit.num_devices > 1:
+            settings["tensor-parallel-size"] = unit.num_devices
+        if fleet.pools is not None:
+            served = {"router": "slo", "disaggregate": str(fleet.pools)}
+        return settings | {"fleet": served}
+    kinds = [
+        ReplicaGroup(device=unit.device, tensor_parallel_size=unit.num_devices, replicas=count)
+        for unit, count in fleet.case.ordered()
+    ]
+    return settings | {"fleet": served | {"kinds": list(map(str, kinds))}}
+
+
+def not_served(base: Deployment) -> str:
+    """Return what a server does not do as it was simulated: its number formats; empty where it does all."""
+    kv = "fp32" if base.dtype == "fp32" else "bf16"
+    formats = [] if base.dtype in _SERVE_FORMATS else [f"weights in {base.dtype}"]
+    if base.kv_cache_dtype not in (AUTO, kv):
+        formats.append(f"KV cache in {base.kv_cache_dtype}")
+    if not formats:
+        return ""
+    return (
+        f"onbeat serve has no {' and no '.join(formats)}: what it serves by this plan is not what was "
+        "simulated, and the promise does not hold of it"
+    )
+
+
+def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
+    """Return the promise, and where it comes from."""
+    task, attainment, capacity = report.task, fleet.attainment, fleet.capacity
+    file = report.args.trace or report.args.dataset_path
+    classes = report.args.slo_config
+    by_class = {name: round(share, 5) for name, share in fleet.by_class.items()}
+    devices = {unit.device for unit, _ in fleet.parts}
+    return {
+        "promise": {
+            "attainment": task.objective.share,
+            "slo-mode": str(task.objective.mode),
+            "request-rate": _plain(task.rate),
+            **({"headroom": _plain(round(task.headroom * 100, 6))} if task.headroom else {}),
+        },
+        "fleet": fleet.name,
+        "cost-per-hour": round(fleet.usd_per_hour, 4),
+        "watts": round(fleet.watts, 1),
+        "verified": {
+            "runs": len(fleet.runs),
+            "requests-a-run": len(task.runs[0]),
+            "attainment": None if attainment is None else [round(share, 5) for share in attainment],
+            **({"by-class": by_class} if len(by_class) > 1 else {}),
+            "capacity": None
+            if capacity is None
+            else [round(each, 4) if isfinite(each) else None for each in capacity],
+            "more-load-misses": fleet.binds,
+            "mean-tpot-ms": None if fleet.mean_tpot is None else round(fleet.mean_tpot * 1e3, 4),
+        },
+        "prices": {device: report.prices.of(device).text for device in sorted(devices)},
+        "dtype": report.base.dtype,
+        "kv-cache-dtype": report.base.kv_cache_dtype,
+        "gpu-memory-utilization": report.base.gpu_memory_utilization,
+        **({"note": note} if (note := not_served(report.base)) else {}),
+        "step-times": step_times_text(report.base),
+        "host-overhead-ms": _plain(report.base.host_overhead * 1e3),
+        "trace-sha256": None if file is None else digest_of(file),
+        **({} if classes is None else {"classes-sha256": digest_of_classes(classes)}),
+        "made-by": f"onbeat {__version__}",
+    }
+
+
+def load_flags(args: argparse.Namespace, task: PlanTask, folder: Path) -> dict[str, Any]:
+    """Return the flags of the planned load, as a load test of a server takes them.
+
+    Parameters
+    ----------
+    folder : of the plan, from where the paths of files are told.
+    """
+    given = changed(read_options(args, Load))
+    flags = {each.key: getattr(args, each.key) for each in given if each.name not in _OWN}
+    for name, value in flags.items():
+        if isinstance(value, Path) or (name == "slo_config" and value not in SLO_CLASSES):
+            flags[name] = os.path.relpath(value, folder)
+    return {
+        **{key.replace("_", "-"): _plain(value) for key, value in flags.items()},
+        "request-rate": _plain(task.rate),
+        "num-prompts": len(task.runs[0]),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a file holds it."""
+    if isinstance(value, Path):
+        return str(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -76,15 +76,6 @@ class PlanOptions:
     """Per cent."""
     candidates: int = _option(16, metavar="N", at_least=1, help="most mixes of units to simulate")
     study: StudyOptions = part(StudyOptions)
-
-    def __post_init__(self) -> None:
-        check(self, PlanOptions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOutput:
-    """Where the plan goes."""
-
     output: Path | None = option(
         None,
         aliases=("-o",),
@@ -94,13 +85,17 @@ class PlanOutput:
     )
     result: ResultOptions = part(ResultOptions)
 
+    def __post_init__(self) -> None:
+        check(self, PlanOptions)
+
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
     add_config_flag(parser)
+    for title in ("plan", "study", "model and devices", "data set"):  # so they stand in --help
+        find_group(parser, title)
     add_options(parser, PlanOptions)
-    group = find_group(parser, "plan")
-    group.add_argument(
+    find_group(parser, "plan").add_argument(
         "--rate",
         dest="request_rate",
         type=number,
@@ -108,11 +103,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests/s that the fleet must serve; the same as --request-rate",
     )
-    find_group(parser, "model and devices")
     add_options(parser, Deployment, only=asked_settings())
-    find_group(parser, "data set")
     add_options(parser, Load)
-    add_options(parser, PlanOutput)
 
 
 def asked_settings() -> list[str]:

@@ -11,6 +11,7 @@ from math import ceil, floor, inf
 from typing import Any, TypeVar
 
 from onbeat.core.fleet import PoolSizes
+from onbeat.core.options import changed
 from onbeat.planner.buckets import Bucket, buckets_of, rows_of
 from onbeat.planner.fleets import (
     FleetCapacity,
@@ -25,7 +26,7 @@ from onbeat.planner.mix import solve_mix
 from onbeat.planner.mix_search import MixSearch, Parts, everything, problem_of, unservable
 from onbeat.planner.objectives import with_longer_objectives
 from onbeat.planner.parallel import Worker, run_tasks
-from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanTask, Progress
+from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanProgress, PlanTask
 from onbeat.planner.search import SearchOptions
 from onbeat.planner.units import RatedUnit, longest_request, rate_unit, share_in_time, without_dominated
 from onbeat.workload.offered import OfferedLoad
@@ -38,21 +39,22 @@ OPTIONS = SearchOptions(tolerance=0.1, growth=1.3)
 """Its start is an estimate."""
 
 
+@dataclass
 class AloneSearch:
     """Holds the estimates against what units keep up alone.
 
     Parameters
     ----------
     buckets : of the load.
-    results : runs tasks by a worker, and tells of each result (`fleet_plan.Planner.results`).
+    results : runs tasks by a worker (`Planner.results`).
     """
 
-    def __init__(
-        self, task: PlanTask, buckets: Sequence[Bucket], results: Callable[..., list[Any]], progress: Progress
-    ) -> None:
-        self._task, self._buckets, self._results, self._progress = task, buckets, results, progress
-        self._known: dict[str, RatedUnit] = {}
-        self._useless: dict[str, str] = {}
+    _task: PlanTask
+    _buckets: Sequence[Bucket]
+    _results: Callable[..., list[Any]]
+    _progress: PlanProgress
+    _known: dict[str, RatedUnit] = field(default_factory=dict, init=False)
+    _useless: dict[str, str] = field(default_factory=dict, init=False)
 
     def calibrated(self, rated: Sequence[RatedUnit]) -> tuple[list[RatedUnit], dict[str, str]]:
         """Return the units worth their money with what they keep up, and why others are left out, by name.
@@ -82,7 +84,7 @@ class AloneSearch:
         searched: list[RatedUnit] = []
         for each in rated:
             search = self._search_of(each)
-            in_time = share_in_time(each.unit, search.load)
+            in_time = share_in_time(each.unit, search.task.load)
             if in_time < share:
                 self._useless[each.unit.name] = (
                     f"even idle it serves {in_time * 100:.3g} % of the requests in time, and "
@@ -92,11 +94,9 @@ class AloneSearch:
             searches.append(search)
             searched.append(each)
 
-        def note(index: int, capacity: FleetCapacity) -> None:
-            self._progress.on_note(f"a replica of {searched[index].unit.name}: {capacity.low:.3g} requests/s")
-
-        found = self._results(search_fleet, searches, note)
+        found: list[FleetCapacity] = self._results(search_fleet, searches)
         for each, search, capacity in zip(searched, searches, found, strict=True):
+            self._progress.on_note(f"a replica of {each.unit.name}: {capacity.low:.3g} requests/s")
             if capacity.low <= search.start * OPTIONS.idle_share:
                 self._useless[each.unit.name] = f"alone it keeps the objective at no rate ({capacity.binds})"
                 continue
@@ -112,10 +112,9 @@ class AloneSearch:
         # A bucket that fits by its mean may have longer requests, which go to other units.
         lengths = load.num_prompt_tokens[rows] + load.num_output_tokens[rows]
         rows = rows[lengths <= longest_request(rated.unit)][:most]
+        case = FleetCase(parts=((rated.unit, 1),))
         return FleetSearch(
-            case=FleetCase(parts=((rated.unit, 1),)),
-            load=load.take(rows),
-            objective=self._task.objective,
+            task=FleetTask(case=case, load=load.take(rows), objective=self._task.objective),
             start=start,
             options=OPTIONS,
             known=((start * OPTIONS.idle_share, True),),  # `share_in_time` has said so
@@ -132,7 +131,7 @@ LONGER = (1.25, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 50.0)
 RATE_TRIES = 8
 """Lower and lower rates that are tried, where a fleet does not keep what its runs kept one by one."""
 PLENTY = 2.0
-"""Times the replicas that the estimates ask for, where objectives are tried without a bound of devices."""
+"""Times the replicas that the estimates ask for, where nothing bounds the devices."""
 SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)
 """Of the objectives, for the cost over them."""
 LOAD_SCALES = (0.1, 2.0)
@@ -150,7 +149,7 @@ class Planner:
 
     task: PlanTask
     jobs: int = 1
-    progress: Progress = field(default_factory=Progress)
+    progress: PlanProgress = field(default_factory=PlanProgress)
     _hardest: int | None = field(default=None, init=False)
     """The run that the first fleet to keep the promise came nearest to miss in, or that one missed later on;
     None before there is one."""
@@ -185,7 +184,7 @@ class Planner:
         apart = [] if best is None else self._apart(best)
         fleets = [*search.fleets, *apart]
         kept = sorted((fleet for fleet in fleets if self._is_proved(fleet)), key=_cost)
-        shown = _worth_showing(kept[0] if kept else None, kept)
+        shown = _worth_showing(kept)
         shown = self._at_promise([*self._with_capacities(shown[:1]), *shown[1:]])
         return FleetPlan(
             rate=self.task.rate,
@@ -231,15 +230,14 @@ class Planner:
         Each has been simulated, and was kept in every run.
         """
         self.progress.on_stage("looking for what could be kept instead")
-        available = dict(self.task.available)
-        parts = everything(units, buckets, available) if units else None
+        parts = everything(units, buckets, self._bounds(units, buckets)) if units else None
         nearest = []
         if parts is not None:
-            all_devices = self.judge(parts, to_the_end=True)
-            lowest = min(run.attainment or 0.0 for run in all_devices.runs)
+            fleet = self.judge(parts, to_the_end=True)
+            lowest = min(run.attainment or 0.0 for run in fleet.runs)
             if lowest >= 0.01:
                 nearest.append(f"--objective attainment:{floor(lowest * 100) / 100:g}")
-            nearest += self._kept_rate(all_devices)
+            nearest += self._kept_rate(fleet)
         for factor in LONGER:
             longer = buckets_of(with_longer_objectives(self.task.load, factor))
             rerated = [rate_unit(each.unit, longer) for each in rated]
@@ -247,7 +245,8 @@ class Planner:
                 continue
             runs = tuple(with_longer_objectives(load, factor) for load in self.task.runs)
             with_longer = replace(self, task=replace(self.task, runs=runs))
-            if with_longer.judge(parts or self._plenty(rerated, longer)).is_kept:
+            all_devices = parts or everything(rerated, longer, self._bounds(rerated, longer))
+            if with_longer.judge(all_devices).is_kept:
                 nearest.append(_as_flags(with_longer_objectives(self.task.load, factor), factor))
                 break
         return tuple(nearest)
@@ -265,18 +264,18 @@ class Planner:
                 return [f"--rate {rate:g} --num-prompts {len(runs[0])}"]
         return []
 
-    def _plenty(self, rated: Sequence[RatedUnit], buckets: Sequence[Bucket]) -> Parts:
-        """Return the fleet of all devices; of a type without bound, of more than it should take."""
+    def _bounds(self, rated: Sequence[RatedUnit], buckets: Sequence[Bucket]) -> dict[str, float]:
+        """Return the devices that there are; of a type without bound, more than a fleet should take."""
+        needed = PLENTY * self.task.needed_rate
+
+        def enough(each: RatedUnit) -> int:
+            rate = each.rate(buckets)
+            return each.unit.num_devices * (ceil(needed / rate) if rate > 0 else 1)
+
         bounds = dict(self.task.available)
-        for each in rated:
-            device, rate = each.unit.device, each.rate(buckets)
-            if dict(self.task.available)[device] == inf:
-                enough = ceil(PLENTY * self.task.needed_rate / rate) if rate > 0 else 1
-                known = bounds[device] if bounds[device] < inf else 0
-                bounds[device] = max(known, enough * each.unit.num_devices)
-        parts = everything(rated, buckets, bounds)
-        assert parts is not None, "every type has a bound"
-        return parts
+        for device in [device for device, number in bounds.items() if number == inf]:
+            bounds[device] = max((enough(each) for each in rated if each.unit.device == device), default=0)
+        return bounds
 
     def _costs(
         self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], best: Fleet
@@ -366,9 +365,7 @@ class Planner:
         self.progress.on_stage("searching the highest rate that the fleet keeps up")
         searches = [
             FleetSearch(
-                case=fleet.case,
-                load=load,
-                objective=self.task.objective,
+                task=FleetTask(case=fleet.case, load=load, objective=self.task.objective),
                 start=self.task.needed_rate,
                 options=HEADROOM,
                 known=((self.task.needed_rate, run.is_met),),
@@ -393,33 +390,18 @@ class Planner:
         self,
         worker: Worker[T, R | None],
         tasks: Sequence[T],
-        on_result: Callable[[int, R], None] = lambda _index, _result: None,
     ) -> list[R]:
         """Return the results of tasks.
-
-        Parameters
-        ----------
-        on_result : hears (task, its result) as each ends.
 
         Raises
         ------
         PlanInterrupted : Ctrl-C came.
         """
-
-        def hear(index: int, result: R | None) -> None:
-            if result is not None:
-                on_result(index, result)
-
-        results = run_tasks(
-            worker,
-            tasks,
-            jobs=self.jobs,
-            on_event=lambda _index, _run: self.progress.on_run(),
-            on_result=hear,
-        )
-        if any(result is None for result in results):
+        heard = run_tasks(worker, tasks, jobs=self.jobs, on_event=lambda _index, _run: self.progress.on_run())
+        results = [result for result in heard if result is not None]
+        if len(results) < len(tasks):
             raise PlanInterrupted("interrupted: nothing is planned")
-        return [result for result in results if result is not None]
+        return results
 
 
 def _cost(fleet: Fleet) -> float:
@@ -430,19 +412,15 @@ def _as_flags(load: OfferedLoad, factor: float) -> str:
     """Return the objectives of a load as flags; of several classes, how much longer they are."""
     if len(load.classes) != 1:
         return f"objectives {factor:g} times as long"
-    slo = load.classes[0].slo
-    limits = {"ttft": slo.ttft, "tbt": slo.tbt, "e2e": slo.e2e}
-    return " ".join(f"--slo-{name}-ms {limit * 1e3:g}" for name, limit in limits.items() if limit is not None)
+    limits = changed(load.classes[0].slo)
+    return " ".join(f"{each.flag} {limit * 1e3:g}" for each, limit in limits.items())
 
 
-def _worth_showing(best: Fleet | None, kept: Sequence[Fleet]) -> list[Fleet]:
-    """Return the best fleet, the next cheapest, and the cheapest of equal replicas on each type."""
-    if best is None:
-        return []
+def _worth_showing(kept: Sequence[Fleet]) -> list[Fleet]:
+    """Return of fleets, by cost, the first two, and the first of equal replicas on each type."""
     alone: dict[tuple[str, ...], Fleet] = {}
     for fleet in kept:
         if len(fleet.parts) == 1 and fleet.pools is None:
             alone.setdefault(fleet.devices, fleet)
-    shown = [best, *(fleet for fleet in kept if fleet is not best)][:2] + list(alone.values())
-    unique = {fleet.case: fleet for fleet in shown}
-    return [best, *sorted((f for f in unique.values() if f is not best), key=_cost)]
+    shown = [*kept[:2], *alone.values()]
+    return [fleet for fleet in kept if fleet in shown]

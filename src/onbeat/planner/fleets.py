@@ -13,7 +13,7 @@ from onbeat.core.slo import Fate
 from onbeat.metrics.attainment import count_missed, judge
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import mean_tpot
-from onbeat.planner.cases import BuiltCase, Labels, ObjectiveMissed, simulate_trial
+from onbeat.planner.cases import BuiltCase, ObjectiveMissed, simulate_trial
 from onbeat.planner.objective import Verdict
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.parallel import TaskContext
@@ -35,7 +35,6 @@ class FleetCase:
     """What replicas of a kind are, and how many, at least 1."""
     pools: PoolSizes | None = None
     """Replicas of the one kind for prompts and for generation; None where each does both."""
-    labels: Labels = ()
 
     def build(self) -> BuiltCase:
         """Make the parts anew.
@@ -98,8 +97,6 @@ class FleetRun:
     """Of the requests, seconds."""
     by_class: Mapping[str, float] | None = None
     """Share of the good requests of each class of objectives; None where the run was ended as missed."""
-    duration: float = 0.0
-    """Virtual seconds."""
     beyond: str = ""
     """See `SimulationResult.beyond`."""
 
@@ -145,7 +142,6 @@ def _run(task: FleetTask, context: TaskContext) -> FleetRun | None:
         busy=task.case.busy(result),
         mean_tpot=mean_tpot(result.records),
         by_class=good_by_class(result.records, objective),
-        duration=result.duration,
         beyond=result.beyond,
     )
 
@@ -183,14 +179,17 @@ def what_binds(records: Sequence[RequestRecord], objective: ShareObjective) -> s
 class FleetSearch:
     """A search for the highest rate at which a fleet keeps the objective."""
 
-    case: FleetCase
-    load: OfferedLoad
-    objective: ShareObjective
+    task: FleetTask
+    """Its load is stretched and squeezed to the rates that are tried."""
     start: float
     """Requests per second; the nearer to the capacity, the fewer runs."""
     options: SearchOptions
     known: tuple[tuple[float, bool], ...] = ()
     """Rates at which it is known whether the objective is kept: they are not simulated again."""
+
+    @property
+    def case(self) -> FleetCase:
+        return self.task.case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,23 +204,20 @@ class FleetCapacity:
     """What a little more misses."""
 
 
-def search_fleet(task: FleetSearch, context: TaskContext) -> FleetCapacity | None:
+def search_fleet(search: FleetSearch, context: TaskContext) -> FleetCapacity | None:
     """Search one fleet; a worker of `parallel.run_tasks`. None where it was stopped."""
-    known = dict(task.known)
-    binds = {}
+    task, known, binds = search.task, dict(search.known), {}
 
     def judge(rate: float) -> Verdict:
         if rate in known:
             return Verdict(is_met=known[rate], reason="known")
-        run = run_fleet(
-            FleetTask(case=task.case, load=task.load.at_rate(rate), objective=task.objective), context
-        )
+        run = run_fleet(replace(task, load=task.load.at_rate(rate)), context)
         if run is None:
             raise Stopped
         binds[rate] = run.binds
         return Verdict(is_met=run.is_met, reason=run.reason)
 
-    bracket = search_rate(judge, start=task.start, options=task.options)
+    bracket = search_rate(judge, start=search.start, options=search.options)
     if not bracket.is_finished:
         return None
     last = bracket.high if np.isfinite(bracket.high) else bracket.low

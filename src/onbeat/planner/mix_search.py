@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.mix import Counts, Mix, MixProblem, lower_bound, solve_mix
-from onbeat.planner.plan_task import Fleet, PlanTask, Progress
+from onbeat.planner.plan_task import Fleet, PlanProgress, PlanTask
 from onbeat.planner.units import RatedUnit, Unit, longest_request
 
 Parts = tuple[tuple[Unit, int], ...]
@@ -78,14 +78,17 @@ def most_of(unit: Unit, available: Mapping[str, float]) -> float:
 
 def everything(
     units: Sequence[RatedUnit], buckets: Sequence[Bucket], available: Mapping[str, float]
-) -> Parts | None:
-    """Return the fleet of all devices, each type as the unit that serves most; None of no bound."""
+) -> Parts:
+    """Return the fleet of all devices, each type as the unit that serves most.
+
+    Parameters
+    ----------
+    available : devices of each type, finite.
+    """
     best: dict[str, tuple[float, int, RatedUnit]] = {}
     for number, each in enumerate(units):
         unit = each.unit
         most = most_of(unit, available)
-        if most == inf:
-            return None
         entry = (each.rate(buckets) * most, -number, each)
         best[unit.device] = max(best.get(unit.device, (-1.0, 0, each)), entry, key=lambda one: one[:2])
     return tuple(
@@ -154,7 +157,7 @@ class MixSearch:
         units: Sequence[RatedUnit],
         buckets: Sequence[Bucket],
         judge: Judge,
-        progress: Progress,
+        progress: PlanProgress,
     ) -> None:
         self._task, self._units, self._buckets = task, units, buckets
         self._simulate, self._progress = judge, progress
@@ -295,11 +298,10 @@ class MixSearch:
 
     def _try_everything(self) -> None:
         """Simulate all devices that there are."""
-        parts = everything(self._units, self._buckets, self._available)
-        if parts is None:
+        if any(most_of(each.unit, self._available) == inf for each in self._units):
             self.infeasible = "no fleet that was simulated keeps the promise"
             return
-        counts = dict(parts)
+        counts = dict(everything(self._units, self._buckets, self._available))
         fleet = self._judge(tuple(counts.get(each.unit, 0) for each in self._units))
         if not fleet.is_kept:
             self.infeasible = f"all devices together, {fleet.name}, are too few: {fleet.reason}"

@@ -208,7 +208,7 @@ def interval_of(values: Sequence[float], *, most: float = inf) -> tuple[float, f
 
 
 @dataclass
-class Progress:
+class PlanProgress:
     """Who hears how far a plan is."""
 
     on_stage: Callable[[str], None] = lambda _text: None

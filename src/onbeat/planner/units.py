@@ -104,8 +104,7 @@ class RatedUnit:
 def make_units(
     base: Deployment,
     *,
-    devices: Sequence[str],
-    tensor_parallel: Sequence[int],
+    degrees: Sequence[int],
     available: Mapping[str, float],
     prices: Prices,
 ) -> tuple[list[Unit], dict[str, str]]:
@@ -114,6 +113,7 @@ def make_units(
     Parameters
     ----------
     base : everything but device and degree.
+    degrees : of tensor parallelism.
     available : devices of each type.
 
     Raises
@@ -123,9 +123,9 @@ def make_units(
     units: list[Unit] = []
     left_out: dict[str, str] = {}
     errors: list[ConfigError] = []
-    for device in devices:
+    for device in available:
         price = prices.of(device)
-        for count in tensor_parallel:
+        for count in degrees:
             settings = change(base, device=device, tensor_parallel=count)
             unit = Unit(settings=settings, usd_per_hour=count * price.usd_per_hour, watts=count * price.watts)
             if count > available[device]:

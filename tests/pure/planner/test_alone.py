@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from onbeat.planner.buckets import buckets_of
 from onbeat.planner.fleet_plan import AloneSearch, Planner
 from onbeat.planner.fleets import FleetCapacity, FleetSearch
 from onbeat.planner.objectives import ShareObjective
-from onbeat.planner.plan_task import PlanTask, Progress
+from onbeat.planner.plan_task import PlanProgress, PlanTask
 from onbeat.planner.units import RatedUnit, Unit
 from onbeat.workload.offered import OfferedLoad
 from tests.pure.planner.test_units import BASE, load_of
@@ -44,15 +44,12 @@ class Searches:
         self.truths = truths
         self.searched: list[int] = []
 
-    def __call__(
-        self, _worker: Any, tasks: Sequence[FleetSearch], note: Callable[..., None]
-    ) -> list[FleetCapacity]:
+    def __call__(self, _worker: Any, tasks: Sequence[FleetSearch]) -> list[FleetCapacity]:
         found = []
-        for index, task in enumerate(tasks):
+        for task in tasks:
             degree = task.case.parts[0][0].num_devices
             self.searched.append(degree)
             found.append(FleetCapacity(low=self.truths[degree], high=99.0, binds="TTFT"))
-            note(index, found[-1])
         return found
 
 
@@ -70,7 +67,7 @@ def test_a_unit_comes_back_where_the_one_that_beat_it_keeps_up_far_less_than_est
 ) -> None:
     load = load_of([(100, 10)] * 20, SLOW)
     searches = Searches(truths)
-    alone = AloneSearch(task_of(load), buckets_of(load), searches, Progress())
+    alone = AloneSearch(task_of(load), buckets_of(load), searches, PlanProgress())
     kept, left_out = alone.calibrated([rated(load, 1, 10.0), rated(load, 2, 20.0)])
     assert searches.searched == searched
     assert [each.rate(buckets_of(load)) for each in kept] == pytest.approx(kept_rates)
@@ -81,7 +78,7 @@ def test_a_unit_that_is_late_even_idle_is_not_simulated_and_the_next_is_tried() 
     # 15 % of the requests are late whatever happens, though the mean of their bucket is in time.
     load = load_of([(2200, 10)] * 17 + [(4000, 10)] * 3, SLO(ttft=0.09))
     searches = Searches({1: 9.0, 2: 18.0})
-    alone = AloneSearch(task_of(load), buckets_of(load), searches, Progress())
+    alone = AloneSearch(task_of(load), buckets_of(load), searches, PlanProgress())
     kept, left_out = alone.calibrated([rated(load, 1, 10.0), rated(load, 2, 20.0)])
     assert searches.searched == [2]
     assert [each.unit.name for each in kept] == ["2 H100-SXM"]

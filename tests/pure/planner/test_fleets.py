@@ -84,9 +84,11 @@ def test_a_search_runs_nothing_twice_and_nothing_that_is_known(monkeypatch: pyte
 
     monkeypatch.setattr(fleets, "run_fleet", run)
     search = FleetSearch(
-        case=FleetCase(parts=((SHORT, 1),)),
-        load=load_of([(100, 10)] * 20, SLO(ttft=5.0)),
-        objective=ShareObjective(share=0.9),
+        task=FleetTask(
+            case=FleetCase(parts=((SHORT, 1),)),
+            load=load_of([(100, 10)] * 20, SLO(ttft=5.0)),
+            objective=ShareObjective(share=0.9),
+        ),
         start=10.0,
         options=SearchOptions(tolerance=0.105, growth=1.1, is_hasty=True),
         known=((10.0, True),),
@@ -139,7 +141,7 @@ def test_a_plan_tries_pools_with_a_replica_fewer_towards_what_was_late(needs: in
     task = PlanTask(rate=1.0, objective=objective, load=load, runs=(load,), available=(("h100-sxm", 8.0),))
 
     class Pretended(Planner):
-        def results(self, worker: Any, tasks: Any, on_result: Any = None) -> list[Any]:
+        def results(self, worker: Any, tasks: Any) -> list[Any]:
             counts = [each.case.pools.prefill for each in tasks]
             return [
                 FleetRun(is_met=n == needs, reason="", binds="TTFT" if n < needs else "TBT") for n in counts

@@ -33,9 +33,7 @@ def load_of(sizes: list[tuple[int, int]], *slos: SLO) -> OfferedLoad:
 
 
 def rated(load: OfferedLoad, device: str, *degrees: int) -> list[RatedUnit]:
-    units, _ = make_units(
-        BASE, devices=[device], tensor_parallel=degrees, available={device: 8}, prices=Prices()
-    )
+    units, _ = make_units(BASE, degrees=degrees, available={device: 8}, prices=Prices())
     return [rate_unit(unit, buckets_of(load)) for unit in units]
 
 
@@ -76,16 +74,14 @@ def test_units_that_serve_no_more_for_their_money_are_left_out() -> None:
 
 def test_what_cannot_be_a_unit_says_why() -> None:
     large = make(Deployment, model="meta-llama/Llama-3.1-70B", device="l4")
-    units, left_out = make_units(
-        large, devices=["l4"], tensor_parallel=[1, 8, 16], available={"l4": 8}, prices=Prices()
-    )
+    units, left_out = make_units(large, degrees=[1, 8, 16], available={"l4": 8}, prices=Prices())
     assert [unit.name for unit in units] == ["8 L4"]
     assert units[0].usd_per_hour == pytest.approx(5.6)
     assert units[0].watts == 8 * 72
     assert "does not fit" in left_out["L4"]
     assert "only 8 L4 were offered" in left_out["16 L4"]
     with pytest.raises(ConfigError, match="no price of l40s"):
-        make_units(BASE, devices=["l40s"], tensor_parallel=[1], available={"l40s": 1}, prices=Prices())
+        make_units(BASE, degrees=[1], available={"l40s": 1}, prices=Prices())
 
 
 def test_two_devices_a_replica_pay_under_a_tight_objective_alone() -> None:
