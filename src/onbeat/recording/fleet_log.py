@@ -26,8 +26,8 @@ import orjson
 
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import ConfigError
-from onbeat.recording.hash_chain import LOGGED_BYTES
 from onbeat.recording.lines import GzipLines
+from onbeat.recording.writer import LOGGED_BYTES
 from onbeat.typed import INFINITY, Number, Table, decode
 from onbeat.version import __version__
 

@@ -1,6 +1,8 @@
 """Write down what a scheduler is asked and what it decides, while it serves.
 
 The parts of a record's calls: what each looks like in the file.
+
+The identity of a request's prefix blocks, kept beside the scheduler's own.
 """
 
 from __future__ import annotations
@@ -10,15 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Any, Concatenate, ParamSpec
 
 import msgspec
 
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, RequestOutput
 from onbeat.core.step import AdmittedRequest, ModelRunnerOutput, SchedulerOutput
-from onbeat.recording.hash_chain import HashChain
 from onbeat.recording.log import (
     FILE_KIND,
     SCHEMA_VERSION,
@@ -37,25 +39,45 @@ from onbeat.recording.log import (
 )
 from onbeat.typed import Hash
 
+LOGGED_BYTES = 8
+"""Of each 16-byte hash: among a thousand million blocks two would be mixed up with odds of 1 in 37."""
+
+
+class HashChain:
+    """Hashes the full blocks of a growing token sequence, and keeps none of them.
+
+    Parameters
+    ----------
+    block_size : tokens a block holds.
+    cache_salt : as in `Request`.
+    """
+
+    __slots__ = ("_block_size", "_open_ids", "_parent")
+
+    def __init__(self, block_size: int, cache_salt: str | None) -> None:
+        self._block_size = block_size
+        self._parent = root_hash(cache_salt)
+        self._open_ids: list[int] = []
+        """Tokens of the last block, which is not full."""
+
+    def extend(self, token_ids: Sequence[int]) -> list[Hash]:
+        """Append tokens; return the hashes of the blocks that this filled, shortened."""
+        pending, size = self._open_ids, self._block_size
+        pending += token_ids
+        if len(pending) < size:
+            return []
+        hashes = hash_blocks(self._parent, pending, size)
+        self._parent = hashes[-1]
+        del pending[: len(hashes) * size]
+        return [Hash(each[:LOGGED_BYTES]) for each in hashes]
+
+
 logger = logging.getLogger("onbeat.recording")
 
 _ENCODER = msgspec.json.Encoder(enc_hook=bytes.hex)
 
 
 P = ParamSpec("P")
-
-
-class LineSink(Protocol):
-    """Where lines go."""
-
-    @property
-    def is_broken(self) -> bool: ...
-
-    def write(self, line: bytes) -> None: ...
-
-    def close(self) -> None: ...
-
-    def give_up(self, reason: object) -> None: ...
 
 
 class _OpenRequest:
@@ -100,7 +122,7 @@ class RecordWriter:
     header : the file's first line.
     """
 
-    def __init__(self, sink: LineSink, header: RecordHeader) -> None:
+    def __init__(self, sink: BackgroundFile, header: RecordHeader) -> None:
         self.sink = sink
         self._block_size: int = header.scheduler["block_size"]
         self._logs_hashes: bool = header.scheduler["enable_prefix_caching"]

@@ -276,22 +276,15 @@ class OfferedLoad:
             num_tokens=int(totals.max()),
         )
 
-    def scaled(self, rate_scale: float) -> OfferedLoad:
-        """Return the same requests at `rate_scale` times their rate."""
-        if self.arrivals is None:
-            raise ConfigError("a closed loop has no arrival rate to scale")
-        if not (np.isfinite(rate_scale) and rate_scale > 0):
-            raise ConfigError(f"the rate scale must be a finite number above 0, got {rate_scale:g}")
-        return replace(self, arrivals=self.arrivals / rate_scale)
-
     def at_rate(self, rate: float) -> OfferedLoad:
         """Return the same requests stretched or squeezed in time to `rate` requests per second."""
+        if self.arrivals is None or (own := self.rate) is None:
+            raise ConfigError("a closed loop has no arrival rate to scale")
         if not (np.isfinite(rate) and rate > 0):
             raise ConfigError(f"the request rate must be a finite number above 0, got {rate:g}")
-        own = self.rate
-        if own is not None and not np.isfinite(own):
+        if not np.isfinite(own):
             raise ConfigError("all requests arrive at once: there is no rate to scale")
-        return self.scaled(rate / own if own is not None else 1.0)
+        return replace(self, arrivals=self.arrivals / (rate / own))
 
     def with_arrivals(self, arrivals: NDArray[np.float64] | None) -> OfferedLoad:
         """Return the same requests at other times."""

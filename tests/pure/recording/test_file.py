@@ -15,10 +15,9 @@ from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import ConfigError
 from onbeat.core.hashing import hash_block, root_hash
 from onbeat.core.request import Request, SamplingParams
-from onbeat.recording.hash_chain import LOGGED_BYTES, HashChain
 from onbeat.recording.log import AbortCall, AddCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
-from onbeat.recording.writer import RecordWriter
+from onbeat.recording.writer import LOGGED_BYTES, HashChain, RecordWriter
 from onbeat.simulator.replay.decisions import Replay
 from tests.pure.recording.recorded import RecordedRun, make_header, start_run
 from tests.pure.scheduler.driver import make_config, make_request

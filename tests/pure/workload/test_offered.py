@@ -50,7 +50,6 @@ def test_rates() -> None:
     assert load().rate == 1.0
     assert load(arrivals=None).rate is None
     assert load(arrivals=np.zeros(4)).rate == float("inf")
-    assert arrivals_of(load().scaled(2.0)) == [0.0, 0.5, 0.5, 2.0]
     assert arrivals_of(load().at_rate(4.0)) == [0.0, 0.25, 0.25, 1.0]
     assert load().at_rate(0.3).rate == pytest.approx(0.3)
     assert load().with_arrivals(None).arrivals is None
@@ -59,7 +58,6 @@ def test_rates() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: load().scaled(0.0), "rate scale"),
         (lambda: load().at_rate(float("inf")), "request rate"),
         (lambda: load(arrivals=None).at_rate(1.0), "closed loop"),
         (lambda: load(arrivals=np.zeros(4)).at_rate(1.0), "at once"),

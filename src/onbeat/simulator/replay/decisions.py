@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isclose
 from typing import Any
@@ -24,7 +24,6 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.recording.log import (
     AbortCall,
     AddCall,
-    Call,
     HandoverCall,
     RecordedAdoption,
     RecordedRefusal,
@@ -129,8 +128,15 @@ class Replay:
 
     def deliveries(self) -> Iterator[ReplayedDelivery]:
         """Feed call after call and yield what requests got; `result` grows meanwhile."""
+        feed: dict[type, Callable[[Any], list[RequestOutput] | None]] = {
+            AddCall: self._add,
+            AbortCall: self._abort,
+            ScheduleCall: self._schedule,
+            UpdateCall: self._update,
+            HandoverCall: self._hand_over,
+        }
         for call in self._recording.calls():
-            outputs = self._feed(call)
+            outputs = feed[type(call)](call)
             if self.result.difference is not None:
                 return
             self.result.num_calls += 1
@@ -138,21 +144,6 @@ class Replay:
                 yield ReplayedDelivery(call.now, outputs)
         self.result.num_preemptions = self.scheduler.num_preemptions
         self.result.num_prefix_hits = self.scheduler.num_prefix_hits
-
-    def _feed(self, call: Call) -> list[RequestOutput]:
-        match call:
-            case AddCall():
-                self._add(call)
-                return []
-            case AbortCall():
-                return self._abort(call)
-            case ScheduleCall():
-                return self._schedule(call)
-            case UpdateCall():
-                return self._update(call)
-            case HandoverCall():
-                self._hand_over(call)
-                return []
 
     def _add(self, call: AddCall) -> None:
         self._ids[call.request] = call.request_id

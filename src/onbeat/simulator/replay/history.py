@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import FinishReason
@@ -86,18 +87,15 @@ def read_history(recording: Recording) -> RunHistory:
     """Collect the requests and steps of a record."""
     speculation = recording.header.scheduler.get("speculation")
     reader = _HistoryReader(runs_draft_model=speculation is not None and speculation["runs_model"])
+    hear: dict[type, Callable[[Any], None]] = {
+        AddCall: reader.add,
+        AbortCall: reader.abort,
+        ScheduleCall: reader.schedule,
+        UpdateCall: reader.update,
+        HandoverCall: reader.hand_over,
+    }
     for call in recording.calls():
-        match call:
-            case AddCall():
-                reader.add(call)
-            case AbortCall():
-                reader.abort(call)
-            case ScheduleCall():
-                reader.schedule(call)
-            case UpdateCall():
-                reader.update(call)
-            case HandoverCall():
-                reader.hand_over(call)
+        hear[type(call)](call)
     return reader.history()
 
 
