@@ -185,7 +185,6 @@ def run_distserve(
     )
     config = SimulationConfig(
         scheduler=prefill,
-        pipeline=prefill_pp,
         fleet=FleetConfig(
             disaggregate=PoolSizes(prefill=1, decode=1), pool_rule="distserve", router="least-outstanding"
         ),

@@ -167,7 +167,6 @@ def _resolve(said: Deployment) -> Resolved:
             speculation=None if drafts is None else drafts.for_scheduler(),
         ),
         request_overhead=server.request_seconds if said.request_overhead is None else said.request_overhead,
-        pipeline=said.pipeline_parallel,
         # None through stages, where vLLM refuses it too.
         steps_ahead=0 if said.pipeline_parallel > 1 else server.steps_ahead,
         acceptance=Acceptance() if drafts is None else drafts.acceptance,

@@ -150,7 +150,7 @@ def run_replicas(
 
 def _kinds(config: SimulationConfig, step_time: StepTimeModel) -> Sequence[ReplicaKind]:
     """Return what the replicas are, the first first; further ones are like the last."""
-    return config.kinds or (ReplicaKind(scheduler=config.replica_scheduler, step_time=step_time),)
+    return config.kinds or (ReplicaKind(scheduler=config.scheduler, step_time=step_time),)
 
 
 def _of(config: SimulationConfig, kind: ReplicaKind) -> SimulationConfig:
@@ -158,8 +158,7 @@ def _of(config: SimulationConfig, kind: ReplicaKind) -> SimulationConfig:
     if not config.kinds:
         return config
     fleet = replace(config.fleet, router=config.router)
-    stages = kind.scheduler.num_micro_batches
-    return replace(config, kinds=(), fleet=fleet, scheduler=kind.scheduler, pipeline=stages)
+    return replace(config, kinds=(), fleet=fleet, scheduler=kind.scheduler)
 
 
 class ProgressMeter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, isfinite
 
 from onbeat.core.errors import ConfigError
@@ -59,8 +59,7 @@ class SimulationConfig(FleetTerms):
 
     Raises
     ------
-    ConfigError : an unknown router, a pipeline whose degree is not the scheduler's number of micro-batches,
-        or parts of a fleet that do not go together; see `FleetTerms`.
+    ConfigError : an unknown router, or parts of a fleet that do not go together; see `FleetTerms`.
     """
 
     scheduler: SchedulerConfig
@@ -68,8 +67,6 @@ class SimulationConfig(FleetTerms):
     request_overhead: float = 0.0
     """Seconds from a request's arrival until its replica's scheduler hears of it: what its server does first,
     for any number of requests at once."""
-    pipeline: int = 1
-    """Pipeline stages of a replica, each with an equal share of a step."""
     steps_ahead: int = 0
     """1: a step is planned when the one before it starts, so that a request joins a step later than it could
     if planning took no time; 0: when the one before it ends."""
@@ -84,8 +81,6 @@ class SimulationConfig(FleetTerms):
     def __post_init__(self) -> None:
         FleetTerms.__post_init__(self)
         check_move_rule(self.fleet.move_rule, moves=self.kv_link is not None, cure="give a kv_link")
-        if self.pipeline < 1:
-            raise ConfigError(f"pipeline is {self.pipeline}; it must be at least 1")
         if not (isfinite(self.request_overhead) and self.request_overhead >= 0):
             raise ConfigError(
                 f"request_overhead is {self.request_overhead:g} s; it must be a finite time, 0 or more"
@@ -94,12 +89,12 @@ class SimulationConfig(FleetTerms):
             raise ConfigError(
                 f"steps_ahead is {self.steps_ahead}; it must be 0 or 1, and 0 with pipeline stages"
             )
-        if self.scheduler.num_micro_batches not in (1, self.pipeline):
-            raise ConfigError(
-                f"the scheduler has num_micro_batches {self.scheduler.num_micro_batches}, but there are "
-                f"{self.pipeline} pipeline stages; each stage runs one micro-batch, so give the same number"
-            )
         self._check_fleet()
+
+    @property
+    def pipeline(self) -> int:
+        """Pipeline stages of a replica, each with an equal share of a step: the scheduler's micro-batches."""
+        return self.scheduler.num_micro_batches
 
     @property
     def router(self) -> str:
@@ -176,10 +171,3 @@ class SimulationConfig(FleetTerms):
     def max_model_len(self) -> int:
         """The longest request that some replica takes, tokens."""
         return max(each.max_model_len for each in self._schedulers)
-
-    @property
-    def replica_scheduler(self) -> SchedulerConfig:
-        """Limits of one replica, with a micro-batch for each stage."""
-        if self.scheduler.num_micro_batches == self.pipeline:
-            return self.scheduler
-        return replace(self.scheduler, num_micro_batches=self.pipeline)

@@ -70,9 +70,7 @@ class VirtualReplica(ABC):
         observer: SimulationObserver | None,
     ) -> None:
         self.name = name
-        self.scheduler = make_scheduler(
-            config.replica_scheduler, step_time, predicts=config.reads_predictions
-        )
+        self.scheduler = make_scheduler(config.scheduler, step_time, predicts=config.reads_predictions)
         self.next_time = inf
         """When it wants to be called next; infinite while nothing runs."""
         self.started: list[OfferedRequest] = []

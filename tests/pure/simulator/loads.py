@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -109,4 +109,5 @@ def fleet_config(scheduler: SchedulerConfig, **changes) -> SimulationConfig:
     """Return a configuration from its fields and from those of its fleet."""
     names = {each.name for each in fields(FleetConfig)} - {"kinds"}
     fleet = FleetConfig(**{name: changes.pop(name) for name in names & changes.keys()})
+    scheduler = replace(scheduler, num_micro_batches=changes.pop("pipeline", scheduler.num_micro_batches))
     return SimulationConfig(scheduler=scheduler, fleet=fleet, **changes)

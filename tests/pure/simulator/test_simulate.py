@@ -200,10 +200,9 @@ def test_a_load_without_arrivals_needs_a_limit():
     [
         ({"router": "fastest"}, "unknown router 'fastest'; choose one of round-robin"),
         ({"replicas": 0}, "replicas is 0"),
-        ({"pipeline": 0}, "pipeline is 0"),
+        ({"pipeline": 0}, "num_micro_batches is 0"),
         ({"max_concurrency": 0}, "max_concurrency is 0"),
-        ({"host_overhead": -1.0}, "host_overhead is -1 s"),
-        ({"scheduler": {"num_micro_batches": 2}, "pipeline": 3}, "num_micro_batches 2, but there are 3"),
+        ({"host_overhead": -1.0}, "host_overhead_ms is -1000"),
     ],
 )
 def test_wrong_settings_are_named(changes, message):
