@@ -279,9 +279,8 @@ def test_tokens_that_only_one_model_knows() -> None:
 
 def test_nothing_is_proposed_behind_the_draft_models_context(monkeypatch: pytest.MonkeyPatch) -> None:
     drafting = Drafting()
-    weights = drafting.forward.weights
-    changed = replace(weights.config, max_position_embeddings=41)
-    monkeypatch.setattr(drafting.forward, "weights", replace(weights, config=changed))
+    changed = replace(drafting.forward.config, max_position_embeddings=41)
+    monkeypatch.setattr(drafting.forward, "config", changed)
     slot = drafting.admit("a", PROMPT, [0, 1, 2])
     assert [len(ids) for ids in drafting.propose((slot, 40, 5))] == [2]
     num_tokens = drafting.append(slot, 40, [1, 2])
