@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.cli.profile_output import draft_rows, profile_result
+from onbeat.cli.profile import draft_rows, profile_result
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
