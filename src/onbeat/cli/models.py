@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
-from rich.table import Table
 
 from onbeat.cli.outputs import result_console
 from onbeat.hub.files import FetchStatus, Progress
 from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, cached_file, models_dir
 from onbeat.hub.resolve import resolve_model
+from onbeat.report.result import Column, filled_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,17 +60,15 @@ def show_progress() -> Iterator[Progress]:
         yield show
 
 
+_COLUMNS = (
+    *(Column("", "Name", str), Column("", "Parameters"), Column("", "Size")),
+    *(Column("", "License", str), Column("", "Cached", str)),
+)
+
+
 def _print_table() -> None:
-    table = Table(title="Known models", title_justify="left")
-    table.add_column("Name", no_wrap=True)
-    table.add_column("Parameters", justify="right")
-    table.add_column("Size", justify="right")
-    table.add_column("License", no_wrap=True)
-    table.add_column("Cached")
-    for model in KNOWN_MODELS.values():
-        table.add_row(*_row(model))
     console = result_console()
-    console.print(table)
+    console.print(filled_table(_COLUMNS, map(_row, KNOWN_MODELS.values())))
     for model in KNOWN_MODELS.values():
         default = " (served when no model is named)" if model.name == DEFAULT_MODEL else ""
         lines = f"{model.name}{default}: {model.summary}\n  license: {model.license_url}"

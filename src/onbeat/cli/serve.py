@@ -33,6 +33,7 @@ from onbeat.files import read_text
 from onbeat.hub.files import ModelFiles
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.slo_defaults import ClassesFile, SLODefaults, read_classes_file
+from onbeat.typed import decode
 
 if TYPE_CHECKING:
     from onbeat.core.protocols import EngineInfo
@@ -83,24 +84,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find_model(args: argparse.Namespace, console: Console) -> ModelFiles:
-    try:
-        files = find_model(args)
-    except ConfigError as error:
-        raise type(error)(f"{error}{_hint_to_repeat(args)}") from error
+    files = find_model(args)
     if files.name != str(files.path) and args.load_format != "stand-in":
         console.print(f"model {files.name}: {files.path}", markup=False)
     return files
-
-
-def _hint_to_repeat(args: argparse.Namespace) -> str:
-    """Return what to do if what was taken for the model was meant as a second value of a flag."""
-    keys = ("api_key", "served_model_name", "allowed_origins")
-    given = [key for key in keys if getattr(args, key)]
-    if args.model_positional is None or not given:
-        return ""
-    flag = "--" + given[0].replace("_", "-")
-    model = args.model_positional
-    return f" (if {model!r} is a second value of {flag} and no model, give {flag} again before it)"
 
 
 async def _serve(
@@ -299,15 +286,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
 
 def _origins(text: str) -> list[str]:
     """Return the origins of one flag: one as it is, or vLLM's JSON list of them."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        origins = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"allowed_origins is {text!r}, which is no JSON list: {error}") from error
-    if not all(isinstance(each, str) for each in origins):
-        raise ConfigError(f"allowed_origins is {text!r}; a JSON list must hold texts alone")
-    return list(origins)
+    return decode(list[str], text, "allowed_origins") if text.startswith("[") else [text]
 
 
 def _keys_in_file(path: Path | None) -> list[str]:

@@ -14,7 +14,7 @@ from onbeat.perfmodel.engines import ENGINE_FORM, ENGINES, NO_ENGINE, require_en
 from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.scheduler_config import SchedulerLimits
-from onbeat.simulator.fleet_terms import FleetTerms
+from onbeat.simulator.simulation_config import FleetTerms
 from onbeat.simulator.speculation import SpeculationSettings
 from onbeat.workload.offered import Overlong
 

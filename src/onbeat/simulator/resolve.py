@@ -27,8 +27,7 @@ from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_b
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.draft_acceptance import Acceptance
-from onbeat.simulator.fleet_terms import FleetTerms
-from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.simulation_config import FleetTerms, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.speculation import beside_draft_model
 from onbeat.workload.load import Load, tightest_tbt
 from onbeat.workload.offered import LongerThanContext, OfferedLoad

@@ -44,9 +44,8 @@ from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deliveries import REFUSALS, count_singles, refuse
 from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, REPORT, TICK, FleetLoop, FrontEnd, Member
-from onbeat.simulator.fleet_terms import FleetChange
 from onbeat.simulator.result import FleetSize, ReplicaCounters
-from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.simulation_config import FleetChange, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_moves import VirtualMoves
 from onbeat.simulator.virtual_replica import VirtualReplica

@@ -86,7 +86,6 @@ def test_two_values_behind_one_flag_are_told_apart(capsys: pytest.CaptureFixture
     assert "'two'" in error
     error = refusal(capsys, "serve", "--port", "0", "--served-model-name", "one", "two")
     assert "unknown model 'two'" in error
-    assert "--served-model-name" in error
 
 
 def test_a_stand_in_has_no_revision() -> None:

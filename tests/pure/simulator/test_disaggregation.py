@@ -14,9 +14,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.slo import SLO, Fate
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.simulator.fleet_terms import FleetChange, FleetTimes
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.simulation_config import FleetChange, FleetTimes, KVLink, ReplicaKind, SimulationConfig
 from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import (

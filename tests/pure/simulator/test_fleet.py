@@ -13,10 +13,9 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.recording.fleet_log import FleetRecording, fleet_record, plain
 from onbeat.scheduler.cluster.events import Delivered, Joined, Lost, Refuse, Refused, Send
 from onbeat.scheduler.cluster.scaling import ScaleBounds
-from onbeat.simulator.fleet_terms import FleetChange, FleetTimes
 from onbeat.simulator.replay.fleet_replay import replay_fleet
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.simulation_config import ReplicaKind
+from onbeat.simulator.simulation_config import FleetChange, FleetTimes, ReplicaKind
 from onbeat.simulator.virtual_fleet import fleet_rules
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import ShapeTime, linear_time, make_config, make_load, random_load

@@ -13,9 +13,8 @@ import pytest
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.simulator.fleet_terms import FleetChange, FleetTimes
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.simulation_config import FleetChange, FleetTimes, KVLink, ReplicaKind, SimulationConfig
 from tests.pure.simulator.loads import (
     ShapeTime,
     StepByStep,
