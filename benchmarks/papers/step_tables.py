@@ -34,7 +34,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import roofline_seconds
 from onbeat.perfmodel.shapes import shape_matrix
-from onbeat.perfmodel.step_table import COLUMNS, read_step_table
+from onbeat.perfmodel.step_log import COLUMNS, read_step_table
 
 MODELS = {"bloom-176b": "bloom", "llama2-70b": "Llama-2-70b-hf"}
 DEVICES = {"a100-80gb": "a100-80-sxm", "h100-80gb": "h100-sxm"}

@@ -23,7 +23,7 @@ from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import changed, check, option
 from onbeat.core.step import BatchShape
 from onbeat.files import read
-from onbeat.perfmodel.device_spec import CPU, find_device, known_device
+from onbeat.perfmodel.device_spec import CPU, find_device
 from onbeat.perfmodel.engines import ENGINES, find_engine
 from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.logged_step import StepOrigin, StepStream, StepTimes, step_times
@@ -66,7 +66,7 @@ class FromOptions:
         aliases=("--tp",),
         at_least=1,
         metavar="N",
-        help="devices that share each layer of the recorded engine (default: as recorded, else 1)",
+        help="devices that share each layer of the recorded engine (default: 1)",
     )
     engine: str | None = _recorded(
         None, metavar="NAME", help="the recorded engine, such as vllm, sglang (default: as recorded)"
@@ -75,7 +75,7 @@ class FromOptions:
         None, metavar="VERSION", help="version of that engine (default: as recorded)"
     )
     steps_ahead: int | None = _recorded(
-        None, metavar="N", help="1 if that engine plans steps ahead (default: as recorded, else by --engine)"
+        None, metavar="N", help="1 if that engine plans steps ahead (default: by --engine)"
     )
     request_overhead: float | None = _recorded(
         None,
@@ -83,7 +83,7 @@ class FromOptions:
         unit="ms",
         parse=milliseconds,
         metavar="MS",
-        help="server time of each first token beside steps (default: as recorded, else 0)",
+        help="server time of each first token beside steps (default: 0)",
     )
 
     requests: Path | None = _recorded(
@@ -151,8 +151,6 @@ def _named(args: argparse.Namespace, options: FromOptions, origin: StepOrigin) -
     is_named = args.model or args.model_positional
     model = model_name(args) if is_named else origin.model
     device = origin.device if args.device == "auto" else args.device
-    if device is None and origin.device_name is not None:
-        device = known_device(origin.device_name)
     for name, value, form in (("model", model, "--model NAME"), ("device", device, "--device ID")):
         if value is None:
             raise ConfigError(f"{options.source} does not name the {name} of its steps; give {form}")
@@ -167,13 +165,11 @@ def _target(
 
     spec, where = find_model_spec(model), find_device(device)
     precision = precision_by_weights(options.weights or origin.dtype or "bf16")
-    parallelism = Parallelism(
-        tensor=options.tensor_parallel or origin.tensor_parallel or 1, pipeline=origin.pipeline_parallel or 1
-    )
+    parallelism = Parallelism(tensor=options.tensor_parallel or 1)
     key = ProfileKey(
         model=spec.name,
         device=where.id,
-        device_name=origin.device_name or where.name,
+        device_name=where.name,
         precision=precision,
         parallelism=parallelism,
         backend=options.engine or origin.engine or "unknown",
@@ -205,28 +201,27 @@ def _profile(
         steps=found.steps,
         fitted=found.fitted,
         server=ServerTerms(
-            steps_ahead=_steps_ahead(key, options, stream.origin),
-            request_seconds=_request_seconds(options, stream, target, found),
+            steps_ahead=_steps_ahead(key, options),
+            request_seconds=_request_seconds(options, target, found),
         ),
         limits=limits,
         engine={"source": str(options.source), "num_recorded": len(stream.steps), "times": timed.basis},
     )
 
 
-def _request_seconds(options: FromOptions, stream: StepStream, target: FitTarget, found: StreamFit) -> float:
-    """Return what the server does for a request beside steps: given, measured by clients or by itself."""
+def _request_seconds(options: FromOptions, target: FitTarget, found: StreamFit) -> float:
+    """Return what the server does for a request beside steps: given, or measured by clients."""
     if options.request_overhead is not None:
         return options.request_overhead
     if options.requests is not None:
         return request_seconds(options.requests, fitted_predictor(found.fitted, target))
-    return median(stream.request_seconds) if stream.request_seconds else 0.0
+    return 0.0
 
 
-def _steps_ahead(key: ProfileKey, options: FromOptions, origin: StepOrigin) -> int:
+def _steps_ahead(key: ProfileKey, options: FromOptions) -> int:
 
-    for said in (options.steps_ahead, origin.steps_ahead):
-        if said is not None:
-            return said
+    if options.steps_ahead is not None:
+        return options.steps_ahead
     return find_engine(key.backend).steps_ahead if key.backend in ENGINES else 0
 
 

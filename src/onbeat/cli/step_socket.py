@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.forward_pass_metrics import StepOrder, read_forward_pass
-from onbeat.perfmodel.logged_step import StepOrigin
-from onbeat.perfmodel.step_log import header_line
+from onbeat.perfmodel.step_log import StepOrder, read_forward_pass
 
 if TYPE_CHECKING:
     import zmq
@@ -77,7 +75,6 @@ class _Recorder:
     def record(self, path: Path, seconds: float, on_step: Callable[[int], None]) -> int:
         try:
             with path.open("w", encoding="utf-8", buffering=1) as file:
-                file.write(header_line(StepOrigin()) + "\n")
                 order, start = StepOrder(), time.monotonic()
                 try:
                     while time.monotonic() < start + seconds:

@@ -13,7 +13,6 @@ from statistics import median
 
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.shapes import MeasuredStep
-from onbeat.typed import Count, Size
 
 _SAME = 0.03
 """Relative difference up to which an engine's own times and the distances between its steps are the same."""
@@ -31,13 +30,8 @@ class StepOrigin:
     model: str | None = None
     device: str | None = None
     """A device id."""
-    device_name: str | None = None
     dtype: str | None = None
     """Format of the weights, as `Precision` names it."""
-    tensor_parallel: Size | None = None
-    pipeline_parallel: Size | None = None
-    steps_ahead: Count | None = None
-    """Steps that the engine plans before the result of the step under way is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +55,6 @@ class StepStream:
     """Messages of an idle engine."""
     num_lost: int = 0
     """Steps that the source counted but did not deliver."""
-    request_seconds: Sequence[float] = ()
-    """What the server did for some requests beside their steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,87 +1,187 @@
-"""Files of recorded steps: one JSON object a line, plain or gzip.
+"""Steps that engines tell of: forward-pass metrics, version 1, and tables of measured steps.
 
-The first line is the header::
+A message of the metrics is one step of vLLM under Dynamo, of SGLang or of others: a map with names, as
+ai-dynamo/dynamo and sgl-project/sglang define it (`ForwardPassMetrics`). Further fields are allowed, as its
+own readers allow them. Everything else that is not as it must be is an error: a number in the wrong field
+would make a wrong profile, and nobody would see it. A file has a message a line, plain or gzip, as it came
+(``{"received": 12.5, "fpm": {...}}``) or in the envelope of Dynamo's traces (`dynamo.fpm.trace.v1`).
 
-    {"file": "onbeat-steps", "schema_version": 1, "engine": "vllm", "model": ..., ...}
-
-with any of the fields of `StepOrigin`. Each further line is one step, in the order in which they ended:
-
-* ``{"end": 12.5, "seconds": 0.02, "num_prompts": 1, "prompt_tokens": 64, "num_decodes": 3, ...}``: the fields
-  of `_Step`. What is left out is 0. One of `end` (seconds of one clock), `seconds` (the engine's own
-  measure) and `distance` (seconds since the end of the step before) must be there. `follows_idle` says that
-  there was nothing to do before, `request_seconds` what the server of a request did beside its steps;
-* ``{"received": 12.5, "fpm": {...}}``: a message of forward-pass metrics as it came.
-
-A file of Dynamo's traces (`dynamo.fpm.trace.v1`), which has no header, is read too.
+A table is a CSV file, gzip or plain, one row a step: `batch` requests with `new_tokens` new tokens each,
+after `context` tokens that are cached already; one new token is a decode, more are a chunk of a prompt.
+Beside them `decodes` rows may decode, after `decode_context` cached tokens each. `seconds` is what the step
+took.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
-from itertools import chain
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import msgspec
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.step import BatchShape
-from onbeat.files import read_lines
-from onbeat.perfmodel.forward_pass_metrics import HINT, ForwardPassMetrics, StepOrder, forward_pass
+from onbeat.files import read_csv, read_lines
 from onbeat.perfmodel.logged_step import LoggedStep, StepOrigin, StepStream, rows_shape
-from onbeat.typed import Count, NotNegative, Table, convert, decode
+from onbeat.typed import Count, NotNegative, convert, decode
 
-FILE_KIND = "onbeat-steps"
-SCHEMA_VERSION = 1
-_DYNAMO_TRACE = "dynamo.fpm.trace.v1"
-_HINT = "; a file of recorded steps is one JSON object a line (docs/other-engines.md has the form)"
+HINT = "; this onbeat reads forward-pass metrics of version 1, whose fields docs/other-engines.md names"
 
 
-class _Step(Table):
-    """A line of the own form."""
+class _Scheduled(msgspec.Struct, frozen=True):
+    num_prefill_requests: Count
+    sum_prefill_tokens: Count
+    sum_prefill_kv_tokens: Count
+    var_prefill_length: NotNegative
+    num_decode_requests: Count
+    sum_decode_kv_tokens: Count
+    var_decode_kv_tokens: NotNegative
 
-    num_prompts: Count = 0
-    """`logged_step.rows_shape` says what this and the next four are."""
-    prompt_tokens: Count = 0
-    prompt_cached_tokens: Count = 0
-    num_decodes: Count = 0
-    decode_cached_tokens: Count = 0
-    end: NotNegative | None = None
-    seconds: NotNegative | None = None
-    distance: NotNegative | None = None
-    request_seconds: NotNegative | None = None
-    follows_idle: bool = False
 
-    def shape(self) -> BatchShape:
-        """Return its batch.
+class _Queued(msgspec.Struct, frozen=True):
+    num_prefill_requests: Count
+    sum_prefill_tokens: Count
+    num_decode_requests: Count
+    sum_decode_kv_tokens: Count
+
+
+class ForwardPassMetrics(msgspec.Struct, frozen=True):
+    """A message. Fields that are not named here are passed over."""
+
+    version: Literal[1]
+    worker_id: str
+    dp_rank: Count
+    counter_id: Count
+    wall_time: NotNegative
+    scheduled_requests: _Scheduled
+    queued_requests: _Queued
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """One message."""
+
+    worker: str
+    """Its worker and data-parallel rank: each has steps of its own."""
+    counter: int
+    wall: float
+    """Seconds; 0 of a heartbeat."""
+    shape: BatchShape
+    num_queued: int
+    """Requests that waited."""
+
+
+def read_forward_pass(message: object, where: str) -> ForwardPass:
+    """Return what a message says.
+
+    Parameters
+    ----------
+    message : plain values.
+    where : it stands, for errors.
+
+    Raises
+    ------
+    ConfigError : another version, a field that is missing or stands elsewhere, or a value that cannot be.
+    """
+    return forward_pass(convert(ForwardPassMetrics, message, where, hint=HINT), where)
+
+
+def forward_pass(message: ForwardPassMetrics, where: str) -> ForwardPass:
+    """Return what a message says.
+
+    Raises
+    ------
+    ConfigError : sums that no step has, which numbers in wrong fields would make.
+    """
+    scheduled, queued = message.scheduled_requests, message.queued_requests
+    prompts, tokens = scheduled.num_prefill_requests, scheduled.sum_prefill_tokens
+    decodes, context = scheduled.num_decode_requests, scheduled.sum_decode_kv_tokens
+    shape = rows_shape(
+        num_prompts=prompts,
+        prompt_tokens=tokens,
+        prompt_cached_tokens=scheduled.sum_prefill_kv_tokens,
+        num_decodes=decodes,
+        decode_cached_tokens=context,
+        prompt_variance=scheduled.var_prefill_length,
+    )
+    wall, wrong = message.wall_time, ""
+    if tokens < prompts:
+        wrong = f"sum_prefill_tokens {tokens} is less than num_prefill_requests {prompts}"
+    elif context < decodes:
+        wrong = f"sum_decode_kv_tokens {context} is less than num_decode_requests {decodes}"
+    elif context and not decodes:
+        wrong = f"sum_decode_kv_tokens is {context}, but num_decode_requests is 0"
+    elif wall > 0 and not shape.num_new_tokens:
+        wrong = f"wall_time is {wall:g} s, but nothing was scheduled"
+    elif not wall and shape.num_new_tokens:
+        wrong = f"wall_time is 0, but {shape.num_new_tokens} tokens were scheduled"
+    if wrong:
+        raise ConfigError(f"{where}: {wrong}; no step is like that. Are the fields in their places?")
+    return ForwardPass(
+        worker=f"{message.worker_id}/{message.dp_rank}",
+        counter=message.counter_id,
+        wall=wall,
+        shape=shape,
+        num_queued=queued.num_prefill_requests + queued.num_decode_requests,
+    )
+
+
+class StepOrder:
+    """Turns messages and their times into steps, each with its distance from the step before."""
+
+    def __init__(self) -> None:
+        self.num_heartbeats = 0
+        self.num_lost = 0
+        self._last: dict[str, tuple[ForwardPass, float | None]] = {}
+
+    def take(self, message: ForwardPass, received: float | None, where: str) -> LoggedStep | None:
+        """Return the step of a message; None of a heartbeat.
+
+        Parameters
+        ----------
+        received : when it came, seconds of any clock; None where nobody wrote it down.
 
         Raises
         ------
-        ConfigError : no time, no token, or fewer tokens than prompts.
+        ConfigError : it is older than the one before.
         """
-        if self.end is None and self.seconds is None and self.distance is None:
-            raise ConfigError("the step has no time; give one of end, seconds, distance")
-        if self.prompt_tokens < self.num_prompts:
-            raise ConfigError(
-                f"prompt_tokens {self.prompt_tokens} is less than num_prompts {self.num_prompts}; each "
-                "prompt of a step has a token in it"
-            )
-        shape = rows_shape(
-            num_prompts=self.num_prompts,
-            prompt_tokens=self.prompt_tokens,
-            prompt_cached_tokens=self.prompt_cached_tokens,
-            num_decodes=self.num_decodes,
-            decode_cached_tokens=self.decode_cached_tokens,
+        before, came = self._last.get(message.worker, (None, None))
+        self._last[message.worker] = (message, received)
+        if before is not None:
+            _check_order(before, came, message, received, where)
+            self.num_lost += message.counter - before.counter - 1
+        if not message.shape.num_new_tokens:
+            self.num_heartbeats += 1
+            return None
+        distance = None
+        if before is not None and came is not None and received is not None:
+            is_next = message.counter == before.counter + 1 and before.shape.num_new_tokens > 0
+            # A request that generates was in the step before, and one that waited had work to wait for.
+            if is_next and (message.shape.num_decodes or before.num_queued):
+                distance = received - came
+        return LoggedStep(message.shape, message.wall, distance)
+
+
+def _check_order(
+    before: ForwardPass, came: float | None, message: ForwardPass, received: float | None, where: str
+) -> None:
+    if message.counter <= before.counter:
+        raise ConfigError(
+            f"{where}: counter_id {message.counter} of worker {quoted(message.worker)} comes after "
+            f"{before.counter}; messages must be in their order, and of one run of the engine"
         )
-        if not shape.num_new_tokens:
-            raise ConfigError("the step computes nothing; leave empty steps out")
-        return shape
+    if came is not None and received is not None and received < came:
+        raise ConfigError(
+            f"{where}: its time {received:g} s is before that of the message before it, {came:g} s; times "
+            "must not go back. Are two recordings joined?"
+        )
 
 
 class _Message(msgspec.Struct):
-    """A line with forward-pass metrics; fields that are not named here are passed over."""
+    """A line of a file; fields that are not named here are passed over."""
 
     fpm: ForwardPassMetrics
     received: NotNegative | None = None
@@ -94,61 +194,27 @@ class _Event(msgspec.Struct):
     event: _Message
 
 
-def header_line(origin: StepOrigin) -> str:
-    """Return the first line of a file."""
-    said = {name: value for name, value in asdict(origin).items() if value is not None}
-    return json.dumps({"file": FILE_KIND, "schema_version": SCHEMA_VERSION, **said})
-
-
 def read_step_log(path: Path) -> StepStream:
-    """Read a file of recorded steps.
+    """Read a file of forward-pass metrics.
 
     Raises
     ------
     ConfigError : it cannot be read, is something else, or a line is not as it must be; names the line.
     """
-    lines = read_lines(msgspec.Raw, path, "the recorded steps", hint=_HINT, may_be_cut=True)
-    number, first = next(lines, (0, msgspec.Raw(b"")))
-    if not number:
-        raise ConfigError(f"{path} is empty; record steps first")
-    where = f"{path}, line {number}"
-    header = decode(dict[str, Any], first, where, hint=_HINT)
-    event = header.get("event")
-    if (event if isinstance(event, dict) else header).get("schema") == _DYNAMO_TRACE:
-        return _stream(path, StepOrigin(), chain([(number, first)], lines), is_trace=True)
-    return _stream(path, _origin(header, where), lines)
-
-
-def _origin(header: Mapping[str, Any], where: str) -> StepOrigin:
-    if header.get("file") != FILE_KIND:
-        raise ConfigError(f'{where}: its first line must have "file": "{FILE_KIND}"{_HINT}')
-    if header.get("schema_version") != SCHEMA_VERSION:
-        raise ConfigError(
-            f"{where}: schema_version is {quoted(header.get('schema_version'))}; this onbeat reads version "
-            f"{SCHEMA_VERSION}. Record the steps again, or use a newer onbeat"
-        )
-    known = {each.name for each in fields(StepOrigin)}
-    return convert(StepOrigin, {name: each for name, each in header.items() if name in known}, where)
-
-
-def _stream(
-    path: Path, origin: StepOrigin, lines: Iterable[tuple[int, msgspec.Raw]], *, is_trace: bool = False
-) -> StepStream:
-    order, own, steps, is_whole = StepOrder(), _OwnOrder(), [], True
-    for number, line in lines:
+    order, steps, is_whole = StepOrder(), [], True
+    for number, line in read_lines(msgspec.Raw, path, "the recorded steps", hint=HINT, may_be_cut=True):
         where, text = f"{path}, line {number}", bytes(line)
-        if b'"fpm"' in text:
-            is_event = b'"event"' in text
-            told = (
-                decode(_Event, text, where, hint=HINT).event
-                if is_event
-                else decode(_Message, text, where, hint=HINT)
-            )
-            is_whole &= told.capture_mode != "sampled"
-            # Milliseconds, as a trace has them, are too coarse for the distance between two steps.
-            step = order.take(forward_pass(told.fpm, where), None if is_trace else told.received, where)
-        else:
-            step = own.take(decode(_Step, text, where, hint=_HINT), where)
+        if number == 1 and b'"onbeat-steps"' in text:
+            continue  # a header, as recordings had one
+        is_event = b'"event"' in text
+        told = (
+            decode(_Event, text, where, hint=HINT).event
+            if is_event
+            else decode(_Message, text, where, hint=HINT)
+        )
+        is_whole &= told.capture_mode != "sampled"
+        # Milliseconds, as a trace has them, are too coarse for the distance between two steps.
+        step = order.take(forward_pass(told.fpm, where), None if is_event else told.received, where)
         if step is not None:
             steps.append(step)
     if not steps:
@@ -156,33 +222,79 @@ def _stream(
             f", only {order.num_heartbeats} signs of life of an idle engine" if order.num_heartbeats else ""
         )
         raise ConfigError(f"{path} has no steps{idle}; send the engine requests while its steps are recorded")
-    num_lost = order.num_lost if is_whole else 0
-    return StepStream(origin, steps, order.num_heartbeats, num_lost, own.request_seconds)
+    return StepStream(StepOrigin(), steps, order.num_heartbeats, order.num_lost if is_whole else 0)
 
 
-class _OwnOrder:
-    """Turns lines of the own form into steps."""
+COLUMNS = ("batch", "new_tokens", "context", "seconds")
+MIXED_COLUMNS = ("decodes", "decode_context")
+"""May be left out, both together."""
+_TABLE_HINT = f"A table of steps has {', '.join(COLUMNS)}, and may have {' and '.join(MIXED_COLUMNS)}"
+MOST_ROWS, MOST_TOKENS = 2**16, 2**24
+"""Of a step, and of a row: more than any engine takes."""
+SUFFIXES = (".csv", ".csv.gz")
 
-    def __init__(self) -> None:
-        self.request_seconds: list[float] = []
-        self._end: float | None = None
 
-    def take(self, step: _Step, where: str) -> LoggedStep:
+def read_step_table(path: Path) -> StepStream:
+    """Read a table of measured steps.
+
+    Parameters
+    ----------
+    path : CSV with a header; the order of the columns does not matter and further ones are passed over.
+
+    Raises
+    ------
+    ConfigError : no such file, not a CSV, a missing column, a line of another width, no lines, or a value
+        that is no count or no time; names the file, line, column and value.
+    """
+    steps = []
+    for line, cells in read_csv(
+        path, "the table of steps", columns=COLUMNS, together=MIXED_COLUMNS, rows="steps", hint=_TABLE_HINT
+    ):
+        row = _Row(f"{path}, line {line}", cells)
+        steps.append(LoggedStep(row.shape(), row.seconds()))
+    return StepStream(StepOrigin(), steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    where: str
+    cells: Mapping[str, str]
+
+    def shape(self) -> BatchShape:
+        batch, decodes = self._count("batch"), self._count("decodes")
+        new_tokens = self._count("new_tokens", at_least=1 if batch else 0)
+        if not batch + decodes:
+            raise ConfigError(f"{self.where}: the step has no rows: batch is 0. Leave empty steps out")
+        shape = BatchShape()
+        for _ in range(batch):
+            shape.add(self._count("context"), new_tokens, samples=True)
+        for _ in range(decodes):
+            shape.add(self._count("decode_context"), 1, samples=True)
+        return shape
+
+    def seconds(self) -> float:
         try:
-            shape = step.shape()
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        if step.request_seconds is not None:
-            self.request_seconds.append(step.request_seconds)
-        before, self._end = self._end, step.end
-        distance = None
-        if before is not None and step.end is not None:
-            distance = step.end - before
-            if distance < 0:
-                raise ConfigError(
-                    f"{where}: end {step.end:g} s is before that of the step before it, {before:g} s; times "
-                    "must not go back"
-                )
-        if step.distance is not None or step.follows_idle:
-            distance = step.distance
-        return LoggedStep(shape, step.seconds or 0.0, distance)
+            value = float(self.cells["seconds"])
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise self._error("seconds", "a finite time above 0")
+        return value
+
+    def _count(self, column: str, *, at_least: int = 0) -> int:
+        if column not in self.cells:
+            return 0
+        try:
+            value = float(self.cells[column])
+        except ValueError:
+            value = math.nan
+        most = MOST_ROWS if column in ("batch", "decodes") else MOST_TOKENS
+        if not (at_least <= value <= most and value == int(value)):
+            raise self._error(column, f"a whole number of at least {at_least} and at most {most}")
+        return int(value)
+
+    def _error(self, column: str, wanted: str) -> ConfigError:
+        return ConfigError(
+            f"{self.where}: {column} is {self.cells[column]!r}; it must be {wanted}. Correct the line or "
+            "leave it out"
+        )

@@ -12,29 +12,24 @@ from onbeat.cli.main import build_parser, main
 from onbeat.cli.profile import measured_engine
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.profile_file import read_profile
-from tests.pure.perfmodel.recorded import HEADER, made_up_steps, write_lines
+from tests.pure.perfmodel.recorded import made_up_steps, write_lines
 
-ORIGIN = HEADER | {
-    "engine": "vllm",
-    "engine_version": "0.32.0",
-    "model": "Llama-3.1-8B",
-    "device": "h100-sxm",
-    "tensor_parallel": 2,
-    "dtype": "fp8",
-}
+ORIGIN = [
+    *("--model", "Llama-3.1-8B", "--device", "h100-sxm", "--tp", "2", "--weights", "fp8"),
+    *("--engine", "vllm", "--engine-version", "0.32.0"),
+]
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_lines(tmp_path_factory.mktemp("steps"), ORIGIN, *made_up_steps(400))
+    return write_lines(tmp_path_factory.mktemp("steps"), *made_up_steps(400))
 
 
 @pytest.fixture(scope="module")
 def profile(recorded: Path) -> Path:
     path = recorded.with_name("profile.json")
-    assert (
-        main(["profile", "--from", str(recorded), "--output", str(path), "--request-overhead-ms", "15"]) == 0
-    )
+    files = ["--from", str(recorded), "--output", str(path)]
+    assert main(["profile", *files, *ORIGIN, "--request-overhead-ms", "15"]) == 0
     return path
 
 
@@ -84,7 +79,7 @@ def test_it_drives_a_simulation(profile: Path, tmp_path: Path) -> None:
         (["--from", "STEPS", "--threads", "2"], "--threads has no effect on --from"),
         (["--from", "STEPS", "--seconds", "2"], "--seconds has no effect on --from"),
         (["--from", "STEPS", "--max-context-tokens", "9"], "--max-context-tokens has no effect on --from"),
-        (["--from", "STEPS", "--model", "no-such-model"], "no-such-model"),
+        (["--from", "STEPS", "--model", "no-such-model", "--device", "l4"], "no-such-model"),
         (["record", "tcp://nowhere", "x", "--from", "STEPS"], "--from has no effect on `onbeat profile rec"),
         (["record", "tcp://nowhere", "x", "--device", "l4"], "--device has no effect on `onbeat profile"),
         (["record", "tcp://127.0.0.1:1"], "takes a source and a file"),
@@ -102,7 +97,7 @@ def test_bad_input_is_one_sentence(
 
 
 def test_steps_without_a_model_ask_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_lines(tmp_path, HEADER, *made_up_steps(20))
+    path = write_lines(tmp_path, *made_up_steps(20))
     assert main(["profile", "--from", str(path)]) == 2
     assert "--model" in capsys.readouterr().err
     assert main(["replay", "--steps", str(path)]) == 2
@@ -110,8 +105,8 @@ def test_steps_without_a_model_ask_for_one(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_too_few_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_lines(tmp_path, ORIGIN, *made_up_steps(6))
-    assert main(["profile", "--from", str(path)]) == 2
+    path = write_lines(tmp_path, *made_up_steps(6))
+    assert main(["profile", "--from", str(path), *ORIGIN]) == 2
     assert "too few that differ for a fit" in capsys.readouterr().err
 
 
@@ -150,7 +145,8 @@ def saved_requests(path: Path, *, num_requests: int, beside: float, apart: float
 def test_what_is_beside_steps_is_measured_by_clients(recorded: Path, tmp_path: Path) -> None:
     requests = saved_requests(tmp_path / "result.json", num_requests=9, beside=0.02, apart=0.2)
     path = tmp_path / "profile.json"
-    assert main(["profile", "--from", str(recorded), "--output", str(path), "--requests", str(requests)]) == 0
+    files = ["--from", str(recorded), "--output", str(path), "--requests", str(requests)]
+    assert main(["profile", *files, *ORIGIN]) == 0
     assert read_profile(path).server.request_seconds == pytest.approx(0.02, abs=0.001)
 
 
@@ -158,7 +154,15 @@ def test_requests_beside_others_measure_nothing(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests = saved_requests(tmp_path / "result.json", num_requests=9, beside=0.02, apart=0.05)
-    arguments = ["profile", "--from", str(recorded), "--output", str(tmp_path / "p.json"), "--requests"]
+    arguments = [
+        "profile",
+        "--from",
+        str(recorded),
+        "--output",
+        str(tmp_path / "p.json"),
+        *ORIGIN,
+        "--requests",
+    ]
     assert main([*arguments, str(requests)]) == 2
     assert "has 0 requests served alone" in capsys.readouterr().err
     requests.write_text(json.dumps({"mean_ttft_ms": 4}))

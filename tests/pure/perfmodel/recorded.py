@@ -7,18 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-HEADER: dict[str, Any] = {"file": "onbeat-steps", "schema_version": 1}
-
 
 def write_lines(folder: Path, *lines: dict[str, Any]) -> Path:
     path = folder / "steps.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
-
-
-def own_line(end: float) -> dict[str, Any]:
-    prompt = {"num_prompts": 1, "prompt_tokens": 8, "prompt_cached_tokens": 10}
-    return {"end": end, "seconds": 0.01, **prompt, "num_decodes": 2, "decode_cached_tokens": 198}
 
 
 def fpm(
@@ -62,13 +55,13 @@ def fpm_line(counter: int, received: float, **sums: Any) -> dict[str, Any]:
 def made_up_steps(number: int, *, noise: float = 0.02) -> list[dict[str, Any]]:
     """Return lines of steps of a made-up engine: linear in their sums, with some noise."""
     draw, lines, end = random.Random(1), [], 0.0
-    for _ in range(number):
+    for index in range(number):
         decodes = draw.randint(0, 40)
         context = decodes * draw.randint(50, 1500)
         tokens = draw.randint(16, 512) if not decodes or draw.random() < 0.3 else 0
         seconds = 0.006 + 2e-5 * decodes + 2e-8 * context + 2.5e-5 * tokens + 0.001 * (tokens > 0)
         seconds *= draw.lognormvariate(0, noise)
         end += seconds
-        counts = {"num_prompts": int(tokens > 0), "prompt_tokens": tokens, "num_decodes": decodes}
-        lines.append({"end": end, "seconds": seconds, **counts, "decode_cached_tokens": context})
+        counts = {"prompts": int(tokens > 0), "tokens": tokens, "decodes": decodes, "context": context}
+        lines.append(fpm_line(index, end, wall=seconds, **counts))
     return lines

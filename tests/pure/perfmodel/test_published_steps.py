@@ -15,7 +15,7 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.step_log import read_step_log
 from onbeat.perfmodel.stream_fit import fit_stream
-from tests.pure.perfmodel.recorded import HEADER, fpm, write_lines
+from tests.pure.perfmodel.recorded import fpm, write_lines
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "data" / "vllm_forward_passes.csv"
 
@@ -39,7 +39,7 @@ def messages() -> list[dict[str, Any]]:
 
 def test_steps_of_a_gpu_are_met_within_five_percent(tmp_path: Path) -> None:
     """Qwen3-32B on B300: steps from 13 to 411 ms, two of them with each other's time in them."""
-    stream = read_step_log(write_lines(tmp_path, HEADER, *({"fpm": each} for each in messages())))
+    stream = read_step_log(write_lines(tmp_path, *({"fpm": each} for each in messages())))
     target = FitTarget(model=find_model_spec("Qwen3-32B"), device=find_device("b200"), precision=Precision())
     found = fit_stream(target, step_times(stream.steps).steps)
     assert found.num_exceptions >= 1

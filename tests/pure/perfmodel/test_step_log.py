@@ -16,21 +16,13 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.logged_step import LoggedStep, rows_shape, step_times
 from onbeat.perfmodel.step_log import read_step_log
-from tests.pure.perfmodel.recorded import HEADER, fpm, fpm_line, own_line, write_lines
+from tests.pure.perfmodel.recorded import fpm, fpm_line, write_lines
 from tests.pure.perfmodel.shapes import batch, decodes
-
-
-def test_steps_of_the_own_form(tmp_path: Path) -> None:
-    path = write_lines(tmp_path, HEADER | {"model": "m", "tensor_parallel": 2}, own_line(1.0), own_line(1.5))
-    stream = read_step_log(path)
-    assert (stream.origin.model, stream.origin.tensor_parallel, stream.origin.engine) == ("m", 2, None)
-    assert [step.distance for step in stream.steps] == [None, 0.5]
-    assert stream.steps[0].shape == batch([(10, 8), (99, 1), (99, 1)])
 
 
 def test_a_message_becomes_the_batch_that_it_tells_of(tmp_path: Path) -> None:
     message = fpm(prompts=1, tokens=64, cached=32, decodes=2, context=200)
-    stream = read_step_log(write_lines(tmp_path, HEADER, {"fpm": message}))
+    stream = read_step_log(write_lines(tmp_path, {"fpm": message}))
     assert stream.steps == [LoggedStep(batch([(32, 64), (100, 1), (100, 1)]), 0.01)]
 
 
@@ -56,7 +48,7 @@ def test_heartbeats_and_idle_gaps_are_no_steps(tmp_path: Path) -> None:
         fpm_line(4, 20.0, prompts=1, tokens=5),  # nothing ran or waited in between
         fpm_line(7, 21.0, decodes=1, context=6),
     ]
-    stream = read_step_log(write_lines(tmp_path, HEADER, *lines))
+    stream = read_step_log(write_lines(tmp_path, *lines))
     assert [step.distance for step in stream.steps] == [None, 0.5, None, None, None]
     assert (stream.num_heartbeats, stream.num_lost) == (1, 2)
 
@@ -66,7 +58,7 @@ def test_each_worker_has_steps_of_its_own(tmp_path: Path) -> None:
         fpm_line(number // 2, float(number), worker=str(number % 2), decodes=1, context=9)
         for number in range(4)
     ]
-    stream = read_step_log(write_lines(tmp_path, HEADER, *lines))
+    stream = read_step_log(write_lines(tmp_path, *lines))
     assert [step.distance for step in stream.steps] == [None, None, 2.0, 2.0]
 
 
@@ -79,9 +71,17 @@ def test_a_trace_of_dynamo_is_read(tmp_path: Path) -> None:
     assert stream.num_lost == 0
 
 
+LINE = fpm_line(0, 1.0, decodes=1, context=9)
+
+
 def test_a_line_cut_short_at_the_end_is_left_out(tmp_path: Path) -> None:
-    path = write_lines(tmp_path, HEADER, own_line(1.0))
-    path.write_text(path.read_text() + '{"end": 2.')
+    path = write_lines(tmp_path, LINE)
+    path.write_text(path.read_text() + '{"received": 2.')
+    assert len(read_step_log(path).steps) == 1
+
+
+def test_a_recording_with_a_header_is_read(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, {"file": "onbeat-steps", "schema_version": 1}, LINE)
     assert len(read_step_log(path).steps) == 1
 
 
@@ -117,37 +117,26 @@ def test_a_message_that_is_not_as_it_must_be_is_named(
 ) -> None:
     message = fpm(prompts=1, tokens=64, decodes=2, context=200)
     edit(message)
-    path = write_lines(tmp_path, HEADER, {"fpm": message})
+    path = write_lines(tmp_path, {"fpm": message})
     with pytest.raises(ConfigError) as error:
         read_step_log(path)
-    assert f"{path}, line 2: " in str(error.value)
+    assert f"{path}, line 1: " in str(error.value)
     assert words in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([], "is empty; record steps first"),
-        ([{"file": "onbeat-record"}], 'its first line must have "file": "onbeat-steps"'),
-        ([HEADER | {"schema_version": 9}], "schema_version is 9; this onbeat reads version 1"),
-        ([HEADER | {"tensor_parallel": 0}], "tensor_parallel is 0; it must be a whole number of at least 1"),
-        ([HEADER], "has no steps; send the engine requests"),
-        ([HEADER, fpm_line(0, 1.0, wall=0.0)], "only 1 signs of life of an idle engine"),
-        ([HEADER, own_line(2.0), own_line(1.0)], "line 3: end 1 s is before that of the step before it, 2 s"),
+        ([], "has no steps; send the engine requests"),
+        ([{"file": "onbeat-record"}], "lacks fpm"),
+        ([fpm_line(0, 1.0, wall=0.0)], "only 1 signs of life of an idle engine"),
+        ([LINE | {"received": -1}], "received is -1; it must be a number of at least 0"),
         (
-            [HEADER, own_line(1.0) | {"decodes": 3}],
-            "unknown field 'decodes'",
-        ),
-        ([HEADER, own_line(1.0) | {"num_decodes": -1}], "num_decodes is -1; it must be a whole number"),
-        ([HEADER, {"num_decodes": 1}], "the step has no time; give one of end, seconds, distance"),
-        ([HEADER, {"end": 1.0}], "the step computes nothing"),
-        ([HEADER, own_line(1.0) | {"follows_idle": 1}], "follows_idle is 1; it must be true or false"),
-        (
-            [HEADER, fpm_line(1, 1.0, decodes=1, context=9), fpm_line(1, 2.0, decodes=1, context=9)],
+            [fpm_line(1, 1.0, decodes=1, context=9), fpm_line(1, 2.0, decodes=1, context=9)],
             "counter_id 1 of worker 'w/0' comes after 1",
         ),
         (
-            [HEADER, fpm_line(1, 2.0, decodes=1, context=9), fpm_line(2, 1.0, decodes=1, context=9)],
+            [fpm_line(1, 2.0, decodes=1, context=9), fpm_line(2, 1.0, decodes=1, context=9)],
             "its time 1 s is before that of the message before it, 2 s",
         ),
     ],
@@ -161,8 +150,9 @@ def test_a_file_that_is_not_as_it_must_be_is_named(
 
 
 def test_broken_json_is_named(tmp_path: Path) -> None:
-    path = write_lines(tmp_path, HEADER)
-    path.write_text(json.dumps(HEADER) + "\n{oh\n" + json.dumps(own_line(1.0)) + "\n")
+    line = json.dumps(LINE)
+    path = tmp_path / "steps.jsonl"
+    path.write_text(f"{line}\n{{oh\n{line}\n")
     with pytest.raises(ConfigError, match="line 2 is not JSON"):
         read_step_log(path)
 
@@ -209,9 +199,8 @@ JUNK = st.one_of(
 def test_whatever_stands_in_a_file_is_read_or_refused_in_words(
     place: int, junk: object, is_gone: bool
 ) -> None:
-    header = HEADER | {"engine": "vllm", "tensor_parallel": 1, "steps_ahead": 0}
     full = fpm_line(1, 2.0, prompts=1, tokens=9, decodes=1, context=9)
-    lines: list[dict[str, Any]] = json.loads(json.dumps([header, own_line(1.0), full]))
+    lines: list[dict[str, Any]] = json.loads(json.dumps([LINE, full]))
     places = [(part, name) for line in lines for part in parts_of(line) for name in part]
     part, name = places[place % len(places)]
     if is_gone:

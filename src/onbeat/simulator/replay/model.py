@@ -18,8 +18,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import precision_by_weights
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile_file import read_profile
-from onbeat.perfmodel.step_log import read_step_log
-from onbeat.perfmodel.step_table import SUFFIXES, read_step_table
+from onbeat.perfmodel.step_log import SUFFIXES, read_step_log, read_step_table
 from onbeat.recording.fleet_log import read_header
 from onbeat.recording.log import FILE_KIND, RecordHeader
 from onbeat.recording.reader import Recording
@@ -123,7 +122,7 @@ def model_of_steps(
     ConfigError : an unknown model or device, or none is known.
     """
     precision = precision_by_weights(origin.dtype or "bf16")
-    parallelism = Parallelism(tensor=origin.tensor_parallel or 1, pipeline=origin.pipeline_parallel or 1)
+    parallelism = Parallelism()
     kind = kind or ("roofline" if profile is None else "fitted")
     if kind == "fitted" and profile is not None:
         key = read_profile(profile).key
