@@ -18,11 +18,11 @@ from onbeat.core.slo import SLO
 from onbeat.planner.cases import TBT, ReplicaCase, settings_grid
 from onbeat.planner.objective import Objective
 from onbeat.planner.objectives import parse_objective
-from onbeat.scheduler.replica.token_budget import mean_decode_context
 from onbeat.simulator.deployment import AUTO, Deployment
-from onbeat.simulator.resolve import Resolved, decode_context, resolve, step_times_text, what_binds
+from onbeat.simulator.resolve import decode_context, resolve, resolve_for, step_times_text, what_binds
 from onbeat.workload.load import Load, tightest_tbt
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
+from onbeat.workload.slo_classes import SLOClass
 
 _PLENTY_OF_BLOCKS = 1 << 24
 _VARIED = frozenset(
@@ -57,13 +57,6 @@ class PlannedCase:
     def objectives(self) -> dict[str, SLO]:
         """Of its requests, by the name of their class."""
         return {each.name: each.slo for each in self.loads[0].classes}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    case: ReplicaCase
-    simulation: Resolved | None
-    error: str = ""
 
 
 def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -120,50 +113,59 @@ def plan_cases(
     for each, value in changed(base).items():
         if value not in axes.get(each.name, [value]) and each.name != "device":  # which must be given
             raise ConfigError(f"--vary does not try {each.flag} {value}: add it to --vary, or leave it out")
-    drafts = _draft_cases(base, axes)
+    cases = [ReplicaCase(settings=settings, labels=labels) for labels, settings in settings_grid(base, axes)]
+    contexts = _contexts(cases)
     asked = read_options(args, Load)
     planned: list[PlannedCase] = []
     for own in [change(asked, tbt=tbt) for tbt in tbts] or [asked]:
-        tbt = tightest_tbt(own.classes())
-        goal = parse_objective(objective, tbt=tbt, mode=args.slo_mode)
-        loads = _loads(own, repeats, drafts)
+        goal = parse_objective(objective, tbt=tightest_tbt(own.classes()), mode=args.slo_mode)
+        loads = _loads(own, repeats, cases, contexts)
         goal.allowances(loads[0])  # refuses a load that it cannot judge
         label = ((TBT, f"{own.slo.tbt * 1e3:g}"),) if tbts and own.slo.tbt is not None else ()
-        for draft in drafts:
-            context = _context_tokens(draft, loads[0])
-            case = replace(draft.case, labels=draft.case.labels + label, tbt=tbt, context_tokens=context)
-            step_times = ""
-            if draft.simulation is not None:
-                step_times = step_times_text(case.settings, draft.simulation.errors)
-            planned.append(
-                PlannedCase(
-                    case=case,
-                    objective=goal,
-                    loads=loads,
-                    step_times=step_times,
-                    error=draft.error or _too_short(draft, loads),
-                )
-            )
+        planned += [
+            _planned(replace(case, labels=case.labels + label), own.classes(), goal, loads) for case in cases
+        ]
     return planned
 
 
-def _draft_cases(base: Deployment, axes: dict[str, list[Any]]) -> list[_Draft]:
-    """Build each configuration once: bad input comes to light before anything runs."""
-    drafts, refusals = [], []
-    for labels, settings in settings_grid(base, axes):
-        case = ReplicaCase(settings=settings, labels=labels)
+def _planned(
+    case: ReplicaCase, classes: Sequence[SLOClass], objective: Objective, loads: tuple[OfferedLoad, ...]
+) -> PlannedCase:
+    """Return a case with what chooses its token budget, or why it cannot run."""
+    try:
+        found, _ = resolve_for(replace(case.settings, overlong="error"), loads[0], classes)
+    except ConfigError as error:
+        return PlannedCase(case=case, objective=objective, loads=loads, step_times="", error=str(error))
+    context = decode_context(loads[0], found.config.scheduler)
+    return PlannedCase(
+        case=replace(case, tbt=tightest_tbt(classes), context_tokens=context),
+        objective=objective,
+        loads=loads,
+        step_times=step_times_text(case.settings, found.errors),
+    )
+
+
+def _contexts(cases: Sequence[ReplicaCase]) -> dict[int, Deployment]:
+    """Return the longest requests that some configuration takes, tokens, with the configuration.
+
+    Raises
+    ------
+    ConfigError : bad input: no configuration can be built, whatever memory there is.
+    """
+    contexts: dict[int, Deployment] = {}
+    refusals = []
+    for case in cases:
         # What an automatic budget needs to know of the load is not known yet.
-        is_auto = settings.limits.max_num_batched_tokens == AUTO
-        trial = change(settings, max_num_batched_tokens=None) if is_auto else settings
+        is_auto = case.settings.limits.max_num_batched_tokens == AUTO
+        settings = change(case.settings, max_num_batched_tokens=None) if is_auto else case.settings
         try:
-            drafts.append(_Draft(case=case, simulation=resolve(trial)))
+            contexts[resolve(settings).config.max_model_len] = settings
         except ConfigError as error:
-            drafts.append(_Draft(case=case, simulation=None, error=str(error)))
-            if not _fits_with_plenty_of_memory(trial):
+            if not _fits_with_plenty_of_memory(settings):
                 refusals.append(error)
-    if len(refusals) == len(drafts):
+    if len(refusals) == len(cases):
         raise refusals[0]
-    return drafts
+    return contexts
 
 
 def _fits_with_plenty_of_memory(settings: Deployment) -> bool:
@@ -174,38 +176,25 @@ def _fits_with_plenty_of_memory(settings: Deployment) -> bool:
     return True
 
 
-def _too_short(draft: _Draft, loads: tuple[OfferedLoad, ...]) -> str:
-    """Return why a configuration cannot take the longest requests; empty where it can, or cannot run."""
-    if draft.simulation is None:
-        return ""
-    try:
-        for load in loads:
-            load.check_lengths(draft.simulation.config.max_model_len, overlong="error")
-    except LongerThanContext as error:
-        return str(what_binds(draft.case.settings, error))
-    return ""
-
-
-def _loads(asked: Load, num_repeats: int, drafts: list[_Draft]) -> tuple[OfferedLoad, ...]:
+def _loads(
+    asked: Load, num_repeats: int, cases: Sequence[ReplicaCase], contexts: Mapping[int, Deployment]
+) -> tuple[OfferedLoad, ...]:
     """Return the load of each repeat; one for all where the seed changes nothing.
 
     Raises
     ------
     ConfigError : it has no rate to search, or requests that no configuration takes.
     """
-    settings = {
-        each.simulation.config.max_model_len: each.case.settings for each in drafts if each.simulation
-    }
-    longest = max(settings, default=_PLENTY_OF_BLOCKS)
+    longest = max(contexts, default=_PLENTY_OF_BLOCKS)
     try:
         loads = tuple(
             replace(asked, seed=asked.seed + repeat).offered(
-                max_model_len=longest, overlong=drafts[0].case.settings.overlong
+                max_model_len=longest, overlong=cases[0].settings.overlong
             )
             for repeat in range(num_repeats)
         )
     except LongerThanContext as error:
-        raise what_binds(settings[longest], error) from None
+        raise what_binds(contexts[longest], error) from None
     first = loads[0]
     if first.rate is None or not np.isfinite(first.rate):
         raise ConfigError(
@@ -218,10 +207,3 @@ def _loads(asked: Load, num_repeats: int, drafts: list[_Draft]) -> tuple[Offered
 def _are_equal(a: OfferedLoad, b: OfferedLoad) -> bool:
     columns = ("arrivals", "num_prompt_tokens", "num_output_tokens", "class_ids")
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in columns)
-
-
-def _context_tokens(draft: _Draft, load: OfferedLoad) -> int:
-    """Return the mean context of a decode: the load's, or what a full batch has KV memory for."""
-    if draft.simulation is None:
-        return mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
-    return decode_context(load, draft.simulation.config.scheduler)

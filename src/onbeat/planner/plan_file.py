@@ -94,8 +94,14 @@ def read_promise(path: Path) -> Promise:
     for name in PATHS:
         if name in load and load[name] not in SLO_CLASSES:
             load[name] = str(path.parent / load[name])
-    _check_trace(path, load, made.trace_sha256)
-    _check_classes(path, load, made.classes_sha256)
+    trace, classes = load.get("trace") or load.get("dataset-path"), load.get("slo-config")
+    if trace is not None and digest_of(Path(trace)) != made.trace_sha256:
+        raise ConfigError(f"{trace} is not the trace that {path} was made for; plan again for the new one")
+    if classes is not None and digest_of_classes(classes) != made.classes_sha256:
+        raise ConfigError(
+            f"{classes}, or a trace that it names, is not what {path} was made for; plan again for the new "
+            "classes"
+        )
     tpot_ms = made.verified.mean_tpot_ms
     return Promise(
         path=path,
@@ -141,13 +147,6 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
-def _check_trace(path: Path, load: Mapping[str, Any], digest: str | None) -> None:
-    """Raise ConfigError where the trace that was planned for has become another."""
-    file = load.get("trace") or load.get("dataset-path")
-    if file is not None and digest_of(Path(file)) != digest:
-        raise ConfigError(f"{file} is not the trace that {path} was made for; plan again for the new one")
-
-
 def digest_of_classes(file: str) -> str | None:
     """Return what tells a file of classes, with their traces, from others; None of a built-in class.
 
@@ -159,16 +158,6 @@ def digest_of_classes(file: str) -> str | None:
         return None
     traces = [each.trace for each in read_slo_config(Path(file)) if each.trace is not None]
     return hashlib.sha256("".join(map(digest_of, [Path(file), *traces])).encode()).hexdigest()
-
-
-def _check_classes(path: Path, load: Mapping[str, Any], digest: str | None) -> None:
-    """Raise ConfigError where the classes that were planned for have become others."""
-    file = load.get("slo-config")
-    if file is not None and digest_of_classes(file) != digest:
-        raise ConfigError(
-            f"{file}, or a trace that it names, is not what {path} was made for; plan again for the new "
-            "classes"
-        )
 
 
 def _seal(plan: Mapping[str, Any], fleet: Any) -> str:

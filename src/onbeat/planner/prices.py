@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from onbeat.core.errors import ConfigError
 from onbeat.files import packaged, read
@@ -16,14 +16,12 @@ from onbeat.perfmodel.device_spec import CPU, find_device
 from onbeat.typed import Positive, Table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
+class Price(Table):
     """Of one device."""
 
-    device: str
-    usd_per_hour: float
-    watts: float
-    """What it draws at most, with nothing of its machine."""
+    usd_per_hour: Positive
+    watts: Positive = 0.0
+    """What it draws at most, with nothing of its machine; the data sheet says what a file leaves out."""
     date: str = ""
     """When the price held, such as 2026-11."""
     source: str = ""
@@ -67,14 +65,7 @@ class Prices:
             ) from None
 
 
-class _Entry(Table):
-    usd_per_hour: Positive
-    watts: Positive | None = None
-    date: str = ""
-    source: str | None = None
-
-
-_Entries: Any = Annotated[dict[str, _Entry | Positive], Meta(min_length=1)]
+_Entries: Any = Annotated[dict[str, Price | Positive], Meta(min_length=1)]
 
 
 @cache
@@ -91,22 +82,10 @@ def _read(path: Path) -> Mapping[str, Price]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _price(device: str, entry: _Entry | float, source: str) -> Price:
-    if device != CPU:  # which is measured where it is looked up
-        find_device(device)
-    if not isinstance(entry, _Entry):
-        return Price(device=device, usd_per_hour=entry, watts=_watts(device), source=source)
-    return Price(
-        device=device,
-        usd_per_hour=entry.usd_per_hour,
-        watts=_watts(device) if entry.watts is None else entry.watts,
-        date=entry.date,
-        source=source if entry.source is None else entry.source,
-    )
-
-
-def _watts(device: str) -> float:
-    watts = None if device == CPU else find_device(device).tdp_watts
+def _price(device: str, entry: Price | float, source: str) -> Price:
+    price = entry if isinstance(entry, Price) else Price(usd_per_hour=entry)
+    sheet = None if device == CPU else find_device(device).tdp_watts  # a CPU is measured to be found
+    watts = price.watts or sheet
     if watts is None:
         raise ConfigError(f"the power of {device} is not known; give it with its price: watts: 300")
-    return watts
+    return replace(price, watts=watts, source=price.source or source)
