@@ -19,8 +19,7 @@ from onbeat.cluster.launcher import OnLost, ReplicaBound, ReplicaPlace, ReplicaS
 from onbeat.cluster.processor_time import ProcessorTime, read_processor_time
 from onbeat.core.errors import EngineDead
 from onbeat.core.fleet import ReplicaId
-from onbeat.engine.container import host_memory, private_bytes, usable_cores
-from onbeat.engine.numa import node_cores
+from onbeat.engine.container import host_memory, node_cores, private_bytes, usable_cores
 from onbeat.engine.process import run_engine_process
 
 logger = logging.getLogger("onbeat.cluster")

@@ -14,8 +14,7 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
-from onbeat.engine import numa
-from onbeat.engine.container import FreeMemory, host_memory, usable_cores
+from onbeat.engine.container import FreeMemory, host_memory, numa_advice, read_text, usable_cores
 from onbeat.engine.dtypes import BFLOAT16, DTYPES, FLOAT32
 from onbeat.perfmodel.device_spec import is_gpu
 
@@ -79,7 +78,7 @@ def detect_device(device: str = "auto", dtype: str = "auto", num_threads: int | 
 
 def thread_advice(device: DeviceConfig) -> str | None:
     """Return what would be better of the cores that threads run on; None where all is well."""
-    return numa.advice(os.sched_getaffinity(0), device.num_threads) if device.device.type == "cpu" else None
+    return numa_advice(os.sched_getaffinity(0), device.num_threads) if device.device.type == "cpu" else None
 
 
 def missed_gpu() -> str | None:
@@ -93,7 +92,7 @@ def device_name(device: DeviceConfig) -> str:
     """Return what the device calls itself."""
     if device.device.type == "cuda":
         return str(_cuda().get_device_name(str(device.device)))
-    lines = _read_text(Path("/proc/cpuinfo")).splitlines()
+    lines = read_text(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else "unknown CPU"
 
@@ -173,7 +172,7 @@ def _default_dtype(device: Device) -> np.dtype[Any]:
 
 def multiplies_bfloat16() -> bool:
     """Return whether this processor has instructions for products of bfloat16 (AVX-512 BF16)."""
-    lines = _read_text(Path("/proc/cpuinfo")).splitlines()
+    lines = read_text(Path("/proc/cpuinfo")).splitlines()
     return any("avx512_bf16" in line.split() for line in lines if line.startswith("flags"))
 
 
@@ -186,10 +185,3 @@ def _address_space_left() -> int | None:
         if soft != resource.RLIM_INFINITY:
             left.append(soft - int(num_pages) * resource.getpagesize() - _ADDRESSES_OF_THREADS)
     return max(min(left), 0) if left else None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

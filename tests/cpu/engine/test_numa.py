@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.engine.numa import advice, node_cores
+from onbeat.engine.container import node_cores, numa_advice
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_system_that_lists_no_nodes_has_one(tmp_path: Path, two_sockets: Path)
 
 
 def test_threads_on_several_nodes_are_told_what_to_do(two_sockets: Path) -> None:
-    said = advice(ALL, 16, two_sockets)
+    said = numa_advice(ALL, 16, two_sockets)
     assert said is not None
     assert said.startswith("16 threads on 2 NUMA nodes: ")
     assert "--replicas 2" in said
@@ -53,4 +53,4 @@ def test_threads_on_several_nodes_are_told_what_to_do(two_sockets: Path) -> None
 def test_what_stays_on_a_node_is_told_nothing(
     two_sockets: Path, cores: frozenset[int], num_threads: int
 ) -> None:
-    assert advice(cores, num_threads, two_sockets) is None
+    assert numa_advice(cores, num_threads, two_sockets) is None

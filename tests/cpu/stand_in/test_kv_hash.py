@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onbeat.engine.backends.stand_in import HashCache
 from onbeat.engine.input_batch import AttentionBatch
 from onbeat.engine.random_stream import mix, mix_words
-from onbeat.engine.stand_in.forward import HashCache
 from tests.examples import examples
 
 SIZE = 4

@@ -17,11 +17,11 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits
 from onbeat.core.request import FinishReason, Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.backends.stand_in import StandInForward, StandInSampler
 from onbeat.engine.engine_config import EngineConfig, MemoryShare
 from onbeat.engine.llm import LLM
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.stand_in.forward import StandInForward, StandInSampler
 from onbeat.engine.start import build_engine
 from onbeat.hub.resolve import find_stand_in
 from onbeat.perfmodel.device_spec import find_device

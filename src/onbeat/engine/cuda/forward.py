@@ -1,14 +1,15 @@
 """The forward pass on a GPU: decode steps by captured graphs, others in pieces or operator by operator.
 
 Legend: T tokens of the step, R rows that decode, N tokens that are sampled or scored, C those of them whose
-logits are copied to the host, V vocabulary, X numbers of a row.
+logits are copied to the host, V vocabulary, X numbers of a row. In pieces: N query heads, H head width, D
+model width.
 """
 
 # ruff: noqa: N815 -- tensor names carry shape suffixes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,10 +23,8 @@ from torch.nn import functional
 from onbeat.core.errors import EngineDead, EngineError
 from onbeat.engine.cuda.graphs import GraphKey, Graphs, graph_sizes
 from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words, host_words
-from onbeat.engine.cuda.pieces import Pieces
-from onbeat.engine.cuda.sampling import draw_params
 from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
-from onbeat.engine.cuda.step_packer import ALL_DRAWN, PackedStep, StepPacker
+from onbeat.engine.cuda.step_packer import ALL_DRAWN, PackedStep, StepPacker, draw_params
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.forward import ChosenTokens, ForwardPass, Mark, StepLogits
 from onbeat.engine.input_batch import IntArray, StepInputs
@@ -36,6 +35,7 @@ from onbeat.engine.torch.kernels import (
     ChunkRows,
     DecodeRows,
     GraphKernels,
+    Kernels,
     KernelSizes,
     LayerSpec,
     Multiply,
@@ -46,13 +46,97 @@ from onbeat.engine.torch.layer import (
     Attend,
     Hidden,
     LayerStep,
+    after_attention,
+    before_attention,
     final_states,
     first_of_windows,
     run_layers,
+    scale_embedding,
     write_logits,
 )
 from onbeat.engine.torch.types import device_of, numpy_dtype
 from onbeat.engine.torch.weights import TorchWeights
+
+
+class Pieces:
+    """The pieces of steps of some sizes, and the memory that one hands to the next.
+
+    A piece is all between two calls of attention, whose rows no graph can know. The host launches a graph in
+    place of some ten operators.
+
+    Parameters
+    ----------
+    weights, kernels, kv, multiply : the model, its KV cache, and what computes it.
+    graphs : what captures the pieces.
+    options : sizes, those of steps among them.
+    """
+
+    def __init__(
+        self,
+        weights: TorchWeights,
+        kernels: Kernels,
+        kv: Sequence[LayerKVCache],
+        multiply: Multiply,
+        graphs: Graphs,
+        options: CudaOptions,
+    ) -> None:
+        sizes = options.piece_sizes
+        self._weights = weights
+        self._kv = kv
+        self._graphs = graphs
+        most, spec, device = max(sizes), weights.layers[0].spec, weights.device
+        self._ids_T, self._positions_T = (
+            torch.zeros(most, dtype=torch.int32, device=device) for _ in range(2)
+        )
+        self._kv_slots_T = torch.full_like(self._ids_T, options.padding_kv_slot)
+        self._x_TD, self._residual_TD = (
+            torch.zeros(most, weights.config.hidden_size, dtype=weights.dtype, device=device)
+            for _ in range(2)
+        )
+        self._q_TNH, self._mixed_TNH = (
+            torch.zeros(most, spec.num_heads, spec.head_dim, dtype=weights.dtype, device=device)
+            for _ in range(2)
+        )
+        places = {size: StepTensors(self._positions_T[:size], self._kv_slots_T[:size]) for size in sizes}
+        self._steps = {size: LayerStep(tensors, kv, kernels, multiply) for size, tensors in places.items()}
+        keys = [GraphKey(size, piece) for size in sizes for piece in range(len(weights.layers) + 1)]
+        graphs.prepare(keys, self._run_piece, lambda _: None)
+
+    def run(self, ids_T: Tensor, tensors: StepTensors, attend: Attend, wanted_N: Tensor) -> Hidden:
+        """Run a step of one of the sizes, padding included; return the hidden states of some tokens."""
+        size = len(ids_T)
+        for own, given in (
+            (self._ids_T, ids_T),
+            (self._positions_T, tensors.positions_T),
+            (self._kv_slots_T, tensors.kv_slots_T),
+        ):
+            own[:size].copy_(given)
+        q_TNH, mixed_TNH = self._q_TNH[:size], self._mixed_TNH[:size]
+        for piece, (layer, kv) in enumerate(zip(self._weights.layers, self._kv, strict=True)):
+            self._graphs.replay(GraphKey(size, piece))
+            attend(q_TNH, kv, layer.spec, mixed_TNH)
+        self._graphs.replay(GraphKey(size, len(self._kv)))
+        return Hidden(*(part.index_select(0, wanted_N) for part in (self._x_TD, self._residual_TD)))
+
+    def _run_piece(self, key: GraphKey) -> None:
+        """Run what lies between two calls of attention: the rest of one layer, and the start of the next."""
+        assert key.piece is not None, "the whole of a step has no pieces"
+        weights, layers = self._weights, self._weights.layers
+        step, residual_TD = self._steps[key.size], self._residual_TD[: key.size]
+        x_TD = None
+        if key.piece:
+            mixed_TNH = self._mixed_TNH[: key.size]
+            before = layers[key.piece - 1]
+            x_TD = after_attention(weights, before, mixed_TNH, residual_TD, step)
+        else:
+            torch.index_select(weights.embedding_VD, 0, self._ids_T[: key.size], out=residual_TD)
+            scale_embedding(weights, residual_TD)
+        if key.piece < len(layers):
+            layer, kv = layers[key.piece], self._kv[key.piece]
+            before_attention(layer, x_TD, residual_TD, step, kv, self._q_TNH[: key.size])
+        elif x_TD is not None:
+            self._x_TD[: key.size].copy_(x_TD)
+
 
 __all__ = ["CudaForward", "CudaOptions", "kernel_sizes"]
 

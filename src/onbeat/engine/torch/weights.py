@@ -1,28 +1,100 @@
 """A checkpoint's weights as the generic layer wants them, on the device.
 
-Legend: D model width, F feed-forward width, V vocabulary, X = (query heads + 2 KV heads) * head width.
+A feed-forward is that of most layers, or a mixture of experts, of which each token passes a few (Shazeer et
+al., 2017; as in Mixtral and Qwen 3).
+
+Legend: T tokens, D model width, F feed-forward width, V vocabulary, E experts, K experts of a token, R rows
+of one expert, X = (query heads + 2 KV heads) * head width.
 """
 
 # ruff: noqa: N815 -- tensor names carry shape suffixes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from onbeat.engine.device import wait_for
-from onbeat.engine.model_config import ModelConfig, RopeConfig, inverse_frequencies
-from onbeat.engine.torch.feed_forward import FeedForward, SparseFeedForward
-from onbeat.engine.torch.kernels import LayerSpec, Norm
-from onbeat.engine.torch.parameters import parameter_on
-from onbeat.engine.torch.types import device_of
+from onbeat.engine.model_config import Activation, Experts, ModelConfig, RopeConfig, inverse_frequencies
+from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm
+from onbeat.engine.torch.types import device_of, numpy_dtype, to_tensor
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.parameters import LAYER_NORMS
+
+
+class FeedForward(NamedTuple):
+    """`down(activation(gate(x)) * up(x))`."""
+
+    gate_up_FD: Tensor
+    """All of the gate, then all of up: [2 F, D]."""
+    down_DF: Tensor
+
+    def run(self, x_TD: Tensor, activation: Activation, kernels: Kernels, multiply: Multiply) -> Tensor:
+        """Return the result, [T, D]."""
+        gate_up_TF2 = multiply(x_TD, self.gate_up_FD, None)
+        del x_TD  # a long prompt's largest tensors are wanted again as soon as nobody reads them
+        activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // 2)
+        kernels.act_mul(gate_up_TF2, activation, activated_TF)
+        del gate_up_TF2
+        return multiply(activated_TF, self.down_DF, None)
+
+
+class SparseFeedForward(NamedTuple):
+    """The sum of a token's experts, weighted by a router. The host waits to learn which they are."""
+
+    router_ED: Tensor
+    experts: Sequence[FeedForward]
+    sizes: Experts
+
+    def run(self, x_TD: Tensor, activation: Activation, kernels: Kernels, multiply: Multiply) -> Tensor:
+        """Return the result, [T, D]."""
+        weights_TK, experts_TK = self.route(multiply(x_TD, self.router_ED, None))
+        # Rows of an expert come together, so that its weights are read once.
+        order = experts_TK.flatten().argsort(stable=True)
+        counts = experts_TK.flatten().bincount(minlength=len(self.experts)).tolist()
+        weights = weights_TK.flatten()
+        out_TD = torch.zeros_like(x_TD)
+        for expert, chosen in zip(self.experts, torch.split(order, counts), strict=True):
+            if len(chosen):
+                tokens_R = chosen // self.sizes.num_per_token
+                out_RD = expert.run(x_TD[tokens_R], activation, kernels, multiply)
+                out_TD.index_add_(0, tokens_R, out_RD * weights[chosen, None])
+        return out_TD
+
+    def route(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights of each token's experts in the model's type, and which they are: [T, K] each."""
+        probabilities_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
+        weights_TK, experts_TK = probabilities_TE.topk(self.sizes.num_per_token, dim=-1)
+        if self.sizes.normalizes:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return weights_TK.to(scores_TE.dtype), experts_TK
+
+
+@runtime_checkable
+class DeviceSource(Protocol):
+    """A checkpoint that can make parameters on the device where they are wanted."""
+
+    def get_on(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a parameter on a device; see `Checkpoint.get`."""
+        ...
+
+
+def parameter_on(checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a parameter on a device; on the CPU it may share memory with a file, so don't write to it.
+
+    Raises
+    ------
+    ModelLoadError : the parameter is not there or cannot be read.
+    """
+    if isinstance(checkpoint, DeviceSource):
+        return checkpoint.get_on(name, dtype, device)
+    return to_tensor(checkpoint.get(name, numpy_dtype(dtype))).to(device)
 
 
 class Layer(NamedTuple):

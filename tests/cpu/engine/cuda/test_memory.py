@@ -12,10 +12,9 @@ import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.backends.base import Room
-from onbeat.engine.backends.torch import CudaBackend, TorchBackend
+from onbeat.engine.backends.torch import CudaBackend, MeasuredMemory, TorchBackend, largest_steps
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey
-from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
