@@ -39,7 +39,7 @@ from onbeat.engine.profiling.profiler import FULL, profile_model
 from onbeat.engine.start import build_engine, prepare
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
-from onbeat.perfmodel.profile_file import write_profile
+from onbeat.perfmodel.profile import write_profile
 from onbeat.recording.reader import Recording
 from onbeat.simulator.replay.decisions import Replay, scheduler_config
 from onbeat.simulator.replay.forecast import Forecast, forecast_with_model, forecast_with_recorded_times

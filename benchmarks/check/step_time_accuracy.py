@@ -34,11 +34,9 @@ from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
-from onbeat.perfmodel.shape_range import ShapeRange
-from onbeat.perfmodel.shapes import shape_matrix
+from onbeat.perfmodel.shapes import ShapeRange, shape_matrix
 
 SEEDS = range(5)
 

@@ -11,8 +11,7 @@ from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, OUT, PIECES, expec
 from onbeat.core.step import BatchShape
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of
 from onbeat.perfmodel.fitted import FitErrors, FitTarget
-from onbeat.perfmodel.profile import Profile
-from onbeat.perfmodel.profile_file import read_profile
+from onbeat.perfmodel.profile import Profile, read_profile
 
 SECONDS = 3 if IS_REHEARSAL else 25
 """Of its rounds. Start and the rest took 25 s more on an H100."""

@@ -23,7 +23,7 @@ from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.memory import USUAL_BATCHED_TOKENS, kv_capacity
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
-from onbeat.perfmodel.profile_file import read_profile
+from onbeat.perfmodel.profile import read_profile
 from onbeat.typed import Size
 
 

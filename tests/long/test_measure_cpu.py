@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from onbeat.perfmodel.measure_cpu import measure_cpu
+from onbeat.perfmodel.device_spec import measure_cpu
 from tests.waiting import patience
 
 

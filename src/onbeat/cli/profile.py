@@ -26,7 +26,7 @@ from onbeat.core.options import settings_of
 from onbeat.core.step import BatchShape
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
-from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
+from onbeat.perfmodel.profile import profile_path, profiles_dir, write_profile
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
 from onbeat.report.page import write_page

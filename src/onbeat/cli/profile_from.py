@@ -25,16 +25,22 @@ from onbeat.core.step import BatchShape
 from onbeat.files import read
 from onbeat.perfmodel.device_spec import CPU, find_device
 from onbeat.perfmodel.engines import ENGINES, find_engine
-from onbeat.perfmodel.fitted import FitTarget
-from onbeat.perfmodel.logged_step import StepOrigin, StepStream, StepTimes, step_times
+from onbeat.perfmodel.fitted import FitTarget, KindErrors, StreamFit, fit_stream
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import fitted_predictor
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import BYTES, precision_by_weights
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile import MachineLimits, Profile, ProfileKey, ServerTerms
-from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
-from onbeat.perfmodel.stream_fit import KindErrors, StreamFit, fit_stream
+from onbeat.perfmodel.profile import (
+    MachineLimits,
+    Profile,
+    ProfileKey,
+    ServerTerms,
+    profile_path,
+    profiles_dir,
+    write_profile,
+)
+from onbeat.perfmodel.step_log import StepOrigin, StepStream, StepTimes, step_times
 from onbeat.report.result import Column, Lines, Result, Section, Table, show
 from onbeat.report.units import exact_percent
 from onbeat.simulator.replay.model import read_steps

@@ -18,9 +18,9 @@ from onbeat.cli.profile_from import error_table
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.logged_step import step_times
+from onbeat.perfmodel.fitted import errors_by_kind
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.stream_fit import errors_by_kind
+from onbeat.perfmodel.step_log import step_times
 from onbeat.recording.fleet_log import FILE_KIND, FleetRecording, read_header
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.reader import Recording

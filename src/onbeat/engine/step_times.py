@@ -25,12 +25,18 @@ from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of
 from onbeat.perfmodel.correction import Drift
-from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.fitted import FittedModel
+from onbeat.perfmodel.models import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile import MachineLimits, Profile
-from onbeat.perfmodel.profile_file import find_profile, profile_path, profiles_dir, read_profile
+from onbeat.perfmodel.profile import (
+    MachineLimits,
+    Profile,
+    find_profile,
+    profile_path,
+    profiles_dir,
+    read_profile,
+)
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.speculative import BatchOperations, SpeculativeOperations, SpeculativeStepTime
 from onbeat.perfmodel.utilisation import StepOperations

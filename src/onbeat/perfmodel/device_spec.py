@@ -1,26 +1,164 @@
-"""What a device can do: memory, bandwidth, arithmetic and links, from data sheets or from a measurement."""
+"""What a device can do: memory, bandwidth, arithmetic and links, from data sheets or from a measurement.
+
+The CPU of this machine is measured with numpy alone, in under two seconds. Its matrix products of few rows
+may run by other instructions than those of many, so that each number of rows has a rate.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from math import inf, log2
 from pathlib import Path
+from time import perf_counter
 from types import MappingProxyType
 from typing import Annotated, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
 from onbeat.files import packaged, read
-from onbeat.perfmodel.measure_cpu import CPULimits, measure_cpu, memory_bytes_of_machine
 from onbeat.perfmodel.precision import BYTES
-from onbeat.perfmodel.product_rates import ProductRates
-from onbeat.typed import NotNegative, Positive, Table, Text
+from onbeat.typed import NotNegative, Positive, Size, Table, Text
+
+ROW_COUNTS = tuple(2**power for power in range(10))
+"""Rows of the products that are measured; one of more rows computes at the rate of the last."""
+
+ProductRates = tuple[tuple[Size, Positive], ...]
+"""(rows, operations per second), rows ascending."""
+
+SMOOTHNESS = 3.0
+"""That of the roofline's soft maximum, of which the arithmetic is one part: `(a^p + b^p)^(1/p)`."""
+
+
+def product_rates(
+    seconds: Mapping[int, float], *, flops_per_row: float, reading_seconds: float, peak: float
+) -> ProductRates:
+    """Return the rates of arithmetic alone, such that no product takes less time than one of fewer rows.
+
+    Measured times are too long where something else had the processor, never too short. So what is less
+    counts: the time of more rows, of which fewer could be made by padding; and that of fewer rows as often as
+    it takes to make more of them.
+
+    Parameters
+    ----------
+    seconds : measured, by number of rows.
+    flops_per_row : operations of a product for each row.
+    reading_seconds : what reading the weights takes where no cache holds them; the time of one row tells.
+    peak : the rate that none exceeds, operations per second.
+    """
+    rows = sorted(seconds)
+    taken = np.array([seconds[num_rows] for num_rows in rows])
+    least = np.array(rows) * (flops_per_row / peak)
+    reading = reading_seconds if reading_seconds <= taken[0] else 0.0
+    # What the soft maximum of both makes the measured time again.
+    arithmetic = np.maximum(taken**SMOOTHNESS - reading**SMOOTHNESS, 0.0) ** (1 / SMOOTHNESS)
+    per_row = np.minimum.accumulate(np.maximum(arithmetic, least) / rows)
+    smooth = np.minimum.accumulate((per_row * rows)[::-1])[::-1]
+    return tuple(
+        (num_rows, num_rows * flops_per_row / float(value))
+        for num_rows, value in zip(rows, smooth, strict=True)
+    )
+
+
+def best_rates(first: ProductRates, second: ProductRates) -> ProductRates:
+    """Return the higher rate of two measurements, for each number of rows that one of them has."""
+    found = dict(first)
+    for num_rows, rate in second:
+        found[num_rows] = max(rate, found.get(num_rows, 0.0))
+    return tuple(sorted(found.items()))
+
+
+def row_costs(rates: ProductRates, peak: float) -> Sequence[float]:
+    """Return for 0, 1, ... rows how many rows at the peak rate take as long as these.
+
+    Between the measured numbers of rows, time is linear on logarithmic scales; the last entry is that of the
+    most rows measured, beyond which costs are proportional. Empty where nothing was measured.
+    """
+    if not rates:
+        return ()
+    knots = np.log([num_rows for num_rows, _ in rates])
+    costs = np.log([num_rows * peak / rate for num_rows, rate in rates])
+    rows = np.arange(1, rates[-1][0] + 1)
+    return (0.0, *np.exp(np.interp(np.log(rows), knots, costs)).tolist())
+
+
+_READ_BYTES = 128 * 2**20  # well beyond the caches
+_MATRIX_SIZE = 1024
+_BUDGET_SECONDS = 0.5
+_ROWS_SECONDS = 0.04
+"""For the products of each number of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class CPULimits:
+    """Measured limits of the processor, with the threads that numpy's linear algebra uses."""
+
+    memory_bandwidth: float
+    """Bytes per second of reading an array that no cache holds."""
+    peak_flops: float
+    """Operations per second of a float32 matrix product."""
+    product_rates: ProductRates
+    """The same by the product's rows."""
+
+
+def measure_cpu() -> CPULimits:
+    """Measure read bandwidth and the rates of matrix products: the best of what fits in about 1.5 s.
+
+    The best and not the mean: another program can only take time away.
+    """
+    values = np.ones(_READ_BYTES // 4, dtype=np.float32)
+    left = np.ones((_MATRIX_SIZE, _MATRIX_SIZE), dtype=np.float32)
+    out = np.empty_like(left)
+    # A dot product reads both operands once; one array twice would be read from cache the second time.
+    half = len(values) // 2
+    read = _shortest(lambda: np.dot(values[:half], values[half:]))
+    product = _shortest(lambda: np.matmul(left, left, out=out))
+    by_rows = {
+        rows: _shortest(partial(np.matmul, left[:rows], left, out=out[:rows]), _ROWS_SECONDS)
+        for rows in ROW_COUNTS
+    }
+    bandwidth, flops_per_row = _READ_BYTES / read, 2.0 * _MATRIX_SIZE**2
+    peak = max(_MATRIX_SIZE / product, *(rows / seconds for rows, seconds in by_rows.items())) * flops_per_row
+    return CPULimits(
+        memory_bandwidth=bandwidth,
+        peak_flops=peak,
+        product_rates=product_rates(
+            by_rows, flops_per_row=flops_per_row, reading_seconds=left.nbytes / bandwidth, peak=peak
+        ),
+    )
+
+
+def _shortest(work: Callable[[], object], budget: float = _BUDGET_SECONDS) -> float:
+    """Seconds of the quickest of several runs; the first, which warms up, does not count."""
+    work()
+    start = perf_counter()
+    best = float("inf")
+    while perf_counter() - start < budget:
+        begin = perf_counter()
+        work()
+        best = min(best, perf_counter() - begin)
+    return best
+
+
+def memory_bytes_of_machine() -> float:
+    """Return the machine's main memory, bytes.
+
+    Raises
+    ------
+    ConfigError : the operating system does not tell.
+    """
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError) as error:
+        raise ConfigError("the operating system does not tell its memory size") from error
+
 
 CPU = "cpu"
 PCIE_HOP_US, PCIE_LEFT = 3.0, 0.73

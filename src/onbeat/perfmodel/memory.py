@@ -11,7 +11,7 @@ from onbeat.perfmodel.device_spec import CPU, DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.roofline_terms import check_parallelism, kv_share
+from onbeat.perfmodel.roofline import check_parallelism, kv_share
 
 USUAL_BATCHED_TOKENS = 2048
 """Most tokens of a step, where nobody says otherwise."""

@@ -9,7 +9,7 @@ from typing import Protocol
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.shape_range import ShapeRange
+from onbeat.perfmodel.shapes import ShapeRange
 
 
 class SpeculativeStepTime:

@@ -10,7 +10,7 @@ from onbeat.core.request import FinishReason
 from onbeat.core.slo import Fate
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
-from onbeat.perfmodel.shape_range import Beyond, join_beyond, told_beyond
+from onbeat.perfmodel.shapes import Beyond, join_beyond, told_beyond
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.handover import Detached
 from onbeat.core.step import BatchShape, DraftStats, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.shape_range import LargestStep, ShapeRange
+from onbeat.perfmodel.shapes import LargestStep, ShapeRange
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.steady import SteadyRun, SteadyRuns

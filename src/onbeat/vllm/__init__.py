@@ -4,12 +4,14 @@ Nothing here is imported before vLLM asks for it by name: `--scheduler-cls onbea
 `--middleware onbeat.vllm.SLOMiddleware`.
 
 ===========================  =====================================================================
+`surface`                    vLLM's scheduler and its KV by their internals; no other module knows them
+`scheduler`, `plugin`        the class that vLLM loads; its plans, and what is done where there is none
+`steps`                      steps planned by our planner, held to by vLLM, and followed
+`calibrate`                  where step times come from, and how they are measured
 `middleware`, `relay`        an HTTP request and its answer: objectives in; refusals and verdicts out
-`requests`, `refusals`       what the routes of vLLM take, and how a refusal gets to a client
 `verdicts`                   the open requests of an API server, their verdicts, and four numbers of all
-`calibrate`                  where step times come from; `self_calibration` measures them
-`plugin_config`, `objectives` what the server's owner set; what a request of vLLM's engine is held to
-`telemetry`                  what the scheduler's process tells: predictions, refusals, step times
+`refusals`, `telemetry`      how the scheduler's process tells of a refusal, of predictions and step times
+`plugin_config`, `objectives` what the server's owner set; what a request is held to
 ===========================  =====================================================================
 """
 

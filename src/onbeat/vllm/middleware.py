@@ -19,10 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from onbeat.core.errors import OnbeatError
 from onbeat.server.errors import ClientGone, error_response, too_large
 from onbeat.server.slo_defaults import key_digest
-from onbeat.vllm.objectives import KnownCaller
+from onbeat.vllm.objectives import ROUTES, KnownCaller, ReadRequest, read_request
 from onbeat.vllm.plugin_config import log_as_vllm_does, read_config
 from onbeat.vllm.relay import TOLD_SECONDS, AnswerRelay
-from onbeat.vllm.requests import ROUTES, ReadRequest, read_request
 from onbeat.vllm.telemetry import Subscriber
 from onbeat.vllm.verdicts import OpenRequests
 

@@ -11,19 +11,23 @@ from typing import Any
 from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.scheduler.replica.idle_check import IdleCheck
-from onbeat.vllm.calibrate import KeptSteps, capture_sizes, predictor, profile_key, settings, step_times
-from onbeat.vllm.impose import Imposed, impose, mismatch
+from onbeat.vllm.calibrate import (
+    BatchLimits,
+    KeptSteps,
+    RequestMaker,
+    SelfCalibration,
+    capture_sizes,
+    hindrance,
+    is_made_up,
+    predictor,
+    profile_key,
+    settings,
+    step_times,
+)
 from onbeat.vllm.objectives import ID, read
 from onbeat.vllm.plugin_config import log_as_vllm_does, read_config
 from onbeat.vllm.refusals import Refusal, refusal_after, refusal_by
-from onbeat.vllm.self_calibration import (
-    BatchLimits,
-    RequestMaker,
-    SelfCalibration,
-    hindrance,
-    is_made_up,
-)
-from onbeat.vllm.steps import EngineSteps, TakenStep
+from onbeat.vllm.steps import EngineSteps, Imposed, TakenStep, impose, mismatch
 from onbeat.vllm.surface import EngineRequest, Surface
 from onbeat.vllm.telemetry import Publisher, RequestNews, StepTimes, rank_address
 

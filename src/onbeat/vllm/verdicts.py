@@ -15,8 +15,8 @@ from prometheus_client import Counter, Gauge
 from onbeat.core.slo import Fate, SLOMode
 from onbeat.metrics.record import RequestRecord
 from onbeat.server.answer_report import record_report, worst_report
+from onbeat.vllm.objectives import ReadRequest
 from onbeat.vllm.refusals import WRONG, Refusal
-from onbeat.vllm.requests import ReadRequest
 from onbeat.vllm.telemetry import Message, RequestNews
 
 _MOST_CHOICES = 512

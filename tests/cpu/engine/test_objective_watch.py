@@ -9,8 +9,7 @@ import pytest
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.engine.start import ObjectiveWatch
-from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.scheduler.replica.idle_check import IdleCheck
 
 CLASSES = {"default": SLO(tbt=0.1)}

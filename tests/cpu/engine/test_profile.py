@@ -41,12 +41,11 @@ from onbeat.engine.start import prepare
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.engine.torch.weights import LayerProducts
 from onbeat.hub.resolve import resolve_model
-from onbeat.perfmodel.device_spec import cpu_device, known_device
+from onbeat.perfmodel.device_spec import ROW_COUNTS, cpu_device, known_device
 from onbeat.perfmodel.fitted import FitTarget, fit_best
 from onbeat.perfmodel.model_spec import model_spec_from_hf
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.product_rates import ROW_COUNTS
-from onbeat.perfmodel.profile_file import read_profile, write_profile
+from onbeat.perfmodel.profile import read_profile, write_profile
 from onbeat.perfmodel.shapes import MeasuredStep, draft_pairs
 from tests.cpu.e2e.tiny_directory import LLAMA, write_tiny_directory
 

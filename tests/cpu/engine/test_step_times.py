@@ -27,8 +27,7 @@ from onbeat.engine.step_times import Others, OthersMeter, StepWatch, choose_step
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile import Profile
-from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
+from onbeat.perfmodel.profile import Profile, profile_path, profiles_dir, write_profile
 from tests.busy_loops import busy_loops
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import SLOUnattainable
+from onbeat.vllm.objectives import ROUTES
 from onbeat.vllm.refusals import LATE, TOO_LONG, WRONG, Refusal, refusal_by, refusal_in
-from onbeat.vllm.requests import ROUTES
 from onbeat.vllm.telemetry import Publisher, RequestNews
 from tests.cpu.vllm.vllm_app import (
     ASK,

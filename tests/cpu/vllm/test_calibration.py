@@ -13,7 +13,7 @@ from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.vllm import plugin as plugin_module
-from onbeat.vllm.self_calibration import BatchLimits, largest, waves
+from onbeat.vllm.calibrate import BatchLimits, largest, waves
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,
     FakeScheduler,
@@ -151,7 +151,7 @@ def test_a_fault_in_measuring_ends_it_and_no_step(make, monkeypatch, caplog):
 
 
 def test_where_steps_take_too_long_for_requests_to_wait_it_is_said(make, monkeypatch, caplog):
-    monkeypatch.setattr("onbeat.vllm.self_calibration.LONGEST_STEP", 0.013)
+    monkeypatch.setattr("onbeat.vllm.calibrate.LONGEST_STEP", 0.013)
     run(make())
     assert "steps of 16 tokens or more take too long to measure" in caplog.text
     assert "guessed, because they were not measured" in caplog.text

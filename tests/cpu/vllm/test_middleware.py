@@ -12,8 +12,7 @@ from starlette.datastructures import Headers
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.server.slo_defaults import SLODefaults
-from onbeat.vllm.objectives import KnownCaller, read
-from onbeat.vllm.requests import ROUTES, read_request
+from onbeat.vllm.objectives import ROUTES, KnownCaller, read, read_request
 from onbeat.vllm.telemetry import StepTimes
 from onbeat.vllm.verdicts import OpenRequest
 from tests.cpu.vllm.vllm_app import (

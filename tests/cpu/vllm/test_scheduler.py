@@ -8,10 +8,9 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.vllm import plugin as plugin_module
-from onbeat.vllm.kv_view import VLLMKVView
 from onbeat.vllm.plugin import MOST_FAULTS, Plugin
 from onbeat.vllm.refusals import refusal_in
-from onbeat.vllm.surface import minor_version
+from onbeat.vllm.surface import VLLMKVView, minor_version
 from tests.cpu.vllm.fake_scheduler import FakeRequest, FakeScheduler, add_some, planned_scheduler, run
 
 

@@ -11,7 +11,7 @@ from onbeat.cli.args import parse
 from onbeat.cli.main import build_parser, main
 from onbeat.cli.profile import measured_engine
 from onbeat.hub.files import ModelFiles
-from onbeat.perfmodel.profile_file import read_profile
+from onbeat.perfmodel.profile import read_profile
 from tests.pure.perfmodel.recorded import made_up_steps, write_lines
 
 ORIGIN = [

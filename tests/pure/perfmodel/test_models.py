@@ -14,10 +14,8 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import STEP_TIME_MODELS, StepTimeQuery, make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile import MachineLimits, Profile, ProfileKey, limited_device
-from onbeat.perfmodel.profile_file import write_profile
-from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.predictor import Predictor, ResidualModel
+from onbeat.perfmodel.profile import MachineLimits, Profile, ProfileKey, limited_device, write_profile
 from onbeat.perfmodel.roofline import make_roofline
 from onbeat.perfmodel.shapes import MeasuredStep
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches

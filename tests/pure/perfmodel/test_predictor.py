@@ -18,10 +18,9 @@ from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
-from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor
-from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor, ResidualModel
 from onbeat.perfmodel.runs import observe_each, seconds_of_each
-from onbeat.perfmodel.shape_range import ShapeRange
+from onbeat.perfmodel.shapes import ShapeRange
 from tests.pure.perfmodel.shapes import (
     batch,
     decodes,

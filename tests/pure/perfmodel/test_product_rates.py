@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.description import StepTimeDescription, description_from_json
-from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device
+from onbeat.perfmodel.device_spec import (
+    ROW_COUNTS,
+    DeviceSpec,
+    ProductRates,
+    best_rates,
+    cpu_device,
+    product_rates,
+    row_costs,
+)
 from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.models import StepTimeDescription, description_from_json
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.product_rates import ROW_COUNTS, ProductRates, best_rates, product_rates, row_costs
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import shape_matrix
 from tests.pure.perfmodel.shapes import batch, decodes

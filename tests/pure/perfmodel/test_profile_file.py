@@ -15,16 +15,18 @@ from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.fitted import FitErrors, FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.profile import MachineLimits, Profile, ProfileKey, limited_device
-from onbeat.perfmodel.profile_file import (
+from onbeat.perfmodel.profile import (
     SCHEMA_VERSION,
+    MachineLimits,
+    Profile,
+    ProfileKey,
     find_profile,
+    limited_device,
     profile_path,
     read_profile,
     write_profile,
 )
-from onbeat.perfmodel.shape_range import ShapeRange
-from onbeat.perfmodel.shapes import MeasuredStep
+from onbeat.perfmodel.shapes import MeasuredStep, ShapeRange
 from tests.pure.perfmodel.shapes import batch, decodes
 
 KEY = ProfileKey(

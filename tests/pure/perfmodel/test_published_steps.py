@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.fitted import FitTarget
-from onbeat.perfmodel.logged_step import step_times
+from onbeat.perfmodel.fitted import FitTarget, fit_stream
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.step_log import read_step_log
-from onbeat.perfmodel.stream_fit import fit_stream
+from onbeat.perfmodel.step_log import read_step_log, step_times
 from tests.pure.perfmodel.recorded import fpm, write_lines
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "data" / "vllm_forward_passes.csv"

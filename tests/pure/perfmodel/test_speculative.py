@@ -12,19 +12,18 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.description import (
-    SpeculativeDescription,
-    StepTimeDescription,
-    description_from_json,
-)
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import make_step_time_model
+from onbeat.perfmodel.models import (
+    SpeculativeDescription,
+    StepTimeDescription,
+    description_from_json,
+    make_step_time_model,
+)
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor
-from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor, ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
 from onbeat.perfmodel.speculative import SpeculativeOperations, SpeculativeStepTime, draft_pass
 from onbeat.perfmodel.utilisation import StepOperations

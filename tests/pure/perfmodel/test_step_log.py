@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.logged_step import LoggedStep, rows_shape, step_times
-from onbeat.perfmodel.step_log import read_step_log
+from onbeat.perfmodel.step_log import LoggedStep, read_step_log, rows_shape, step_times
 from tests.pure.perfmodel.recorded import fpm, fpm_line, write_lines
 from tests.pure.perfmodel.shapes import batch, decodes
 

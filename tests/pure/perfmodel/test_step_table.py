@@ -10,10 +10,9 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.logged_step import LoggedStep
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.roofline import RooflineParameters, make_roofline
-from onbeat.perfmodel.step_log import read_step_table
+from onbeat.perfmodel.step_log import LoggedStep, read_step_table
 from tests.pure.perfmodel.shapes import batch, decodes
 
 MODEL = find_model_spec("Llama-3.1-8B")

@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.recording.log import ScheduleCall
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.replica.policies import POLICIES

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, Fate
 from onbeat.core.step import BatchShape, SchedulerOutput
-from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, check_budget, make_request

@@ -9,8 +9,7 @@ import numpy as np
 
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.metrics.record import RequestRecord
-from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import SchedulerConfig

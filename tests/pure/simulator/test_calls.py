@@ -11,8 +11,7 @@ import pytest
 from benchmarks.check.paths import arguments, one_request, walk
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
-from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass

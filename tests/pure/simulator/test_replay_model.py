@@ -9,15 +9,15 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.description import (
-    SpeculativeDescription,
-    StepTimeDescription,
-    description_from_json,
-)
 from onbeat.perfmodel.device_spec import cpu_device, find_device
 from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import roofline_predictor
+from onbeat.perfmodel.models import (
+    SpeculativeDescription,
+    StepTimeDescription,
+    description_from_json,
+    roofline_predictor,
+)
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.runs import seconds_of_each

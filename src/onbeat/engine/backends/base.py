@@ -19,7 +19,7 @@ from onbeat.engine.speculation.verifier import TokenSampler
 from onbeat.engine.step_time_spec import by_data_sheet, precision_of
 from onbeat.engine.weights import Checkpoint
 from onbeat.engine.weights.checkpoint import loading_remarks
-from onbeat.perfmodel.description import StepTimeDescription
+from onbeat.perfmodel.models import StepTimeDescription
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 

@@ -18,7 +18,7 @@ from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.weights import Checkpoint
-from onbeat.perfmodel.profile_file import cache_dir
+from onbeat.perfmodel.profile import cache_dir
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 NATIVE_HEAD_MULTIPLE = 16

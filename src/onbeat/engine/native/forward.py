@@ -37,7 +37,7 @@ from onbeat.engine.native.library import (
 from onbeat.engine.native.matrix import PackedMatrix
 from onbeat.engine.native.packing import ExpertWeights, FloatArray, GatedWeights, LayerWeights, NativeWeights
 from onbeat.engine.sampler import BestTokens
-from onbeat.perfmodel.product_rates import ROW_COUNTS
+from onbeat.perfmodel.device_spec import ROW_COUNTS
 
 _BYTES_AHEAD = 256 << 20
 """Of the KV cache, that an idle engine has provided beyond what it has used."""

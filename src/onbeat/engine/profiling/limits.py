@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from onbeat.engine.forward import RowProducts
-from onbeat.perfmodel.product_rates import ROW_COUNTS, best_rates, product_rates
+from onbeat.perfmodel.device_spec import ROW_COUNTS, best_rates, product_rates
 from onbeat.perfmodel.profile import MachineLimits
 
 _READ_BYTES = 2**27

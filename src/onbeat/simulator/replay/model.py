@@ -9,16 +9,21 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.description import description_from_json
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.logged_step import LoggedStep, StepOrigin, StepStream
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import make_step_time_model
+from onbeat.perfmodel.models import description_from_json, make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import precision_by_weights
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile_file import read_profile
-from onbeat.perfmodel.step_log import SUFFIXES, read_step_log, read_step_table
+from onbeat.perfmodel.profile import read_profile
+from onbeat.perfmodel.step_log import (
+    SUFFIXES,
+    LoggedStep,
+    StepOrigin,
+    StepStream,
+    read_step_log,
+    read_step_table,
+)
 from onbeat.recording.fleet_log import read_header
 from onbeat.recording.log import FILE_KIND, RecordHeader
 from onbeat.recording.reader import Recording
