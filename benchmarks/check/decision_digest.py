@@ -226,8 +226,8 @@ def simulated(policy: str, case: Case, trace: Trace) -> Digest:
     for record in result.records:
         digest.num_ended += 1
         digest.add(record.request_id, list(record.delivery_times), record.end, record.finish_reason)
-    digest.num_preemptions = result.num_preemptions
-    digest.num_prefix_hits = result.num_prefix_hits
+    digest.num_preemptions = result.total.num_preemptions
+    digest.num_prefix_hits = result.total.num_prefix_hits
     return digest
 
 

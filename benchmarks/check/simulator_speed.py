@@ -139,7 +139,7 @@ def measure(name: str, load: OfferedLoad, config: SimulationConfig, step_time: S
         name=name,
         num_requests=len(load),
         num_replicas=config.num_replicas,
-        num_steps=result.num_steps,
+        num_steps=result.total.num_steps,
         virtual_seconds=result.duration,
         wall_seconds=result.wall_seconds,
         cpu_seconds=cpu_seconds,

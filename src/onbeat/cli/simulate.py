@@ -283,23 +283,25 @@ def _settings(settings: Deployment, simulation: Resolved, result: SimulationResu
 
 def _machine_facts(simulation: Resolved, result: SimulationResult) -> list[Fact]:
     """Return what the replicas did."""
-    busy = sum(replica.busy_seconds for replica in result.replicas)
-    bubbles = sum(replica.bubble_seconds for replica in result.replicas)
+    total = result.total
+    busy, bubbles = total.busy_seconds, total.bubble_seconds
     mbu, mfu = _utilisation(simulation, result, busy)
     held = result.replica_seconds if result.is_complete else None  # known once all have been given back
     whole = result.duration * len(result.replicas) if held is None else held
     # A replica that had not run when Ctrl-C came has no blocks.
     used = [each.peak_used_blocks / each.num_blocks for each in result.replicas if each.num_blocks]
-    mean_step, hits = _ratio(busy * 1e3, result.num_steps), result.num_prefix_hits
-    hit_rate = _ratio(hits, result.num_prefix_queries)
+    mean_step, hit_rate = (
+        _ratio(busy * 1e3, total.num_steps),
+        _ratio(total.num_prefix_hits, total.num_prefix_queries),
+    )
     return [
-        Fact("num_steps", result.num_steps, "steps"),
+        Fact("num_steps", total.num_steps, "steps"),
         Fact("mean_step_ms", mean_step, "mean step (ms)", "{:.2f}".format),
         Fact("replica_busy_share", _ratio(busy, whole), "replicas busy", whole_percent),
         Fact("pipeline_bubble_seconds", bubbles, "pipeline bubbles (s)" if bubbles else ""),
         Fact("mbu", mbu, "memory bandwidth used while busy (MBU)", whole_percent),
         Fact("mfu", mfu, "arithmetic used while busy (MFU)", whole_percent),
-        Fact("num_preemptions", result.num_preemptions, "preemptions"),
+        Fact("num_preemptions", total.num_preemptions, "preemptions"),
         Fact("prefix_cache_hit_rate", hit_rate, "prompt tokens from the prefix cache", exact_percent),
         Fact("kv_cache_peak_usage", max(used, default=None), "KV cache at its fullest", whole_percent),
         Fact("wall_seconds", result.wall_seconds, "simulated in (s)"),
@@ -308,7 +310,7 @@ def _machine_facts(simulation: Resolved, result: SimulationResult) -> list[Fact]
 
 def _draft_facts(simulation: Resolved, result: SimulationResult) -> list[Fact]:
     """Return what was speculated and what became of it; nothing where nothing was."""
-    config, counts = simulation.config.scheduler.speculation, result.drafts
+    config, counts = simulation.config.scheduler.speculation, result.total.drafts
     if config is None or counts is None:
         return []
     most, share = config.num_speculative_tokens, _ratio(counts.num_verify_rows, counts.num_rows)
@@ -327,7 +329,7 @@ def _utilisation(
     simulation: Resolved, result: SimulationResult, busy: float
 ) -> tuple[float | None, float | None]:
     """Return MBU and MFU of the busy time, against the device's specification (`perfmodel.utilisation`)."""
-    if not (result.num_steps and busy):
+    if not (result.total.num_steps and busy):
         return None, None
     target, draft = _operations(simulation, simulation.model), None
     if simulation.draft is not None:
@@ -367,8 +369,8 @@ def _warnings(
     if load.num_skipped:
         longest = simulation.config.scheduler.max_model_len
         yield f"left out {counted(load.num_skipped, 'request', ',')} longer than {longest:,} tokens"
-    if result.num_preemptions:
-        preemptions = counted(result.num_preemptions, "preemption", ",")
+    if num_preemptions := result.total.num_preemptions:
+        preemptions = counted(num_preemptions, "preemption", ",")
         yield f"{preemptions}: the KV cache ran full, and prompts were computed again"
     num_relegated, num_expired = outcomes.whole.num_relegated, outcomes.summary.counts.num_expired
     if num_relegated or num_expired:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from functools import reduce
+from typing import NamedTuple, TypeVar
 
+from onbeat.core.options import Dataclass
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import Fate
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.shapes import Beyond, join_beyond, told_beyond
+
+T = TypeVar("T", bound=Dataclass)
 
 
 @dataclass(slots=True)
@@ -32,13 +36,6 @@ class DraftCounts:
         self.num_verify_rows += num_drafted > 0
         self.num_drafted += num_drafted
         self.num_accepted += num_tokens - 1
-
-    def add_all(self, other: DraftCounts) -> None:
-        """Count what another has counted."""
-        self.num_rows += other.num_rows
-        self.num_verify_rows += other.num_verify_rows
-        self.num_drafted += other.num_drafted
-        self.num_accepted += other.num_accepted
 
     @property
     def tokens_per_row(self) -> float:
@@ -74,19 +71,28 @@ class ReplicaCounters:
     """Where steps left what their times were fitted to; see `LargestStep`."""
 
     def joined(self, later: ReplicaCounters) -> ReplicaCounters:
-        """Return the counts of two lives of a replica together."""
-        work = self.work.copy()
-        for each in fields(BatchShape):
-            setattr(work, each.name, getattr(work, each.name) + getattr(later.work, each.name))
-        both = ReplicaCounters(work=work, num_blocks=later.num_blocks, drafts=self.drafts)
-        both.beyond = join_beyond((self.beyond, later.beyond))
-        for name in (
-            *("num_steps", "busy_seconds", "num_preemptions", "num_prefix_queries", "num_prefix_hits"),
-            *("num_leaked_blocks", "bubble_seconds"),
-        ):
-            setattr(both, name, getattr(self, name) + getattr(later, name))
-        both.peak_used_blocks = max(self.peak_used_blocks, later.peak_used_blocks)
+        """Return the counts of two lives of a replica, or of two replicas, together."""
+        summed = ("num_steps", "busy_seconds", "num_preemptions", "num_prefix_queries", "num_prefix_hits")
+        both = ReplicaCounters(
+            **{
+                name: getattr(self, name) + getattr(later, name)
+                for name in (*summed, "num_leaked_blocks", "bubble_seconds")
+            },
+            num_blocks=later.num_blocks,
+            peak_used_blocks=max(self.peak_used_blocks, later.peak_used_blocks),
+            work=_sum(self.work, later.work),
+            drafts=self.drafts or later.drafts,
+            beyond=join_beyond((self.beyond, later.beyond)),
+        )
+        if self.drafts is not None and later.drafts is not None:
+            both.drafts = _sum(self.drafts, later.drafts)
         return both
+
+
+def _sum(one: T, other: T) -> T:
+    return type(one)(
+        **{each.name: getattr(one, each.name) + getattr(other, each.name) for each in fields(one)}
+    )
 
 
 class FleetSize(NamedTuple):
@@ -142,33 +148,11 @@ class SimulationResult:
         return sum(record.fate is Fate.RELEGATED for record in self.records)
 
     @property
-    def drafts(self) -> DraftCounts | None:
-        """What speculation did on all replicas; None where there was none."""
-        found = [each.drafts for each in self.replicas if each.drafts is not None]
-        if not found:
-            return None
-        total = DraftCounts()
-        for each in found:
-            total.add_all(each)
-        return total
+    def total(self) -> ReplicaCounters:
+        """What all replicas did together."""
+        return reduce(ReplicaCounters.joined, self.replicas, ReplicaCounters())
 
     @property
     def beyond(self) -> str:
         """Warning that predicted times are extrapolated; empty where none are."""
-        return told_beyond(join_beyond(each.beyond for each in self.replicas))
-
-    @property
-    def num_steps(self) -> int:
-        return sum(each.num_steps for each in self.replicas)
-
-    @property
-    def num_preemptions(self) -> int:
-        return sum(each.num_preemptions for each in self.replicas)
-
-    @property
-    def num_prefix_queries(self) -> int:
-        return sum(each.num_prefix_queries for each in self.replicas)
-
-    @property
-    def num_prefix_hits(self) -> int:
-        return sum(each.num_prefix_hits for each in self.replicas)
+        return told_beyond(self.total.beyond)

@@ -29,7 +29,7 @@ def at_once_and_one_by_one(load, config):
     observer = StepByStep()
     one_by_one = simulate(load, config, linear_time(), observer=observer)
     at_once = simulate(load, config, linear_time())
-    assert at_once.num_steps == len(observer.steps)
+    assert at_once.total.num_steps == len(observer.steps)
     return at_once, one_by_one
 
 
@@ -73,7 +73,7 @@ def test_runs_of_steps_are_still_taken_at_once():
     load = random_load(50, rate=1, seed=1, prompt=30, output=60)
     watching = Watching()
     result = simulate(load, make_config(declared_max_tokens=200), linear_time(), observer=watching)
-    assert len(watching.steps) < result.num_steps / 3
+    assert len(watching.steps) < result.total.num_steps / 3
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ class TestTimeline:
     def test_preempted_decodes_run_again_and_all_tokens_come_once(self):
         config = make_config(decode={"num_blocks": 24})
         result = run(make_load([100, 100], [120, 120], [0.0, 0.0]), config)
-        assert result.num_preemptions > 0
+        assert result.total.num_preemptions > 0
         assert [record.num_output_tokens for record in result.records] == [120, 120]
         assert result.records[1].num_preemptions > 0
 

@@ -136,7 +136,7 @@ def test_a_replica_short_of_memory_gives_streams_away_before_it_preempts_them():
     before = simulate(load, replace(config, kv_link=None), linear_time())
     after = simulate(load, config, linear_time())
     assert after.decisions["moved: memory"] + after.decisions.get("moved: queue", 0) > 0
-    assert after.num_preemptions < before.num_preemptions
+    assert after.total.num_preemptions < before.total.num_preemptions
 
 
 def test_one_replica_owns_each_request_and_each_copy_moves_what_it_was_asked_for():

@@ -53,7 +53,7 @@ def test_at_most_one_micro_batch_a_stage_is_under_way():
         num_under_way += change
         most = max(most, num_under_way)
     assert most == 3
-    assert result.num_steps == len(observer.steps)
+    assert result.total.num_steps == len(observer.steps)
 
 
 def test_host_overhead_holds_up_the_first_stage():

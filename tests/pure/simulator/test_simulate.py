@@ -110,9 +110,9 @@ def test_tokens_and_blocks_are_conserved(policy, router, num_replicas, pipeline,
         assert record.arrival <= record.scheduled < record.delivery_times[0]
     assert sum(each.num_leaked_blocks for each in result.replicas) == 0
     assert all(each.peak_used_blocks <= 24 for each in result.replicas)
-    assert result.num_preemptions == sum(record.num_preemptions for record in result.records)
-    assert result.num_steps == len(observer.steps)
-    if not result.num_preemptions and policy != "static":  # whose padding rows compute in vain
+    assert result.total.num_preemptions == sum(record.num_preemptions for record in result.records)
+    assert result.total.num_steps == len(observer.steps)
+    if not result.total.num_preemptions and policy != "static":  # whose padding rows compute in vain
         num_computed = sum(stats.shape.num_new_tokens for _, stats in observer.steps)
         assert num_computed == int((load.num_prompt_tokens + load.num_output_tokens - 1).sum())
 
@@ -145,7 +145,7 @@ def test_observers_hear_of_everything_in_order():
     assert [record.end for record in every.finished] == sorted(record.end for record in result.records)
     ends = [stats.end for _, stats in every.steps]
     assert ends == sorted(ends)
-    assert sum(stats.num_prefix_queries for _, stats in every.steps) == result.num_prefix_queries
+    assert sum(stats.num_prefix_queries for _, stats in every.steps) == result.total.num_prefix_queries
     # A run that is told as one step has the shape of its first, and lasts until its last.
     of_first = {(replica, stats.start): stats for replica, stats in every.steps}
     for replica, stats in watching.steps:

@@ -96,9 +96,13 @@ def test_one_request_by_hand() -> None:
     assert list(record.delivery_times) == pytest.approx([2.1, 2.113, 2.125])  # two drafts can still be output
     assert record.num_output_tokens == record.offered_output_tokens == 8
     assert record.tpot == pytest.approx(0.025 / 7)
-    assert result.drafts is not None
-    assert (result.drafts.num_rows, result.drafts.num_drafted, result.drafts.num_accepted) == (2, 5, 5)
-    assert result.drafts.tokens_per_row == 3.5
+    assert result.total.drafts is not None
+    assert (
+        result.total.drafts.num_rows,
+        result.total.drafts.num_drafted,
+        result.total.drafts.num_accepted,
+    ) == (2, 5, 5)
+    assert result.total.drafts.tokens_per_row == 3.5
 
 
 def test_rejected_drafts_cost_time_and_nothing_else() -> None:
@@ -167,8 +171,8 @@ def test_every_request_gets_its_tokens(
     assert all(sum(each.delivery_sizes) == each.num_output_tokens for each in result.records)
     assert all(len(each.delivery_sizes) == len(each.delivery_times) for each in result.records)
     assert result.replicas[0].num_leaked_blocks == 0
-    assert result.drafts is not None
-    assert result.drafts.num_accepted <= result.drafts.num_drafted
+    assert result.total.drafts is not None
+    assert result.total.drafts.num_accepted <= result.total.drafts.num_drafted
 
 
 def test_observers_change_nothing() -> None:
@@ -179,11 +183,11 @@ def test_observers_change_nothing() -> None:
     for one, another in zip(alone.records, watched.records, strict=True):
         assert one.delivery_times == another.delivery_times
         assert list(one.delivery_sizes) == list(another.delivery_sizes)
-    assert watched.drafts == alone.drafts
-    assert alone.drafts is not None
-    assert sum(stats.shape.num_draft_tokens for _, stats in steps.steps) == alone.drafts.num_drafted
+    assert watched.total.drafts == alone.total.drafts
+    assert alone.total.drafts is not None
+    assert sum(stats.shape.num_draft_tokens for _, stats in steps.steps) == alone.total.drafts.num_drafted
     drafts = [stats.drafts for _, stats in steps.steps if stats.drafts is not None]
-    assert sum(sum(each.accepted_at) for each in drafts) == alone.drafts.num_accepted
+    assert sum(sum(each.accepted_at) for each in drafts) == alone.total.drafts.num_accepted
     chunked = {request_id for _, stats in steps.steps for request_id in stats.chunk_request_ids}
     assert chunked <= {record.request_id for record in alone.records if record.num_prompt_tokens > 1}
 
@@ -208,7 +212,7 @@ def test_pools_draft_where_they_generate() -> None:
         # Five tokens are the first one, and a row of four.
         assert len(record.delivery_sizes) == 1 + -(-(record.num_output_tokens - 1) // 4)
     assert result.replicas[0].drafts is None
-    assert result.drafts == result.replicas[1].drafts
+    assert result.total.drafts == result.replicas[1].drafts
 
 
 # --- a draft model's own reading --------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def check_runs_equal_single_steps(offered, config, model):
     at_once = simulate(offered, config, model)
     assert at_once.records == one_by_one.records
     assert at_once.replicas == one_by_one.replicas
-    assert at_once.num_steps == len(observer.steps)
+    assert at_once.total.num_steps == len(observer.steps)
     assert at_once.duration == one_by_one.duration
 
 
@@ -126,7 +126,7 @@ def test_runs_save_most_plans(policy):
     load = random_load(50, rate=1, seed=1, prompt=30, output=60)
     watching = Watching()
     result = simulate(load, make_config(policy), linear_time(), observer=watching)
-    assert len(watching.steps) < result.num_steps / 3
+    assert len(watching.steps) < result.total.num_steps / 3
 
 
 def test_kv_pressure_preempts_in_the_runs_that_are_compared():
@@ -135,5 +135,5 @@ def test_kv_pressure_preempts_in_the_runs_that_are_compared():
     config = make_config(scheduler={"num_blocks": 32})
     observer = StepByStep()
     one_by_one = simulate(load, config, linear_time(), observer=observer)
-    assert one_by_one.num_preemptions > 0
+    assert one_by_one.total.num_preemptions > 0
     assert simulate(load, config, linear_time()).records == one_by_one.records

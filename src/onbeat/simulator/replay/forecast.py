@@ -267,7 +267,7 @@ class _Run:
         return Forecast(
             errors=percentile_errors(measured, simulated),
             num_requests=len(measured),
-            num_steps=result.num_steps,
+            num_steps=result.total.num_steps,
             num_recorded_steps=len(history.steps),
             num_matched_steps=num_matched_steps,
         )
