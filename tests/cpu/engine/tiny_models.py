@@ -38,7 +38,7 @@ from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.torch.types import torch_dtype
 from onbeat.engine.torch.weights import TorchWeights, load_weights
-from onbeat.engine.weights import parameter_shapes
+from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.parameters import find_rows
 
 SIZES: dict[str, Any] = {
@@ -150,17 +150,14 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-class StateCheckpoint:
+class StateCheckpoint(Checkpoint):
     """A Hugging Face model's parameters as a checkpoint."""
 
     def __init__(self, hf_model: Any) -> None:
-        self.config = model_config_from_hf(hf_model.config.to_dict())
+        super().__init__(model_config_from_hf(hf_model.config.to_dict()))
         self.state = hf_model.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
         self.rows = find_rows(shapes, parameter_shapes(self.config), self.config)
-
-    def names(self) -> list[str]:
-        return list(parameter_shapes(self.config))
 
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         rows = self.rows[name]

@@ -39,16 +39,13 @@ WINDOW, NUM_WINDOWS = 1024, 4
 Perplexity = Callable[[Quantization, int], float]
 
 
-class Requantized:
+class Requantized(Checkpoint):
     """A checkpoint whose matrices are quantized anew, to a GGUF type."""
 
     def __init__(self, checkpoint: Checkpoint, type_name: str) -> None:
-        self.config = checkpoint.config
+        super().__init__(checkpoint.config)
         self._checkpoint = checkpoint
         self._type_name = type_name
-
-    def names(self) -> list[str]:
-        return list(self._checkpoint.names())
 
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         return self._checkpoint.get(name, dtype)

@@ -13,7 +13,7 @@ from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
 from onbeat.engine.native.library import Store
 from onbeat.engine.native.matrix import MatrixLayout
-from onbeat.engine.weights import Checkpoint, QuantizedRows, QuantizedSource, parameter_shapes
+from onbeat.engine.weights import Checkpoint, QuantizedRows, parameter_shapes
 
 PLAIN_LAYOUTS: Mapping[np.dtype[Any], MatrixLayout] = {
     FLOAT32: MatrixLayout(Store.F32),
@@ -53,7 +53,7 @@ class WeightLayouts:
     def __init__(self, checkpoint: Checkpoint, *, dtype: np.dtype[Any], quantization: Quantization) -> None:
         self.plain = PLAIN_LAYOUTS[dtype]
         self.quantization = quantization
-        self._source = checkpoint if isinstance(checkpoint, QuantizedSource) else None
+        self._source = checkpoint
         self._config = checkpoint.config
         # Rows of 16 gates and 16 ups lie in turn, and a scale is shared by 32 inputs of the next matrix.
         multiple = INT8_LAYOUT.group if quantization == "int8" else 16
@@ -65,7 +65,7 @@ class WeightLayouts:
 
     def quantized_rows(self, name: str) -> QuantizedRows | None:
         """Return a parameter as the file has it, where it is packed so."""
-        if self.quantization == "none" or self._source is None:
+        if self.quantization == "none":
             return None
         rows = self._source.quantized_rows(name)
         if rows is None or rows.type_name not in NATURAL_LAYOUTS:

@@ -1,6 +1,6 @@
 """Weights under their Hugging Face parameter names, from safetensors, GGUF, or a random generator."""
 
-from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows, QuantizedSource
+from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from onbeat.engine.weights.open import open_checkpoint, read_model_config
 from onbeat.engine.weights.parameters import parameter_shapes
@@ -9,7 +9,6 @@ __all__ = [
     "Checkpoint",
     "DummyCheckpoint",
     "QuantizedRows",
-    "QuantizedSource",
     "open_checkpoint",
     "parameter_shapes",
     "read_model_config",

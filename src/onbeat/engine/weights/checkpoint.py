@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,65 +13,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.model_config import ModelConfig
-
-
-@runtime_checkable
-class DescribedSource(Protocol):
-    """A checkpoint that knows in which type its file keeps a parameter, and what it does not use."""
-
-    @property
-    def left_out(self) -> str | None:
-        """What of the checkpoint is not served, in words."""
-        ...
-
-    def stored_type(self, name: str) -> str:
-        """Return the type as the file's format calls it: `BF16`, `F16`, `F32`, `F64`, or one of GGUF's.
-
-        Raises
-        ------
-        ModelLoadError : the parameter is not there.
-        """
-        ...
-
-
-def loading_remarks(checkpoint: Checkpoint, names: Iterable[str], dtype: np.dtype[Any]) -> Iterator[str]:
-    """Yield lines on weights that lose digits as they become plain numbers, and on what is left out.
-
-    Parameters
-    ----------
-    names : the parameters that become plain numbers.
-    dtype : of these numbers. Quantized types are float32 by their definition, so float32 holds them.
-    """
-    if not isinstance(checkpoint, DescribedSource):
-        return
-    if checkpoint.left_out is not None:
-        yield f"{checkpoint.left_out} is left out: onbeat serves text alone"
-    rounded = {checkpoint.stored_type(name) for name in names} - {"BF16"}
-    if dtype == BFLOAT16 and rounded:
-        yield (
-            f"weights of type {', '.join(sorted(rounded))} become bfloat16 (8 significant bits, 2 bytes a "
-            "number); --dtype float32 rounds nothing and takes twice the memory"
-        )
-
-
-class Checkpoint(Protocol):
-    """Weights of one model under their Hugging Face parameter names."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    def names(self) -> Iterable[str]:
-        """Return the parameters' names: just those of `parameter_shapes(config)`."""
-        ...
-
-    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return a parameter in one of `DTYPES`; it may share memory with the file, so don't write to it.
-
-        Raises
-        ------
-        ModelLoadError : the parameter is not there or cannot be read.
-        """
-        ...
+from onbeat.engine.weights.parameters import Shape, StoredRows, find_rows, parameter_shapes, shapes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +28,83 @@ class QuantizedRows:
     """For each row of the file, which one of the parameter it is."""
 
 
-@runtime_checkable
-class QuantizedSource(Protocol):
-    """A checkpoint that can hand out matrices without dequantizing them."""
+class Checkpoint(ABC):
+    """Weights of one model under their Hugging Face parameter names.
 
-    def quantized_rows(self, name: str) -> QuantizedRows | None:
-        """Return a parameter's rows as they are in the file; None where the file does not quantize it.
+    Parameters
+    ----------
+    config : the model that the weights are of.
+    """
+
+    left_out: str | None = None
+    """What of the source is not served, in words."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._shapes = parameter_shapes(config)
+
+    def names(self) -> Iterable[str]:
+        """Return the parameters' names: just those of `parameter_shapes(config)`."""
+        return self._shapes.keys()
+
+    def shape_of(self, name: str) -> Shape:
+        """Return a parameter's shape.
 
         Raises
         ------
-        ModelLoadError : the parameter is not there.
+        ModelLoadError : the model has no such parameter.
         """
-        ...
+        if name not in self._shapes:
+            raise ModelLoadError(f"the {self.config.architecture} model has no parameter {name!r}")
+        return self._shapes[name]
+
+    @abstractmethod
+    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a parameter in one of `DTYPES`; it may share memory with the file, so don't write to it.
+
+        Raises
+        ------
+        ModelLoadError : the parameter is not there or cannot be read.
+        """
+
+    def stored_type(self, name: str) -> str | None:  # noqa: ARG002
+        """Return a type as the file's format calls it: `BF16`, `F16`, `F32`, `F64`, or one of GGUF's.
+
+        None where there is no file.
+        """
+        return None
+
+    def quantized_rows(self, name: str) -> QuantizedRows | None:  # noqa: ARG002
+        """Return a parameter's rows as they are in the file; None where the file does not quantize it."""
+        return None
+
+    def _find(self, found: Mapping[str, Shape], source: str) -> dict[str, StoredRows]:
+        """Return where the parameters are in a file's tensors, which must all be of use; see `find_rows`."""
+        rows = find_rows(found, self._shapes, self.config)
+        _check_parameters(self._shapes, shapes_of(rows, found), source)
+        return rows
 
 
-def check_parameters(
-    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], source: str
-) -> None:
+def loading_remarks(checkpoint: Checkpoint, names: Iterable[str], dtype: np.dtype[Any]) -> Iterator[str]:
+    """Yield lines on weights that lose digits as they become plain numbers, and on what is left out.
+
+    Parameters
+    ----------
+    names : the parameters that become plain numbers.
+    dtype : of these numbers. Quantized types are float32 by their definition, so float32 holds them.
+    """
+    if checkpoint.left_out is not None:
+        yield f"{checkpoint.left_out} is left out: onbeat serves text alone"
+    stored = {checkpoint.stored_type(name) for name in names}
+    rounded = sorted(kind for kind in stored if kind is not None and kind != "BF16")
+    if dtype == BFLOAT16 and rounded:
+        yield (
+            f"weights of type {', '.join(rounded)} become bfloat16 (8 significant bits, 2 bytes a "
+            "number); --dtype float32 rounds nothing and takes twice the memory"
+        )
+
+
+def _check_parameters(expected: Mapping[str, Shape], found: Mapping[str, Shape], source: str) -> None:
     """Check that a source has each parameter in its right shape, and none that the model would leave out.
 
     Parameters

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.weights.parameters import parameter_shapes
+from onbeat.engine.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import torch
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(Checkpoint):
     """A checkpoint of random numbers.
 
     Numbers are uniform, which is quick to make. Matrices have the standard deviation `1 / sqrt(input
@@ -32,14 +30,8 @@ class DummyCheckpoint:
     """
 
     def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
-        self.config = config
-        """The model that the weights are of."""
+        super().__init__(config)
         self._seed = seed
-        self._shapes = parameter_shapes(config)
-
-    def names(self) -> Iterable[str]:
-        """Return the parameters' names."""
-        return self._shapes.keys()
 
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
@@ -73,9 +65,7 @@ class DummyCheckpoint:
 
     def _range(self, name: str) -> tuple[float, float]:
         """Return the least value of a parameter's numbers, and the width of their range."""
-        shape = self._shapes.get(name)
-        if shape is None:
-            raise ModelLoadError(f"the {self.config.architecture} model has no parameter {name!r}")
+        shape = self.shape_of(name)
         mean, deviation = 0.0, 0.02
         if len(shape) == 2:
             # Embeddings feed a norm in some families and are added as they are in others: unit rows over all.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,7 @@ from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_from_gguf
 from onbeat.engine.model_config.families import FAMILIES, GgufRules
 from onbeat.engine.model_config.values import Values
-from onbeat.engine.weights.checkpoint import QuantizedRows, check_parameters
-from onbeat.engine.weights.parameters import find_rows, parameter_shapes, shapes_of
+from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows
 from onbeat.hub.gguf_files import parts_of
 from onbeat.text.gguf_header import GgufTensor, Metadata, read_gguf_header
 
@@ -229,7 +228,7 @@ def _check_part(path: Path, metadata: Metadata, index: int, count: int) -> None:
         )
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(Checkpoint):
     """Memory-mapped weights of one file or its parts, dequantized when they are read.
 
     Parameters
@@ -243,40 +242,31 @@ class GgufCheckpoint:
         a tensor is missing or of the wrong shape.
     """
 
-    left_out: str | None = None
-
     def __init__(self, path: Path, served_len: int | None = None) -> None:
         metadata, by_gguf_name = _read_parts(path)
-        self.config = _read_config(metadata, by_gguf_name, served_len)
-        """The model that the weights are of."""
-        self._shapes = parameter_shapes(self.config)
+        super().__init__(_read_config(metadata, by_gguf_name, served_len))
         self._tensors = {
             hf_name(name, self.config): tensor
             for name, tensor in by_gguf_name.items()
             if name not in ROPE_TENSORS
         }
         found = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self._rows = find_rows(found, self._shapes, self.config)
-        check_parameters(self._shapes, shapes_of(self._rows, found), f"the GGUF file {path}")
-
-    def names(self) -> Iterable[str]:
-        """Return the parameters' names."""
-        return self._shapes.keys()
+        self._rows = self._find(found, f"the GGUF file {path}")
 
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
         data, kind = self._stored(name)
-        shape, minus = self._shapes[name], stored_offset(name, self.config)
+        shape, minus = self.shape_of(name), stored_offset(name, self.config)
         values = dequantize_rows(data, shape, kind, dtype, minus=minus)
         return unpermute_rows(name, values, self.config)
 
     def stored_type(self, name: str) -> str:
-        """Return a parameter's GGUF type; see `DescribedSource.stored_type`."""
+        """Return a parameter's GGUF type; see `Checkpoint.stored_type`."""
         return self._stored(name)[1].name
 
     def quantized_rows(self, name: str) -> QuantizedRows | None:
-        """Return a matrix as it is in the file; see `QuantizedSource.quantized_rows`."""
-        (data, kind), shape = self._stored(name), self._shapes[name]
+        """Return a matrix as it is in the file; see `Checkpoint.quantized_rows`."""
+        (data, kind), shape = self._stored(name), self.shape_of(name)
         if kind in PLAIN_TYPES or len(shape) != 2:
             return None
         from_rows = unpermute_rows(name, np.arange(shape[0]), self.config)
@@ -284,9 +274,8 @@ class GgufCheckpoint:
 
     def _stored(self, name: str) -> tuple[NDArray[np.uint8], GGMLQuantizationType]:
         """Return a parameter's rows as the file has them, and their type."""
-        rows = self._rows.get(name)
-        if rows is None:
-            raise ModelLoadError(f"the {self.config.architecture} model has no parameter {name!r}")
+        self.shape_of(name)
+        rows = self._rows[name]
         tensor = self._tensors[rows.tensor]
         return tensor.rows[rows.first : rows.end], tensor.kind
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +16,7 @@ from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_config.families import FAMILIES
-from onbeat.engine.weights.checkpoint import check_parameters
-from onbeat.engine.weights.parameters import find_rows, parameter_shapes, shapes_of
+from onbeat.engine.weights.checkpoint import Checkpoint
 from onbeat.hub.files import WEIGHT_INDEX, indexed_files
 
 _PREFIX = "model."
@@ -43,7 +41,7 @@ class _Stored(NamedTuple):
     """As the format calls it."""
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(Checkpoint):
     """Memory-mapped weights of a directory.
 
     Parameters
@@ -68,21 +66,14 @@ class SafetensorsCheckpoint:
             shapes = {_PREFIX + name: shape for name, shape in shapes.items()}
             self._stored = {_PREFIX + name: stored for name, stored in self._stored.items()}
             config = replace(config, tie_word_embeddings=True, has_head=False)
-        self.config = config
-        """The model that the weights are of."""
-        self._shapes = parameter_shapes(config)
-        used = self._used(shapes)
-        self._rows = find_rows(used, self._shapes, config)
-        check_parameters(self._shapes, shapes_of(self._rows, used), f"the checkpoint {directory}")
-
-    def names(self) -> Iterable[str]:
-        """Return the parameters' names."""
-        return self._shapes.keys()
+        super().__init__(config)
+        self._rows = self._find(self._used(shapes), f"the checkpoint {directory}")
+        if self._num_left_out:
+            self.left_out = f"its vision part ({self._num_left_out} tensors)"
 
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
-        if name not in self._shapes:
-            raise ModelLoadError(f"the {self.config.architecture} model has no parameter {name!r}")
+        self.shape_of(name)
         tensor_name, first, end = self._rows[name]
         values = self._stored[tensor_name].values
         if tensor_name != name:
@@ -90,13 +81,8 @@ class SafetensorsCheckpoint:
         return values.astype(dtype, copy=False)
 
     def stored_type(self, name: str) -> str:
-        """Return a parameter's type in its file; see `DescribedSource.stored_type`."""
+        """Return a parameter's type in its file; see `Checkpoint.stored_type`."""
         return self._stored[self._rows[name].tensor].dtype
-
-    @property
-    def left_out(self) -> str | None:
-        """What of the checkpoint is not served; see `DescribedSource.left_out`."""
-        return f"its vision part ({self._num_left_out} tensors)" if self._num_left_out else None
 
     def _open(self, path: Path) -> dict[str, tuple[int, ...]]:
         try:
