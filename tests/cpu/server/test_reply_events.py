@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
@@ -53,7 +54,8 @@ class ToyReader:
 def deltas(deliveries: list[list[int]], *, reads: bool = True) -> list[ChoiceDelta]:
     request = Request(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=9), arrival=0)
     choice = Choice(index=0, prompt_index=0, request=request, is_streamed=True)
-    options = TextOptions(stop=("STOP",), new_reader=ToyReader if reads else None)
+    new_reader: Any = ToyReader if reads else None
+    options = TextOptions(stop=("STOP",), new_reader=new_reader)
     text = ChoiceText(choice, ByteTokenizer(), options)
     result = []
     for index, token_ids in enumerate(deliveries):

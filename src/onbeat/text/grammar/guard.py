@@ -12,16 +12,16 @@ from __future__ import annotations
 import json
 import threading
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from io import BytesIO
 from random import Random
 from statistics import fmean
 from typing import Any, TypeVar
+
+from msgspec import convert, msgpack
 
 from onbeat.core.errors import Overloaded
 from onbeat.core.protocols import Tokenizer
@@ -132,7 +132,7 @@ class GrammarGuard:
             reply = self._started().ask(grammar.text.encode("utf-8", "surrogatepass"))
         except TooComplex as error:
             return TrialResult(problem=str(error), code=error.code)
-        return TrialResult(**{**reply, "ignored": tuple(reply["ignored"])})
+        return convert(reply, TrialResult)
 
     def _started(self) -> LimitedProcess:
         with self._starting:
@@ -141,7 +141,7 @@ class GrammarGuard:
             if self._process is None:
                 self._process = LimitedProcess(
                     "onbeat.text.grammar.guard",
-                    _opening(Vocabulary.of(self._tokenizer, self._vocab_size), self._vocab_size),
+                    msgpack.encode((self._vocab_size, Vocabulary.of(self._tokenizer, self._vocab_size))),
                     max_seconds=MAX_SECONDS,
                     niceness=NICENESS,
                 )
@@ -149,23 +149,11 @@ class GrammarGuard:
             return self._process
 
 
-def _opening(vocabulary: Vocabulary, vocab_size: int) -> bytes:
-    """Return a line of JSON, the tokens' lengths and the tokens."""
-    _, *others = astuple(replace(vocabulary, token_bytes=[]))
-    head = json.dumps([len(vocabulary.token_bytes), vocab_size, *others]).encode()
-    lengths = array("I", map(len, vocabulary.token_bytes))
-    return b"".join((head, b"\n", lengths.tobytes(), *vocabulary.token_bytes))
-
-
 def _open(opening: bytes) -> tuple[dict[str, Any], Answer | None]:
     """Make a compiler of the vocabulary."""
-    head, _, rest = opening.partition(b"\n")
-    num_tokens, vocab_size, *others = json.loads(head)
-    lengths = array("I")
-    data = BytesIO(rest)
-    lengths.frombytes(data.read(num_tokens * lengths.itemsize))
-    texts = [data.read(length) for length in lengths]
-    compiler = GrammarCompiler(Vocabulary(texts, *others), vocab_size, room=1)
+    vocab_size, vocabulary = msgpack.decode(opening, type=tuple[int, Vocabulary])
+    texts = vocabulary.token_bytes
+    compiler = GrammarCompiler(vocabulary, vocab_size, room=1)
     bytes_to_id = {text: token_id for token_id, text in enumerate(texts) if len(text) == 1}
 
     def spell(text: str) -> TokenText:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from string import ascii_letters, digits
-from typing import Protocol
 
 from onbeat.text.reply.calls import Calls
 
@@ -34,41 +34,14 @@ def end_of_space(text: str, at: int) -> int:
     return at
 
 
-class Body(Protocol):
-    """Reads the calls between an opening mark and the end of a region.
-
-    It takes characters one after another, so what it finds does not depend on how the text is split.
-    """
-
-    @property
-    def is_in_text(self) -> bool:
-        """Whether it is inside of a text value, where a mark is a part of the text."""
-        ...
-
-    @property
-    def raw(self) -> str:
-        """What it has taken since the last call and found to belong to none."""
-        ...
-
-    def push(self, text: str, at: int) -> int:
-        """Take text from a position on and return where it stopped: at a mark perhaps, or at no call."""
-        ...
-
-    def take(self, character: str) -> bool:
-        """Take the character it stopped at, which begins no mark; return whether it belongs to a call."""
-        ...
-
-    def close(self, *, final: bool) -> None:
-        """End at what is no call, or (`final`) with the answer. A call keeps the arguments that it has."""
-        ...
-
-
 Step = Callable[[str, int], int]
 """Takes text from a position on, and returns where it stopped."""
 
 
-class StepReader:
-    """What bodies have in common that are read by steps, each of which chooses the one that follows.
+class Body(ABC):
+    """Reads the calls between an opening mark and the end of a region, by steps that choose the next one.
+
+    It takes characters one after another, so what it finds does not depend on how the text is split.
 
     Parameters
     ----------
@@ -85,11 +58,21 @@ class StepReader:
         self._step = first
 
     @property
+    @abstractmethod
+    def is_in_text(self) -> bool:
+        """Whether it is inside of a text value, where a mark is a part of the text."""
+
+    @abstractmethod
+    def take(self, character: str) -> bool:
+        """Take the character it stopped at, which begins no mark; return whether it belongs to a call."""
+
+    @property
     def raw(self) -> str:
+        """What it has taken and found to belong to no call since the last one."""
         return "\n".join(self._others) * self._has_calls + "".join(self._raw)
 
     def push(self, text: str, at: int) -> int:
-        """Run steps until all is taken or one stops."""
+        """Take text from a position on and return where it stopped: at a mark perhaps, or at no call."""
         while at < len(text):
             step, before = self._step, at
             at = step(text, at)
@@ -98,6 +81,7 @@ class StepReader:
         return at
 
     def close(self, *, final: bool) -> None:  # noqa: ARG002 -- as for all
+        """End at what is no call, or (`final`) with the answer. A call keeps the arguments that it has."""
         self._calls.end()
 
     @property

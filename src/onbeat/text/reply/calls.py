@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +54,6 @@ class MarkToken:
     """A special token that stands between two pieces of text, such as `[TOOL_CALLS]`."""
 
     text: str
-
-
-class ReplyReader(Protocol):
-    """Turns the text of one choice into events, however it is split."""
-
-    @property
-    def mark_token_ids(self) -> frozenset[int]:
-        """Special tokens that it is to be told of, though they are no text."""
-        ...
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens so far that were reasoning, its marks included."""
-        ...
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing more is wanted, so that the answer ends here."""
-        ...
-
-    def push(self, pieces: Sequence[str | MarkToken], *, final: bool) -> list[ReplyEvent]:
-        """Take what one token adds, which may be nothing, and return what is certain by now.
-
-        Parameters
-        ----------
-        pieces : text and special tokens, in their order.
-        final : whether the answer ends here, so that nothing is held back any longer.
-        """
-        ...
 
 
 Tools = Mapping[str, Any]

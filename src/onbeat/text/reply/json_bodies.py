@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from abc import abstractmethod
 
 from onbeat.text.reply.body import (
     NAME_CHARACTERS,
     SPACE,
+    Body,
     Step,
-    StepReader,
     end_of_name,
     end_of_space,
     is_json,
@@ -79,7 +80,33 @@ class JsonValue:
             self.is_over = not self._depth
 
 
-class JsonCalls(StepReader):
+class _JsonBody(Body):
+    """Reads values of JSON."""
+
+    def __init__(self, calls: Calls, first: Step) -> None:
+        super().__init__(calls, first)
+        self._value = JsonValue()
+
+    @property
+    def is_in_text(self) -> bool:
+        return self._value.is_in_text
+
+    def take(self, character: str) -> bool:
+        if self._step != self._in_value:
+            return False
+        self._add(character)
+        return True
+
+    @abstractmethod
+    def _in_value(self, text: str, at: int) -> int:
+        """Take the value of arguments, or another."""
+
+    def _add(self, text: str) -> None:
+        """Add to the arguments of the call."""
+        self._calls.add(text)
+
+
+class JsonCalls(_JsonBody):
     """Objects with the keys `name` and `arguments` (or `parameters`), in any order, one or more or an array.
 
     Arguments before the name wait for it; once it is known they are passed on as they come.
@@ -96,22 +123,11 @@ class JsonCalls(StepReader):
         self._is_array = False
         self._is_call = False
         """Whether the object has become a call."""
-        self._value = JsonValue()
         self._held: list[str] = []
         """The key or value that is being read."""
         self._key = ""
         self._name: str | None = None
         self._arguments: str | None = None
-
-    @property
-    def is_in_text(self) -> bool:
-        return self._value.is_in_text
-
-    def take(self, character: str) -> bool:
-        if self._step != self._in_value:
-            return False
-        self._add(character)
-        return True
 
     def _between(self, text: str, at: int) -> int:
         """Before an object: white space, what separates, the brackets of an array."""
@@ -216,7 +232,7 @@ class JsonCalls(StepReader):
             self._calls.end()
 
 
-class NamedJson(StepReader):
+class NamedJson(_JsonBody):
     """A name and an object of arguments: `name{...}`, `name[ARGS]{...}`, `name[CALL_ID]id[ARGS]{...}`.
 
     Parameters
@@ -228,17 +244,6 @@ class NamedJson(StepReader):
         super().__init__(calls, self._between)
         self._name = ""
         self._mark = ""
-        self._value = JsonValue()
-
-    @property
-    def is_in_text(self) -> bool:
-        return self._value.is_in_text
-
-    def take(self, character: str) -> bool:
-        if self._step != self._in_value:
-            return False
-        self._calls.add(character)
-        return True
 
     def _between(self, text: str, at: int) -> int:
         end = end_of_space(text, at)

@@ -108,7 +108,7 @@ class ReplyOptions:
 
 
 class ReplyParser:
-    """An `events.ReplyReader` for the answers of any family. What it finds does not depend on the pieces.
+    """Turns the text of one choice into events, for any family. What it finds does not depend on the pieces.
 
     Text is reasoning, or content, or belongs to the body of a region of calls, which begins with an opening
     mark. A region that turns out to hold no call was text all along.
@@ -146,16 +146,26 @@ class ReplyParser:
         self._num_uncertain = 0
         """The last tokens, as long as they may turn out to be reasoning."""
         self.num_reasoning_tokens = 0
+        """Tokens so far that were reasoning, its marks included."""
 
     @property
     def mark_token_ids(self) -> frozenset[int]:
+        """Special tokens that it is to be told of, though they are no text."""
         return frozenset(self._style.mark_ids.values())
 
     @property
     def is_complete(self) -> bool:
+        """Whether nothing more is wanted, so that the answer ends here."""
         return self._calls.is_complete
 
     def push(self, pieces: Sequence[str | MarkToken], *, final: bool) -> list[ReplyEvent]:
+        """Take what one token adds, which may be nothing, and return what is certain by now.
+
+        Parameters
+        ----------
+        pieces : text and special tokens, in their order.
+        final : whether the answer ends here, so that nothing is held back any longer.
+        """
         was_reasoning = self._said is ReasoningText
         for piece in pieces:
             if isinstance(piece, MarkToken):

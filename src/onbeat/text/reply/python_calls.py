@@ -8,7 +8,7 @@ import re
 from onbeat.text.reply.body import (
     NAME_CHARACTERS,
     SPACE,
-    StepReader,
+    Body,
     end_of_name,
     end_of_space,
     refuse,
@@ -31,7 +31,7 @@ _PLAIN = frozenset(map(chr, range(128))) - frozenset("'\"()[]{}<")
 """Outside of texts, what ends and begins nothing. A mark may begin with `<`."""
 
 
-class PythonCalls(StepReader):
+class PythonCalls(Body):
     """A list of calls whose arguments are literals with names.
 
     Parameters

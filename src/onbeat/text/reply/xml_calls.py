@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from onbeat.text.reply.body import StepReader, end_of_name, end_of_space, is_json, refuse, to_json
+from onbeat.text.reply.body import Body, end_of_name, end_of_space, is_json, refuse, to_json
 from onbeat.text.reply.calls import Calls
 
 _FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = (
@@ -17,7 +17,7 @@ _TAGS = (_FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER)
 _ENDS_OF_VALUES = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)
 
 
-class XmlParams(StepReader):
+class XmlParams(Body):
     """Reads a parameter once it is complete, as its schema has it.
 
     Its value ends at `</parameter>`, or where that is missing at the next tag. Within a line `</parameter>`
