@@ -54,7 +54,6 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "orca": ("--policy", "orca"),
     "static": ("--policy", "static"),
     "edf": ("--policy", "edf"),
-    "simple": ("--policy", "simple"),
 }
 """Name -> flags."""
 SMALL = (

@@ -20,9 +20,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from benchmarks.policies.niyama import planned_shape
+from benchmarks.policies.triaged import split_running
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.baselines.triaged import split_running
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus

@@ -19,11 +19,11 @@ from heapq import merge
 from itertools import chain, takewhile
 from math import inf
 
+from benchmarks.policies.triaged import decode, split_running
 from onbeat.core.request import Request
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.baselines.triaged import decode, split_running
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue

@@ -19,7 +19,7 @@ from onbeat.core.slo import (
 )
 
 SERVING_POLICIES = ("static", "orca", "prefill-first", "sarathi", "slo")
-BASELINES = (*("hybrid-only", "chunk-only", "simple", "sarathi-triage", "edf-triage", "edf"),)
+BASELINES = ("hybrid-only", "chunk-only", "edf")
 """Policies that are there to compare with, not to serve with."""
 DEFAULT_POLICY = "slo"
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.golden
 PROMPT_LENGTHS = (1, 40, 2, 200, 17, 16, 130, 64, 5, 90)
 MAX_TOKENS = 12
 CHUNKED = tuple(name for name, policy in POLICIES.items() if not policy.whole_prompts)
-MIXING = ("orca", "sarathi", "slo", "simple", "sarathi-triage", "edf-triage", "edf")
+MIXING = ("orca", "sarathi", "slo", "edf")
 """Policies that put prompts beside decodes in one step."""
 PREEMPTING = tuple(name for name in POLICIES if name not in ("static", "orca"))
 """Those that reserve a prompt's blocks alone; the others can always finish what they have admitted."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.policies.fastserve import FASTSERVE
 from benchmarks.policies.niyama import NIYAMA
+from benchmarks.policies.triaged import TRIAGED
 from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.replica.policies import POLICIES, default_token_budget
@@ -16,7 +17,7 @@ from tests.pure.scheduler.driver import make_config
 from tests.pure.scheduler.test_properties import loads, run_load
 from tests.pure.scheduler.test_steady import ARRIVALS, run
 
-PUBLISHED = {"niyama": NIYAMA, "fastserve": FASTSERVE}
+PUBLISHED = {"niyama": NIYAMA, "fastserve": FASTSERVE, **TRIAGED}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,8 +60,11 @@ def test_a_first_token_gives_a_request_its_place_among_niyamas_decodes() -> None
     assert run(config, arrivals, at_once=True) == run(config, arrivals, at_once=False)
 
 
-def test_tokens_are_only_a_cap_where_time_is_the_budget() -> None:
-    assert default_token_budget("niyama", max_model_len=4096, max_num_seqs=64) == 8192
+@pytest.mark.parametrize(
+    ("policy", "budget"), [("niyama", 8192), ("simple", 8192), ("sarathi-triage", 512), ("edf-triage", 512)]
+)
+def test_tokens_are_only_a_cap_where_time_is_the_budget(policy, budget) -> None:
+    assert default_token_budget(policy, max_model_len=4096, max_num_seqs=64) == budget
 
 
 @pytest.mark.parametrize("policy", PUBLISHED)

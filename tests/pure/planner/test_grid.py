@@ -51,7 +51,7 @@ def test_policies_that_leave_nobody_behind_take_no_order_of_shedding() -> None:
     ]
     assert [settings.limits.shed_order for _, settings in grid] == ["most", "longest-wait", "most"]
     given = change(BASE, shed_order="longest-wait")
-    grid = settings_grid(given, {"policy": ["slo", "simple"]})
+    grid = settings_grid(given, {"policy": ["slo", "edf"]})
     assert [settings.limits.shed_order for _, settings in grid] == ["longest-wait", "most"]
 
 

@@ -204,7 +204,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize(
         ("policy", "budget"),
-        [("slo", 8192), ("simple", 8192), ("sarathi-triage", 512), ("edf-triage", 512)],
+        [("slo", 8192), ("edf", 512)],
     )
     def test_where_time_is_the_budget_tokens_are_only_a_cap(self, policy, budget):
         assert default_token_budget(policy, max_model_len=4096, max_num_seqs=64) == budget

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.policies.triaged import TRIAGED
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.steady import SteadyRun, SteadyRuns
 from tests.examples import examples
@@ -114,7 +116,8 @@ def test_a_first_token_is_one_step_though_it_looks_like_a_decode() -> None:
 
 
 @pytest.mark.parametrize("policy", ["edf-triage", "simple"])
-def test_nothing_runs_on_under_a_policy_that_does_not_say_how_long(policy) -> None:
+def test_nothing_runs_on_under_a_policy_that_does_not_say_how_long(policy, monkeypatch) -> None:
+    monkeypatch.setitem(POLICIES, policy, TRIAGED[policy])
     scheduler = Scheduler(make_config(policy), LinearStepTime())
     runs = SteadyRuns(scheduler, token_id=0)
     scheduler.add(request(0, 1, 100))

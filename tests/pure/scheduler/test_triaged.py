@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.policies.triaged import TRIAGED
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, ShedMode
+from onbeat.scheduler.replica.policies import POLICIES
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import make_request
 
-POLICIES = ("simple", "sarathi-triage", "edf-triage")
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, policy in TRIAGED.items():
+            patch.setitem(POLICIES, name, policy)
+        yield
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", TRIAGED)
 def test_prompts_that_cannot_all_be_in_time_do_not_drag_each_other_down(policy):
     """Each takes 0.13 s, and all of them are due within 0.6 s."""
     load = [
@@ -24,7 +32,7 @@ def test_prompts_that_cannot_all_be_in_time_do_not_drag_each_other_down(policy):
     assert len(driver.finished) == 12
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", TRIAGED)
 @pytest.mark.parametrize(
     ("shed", "reason"),
     [(ShedMode.REJECT, FinishReason.EXPIRED), (ShedMode.RELEGATE, FinishReason.LENGTH)],

@@ -16,7 +16,6 @@ from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.admission import Admission
-from onbeat.scheduler.replica.baselines.triaged import TriagedBudget
 from onbeat.scheduler.replica.parts import (
     DEFAULT_ORDER,
     QUEUE_ORDERS,
@@ -221,18 +220,6 @@ def slo_composition(
     )
 
 
-def _triaged(*, by_time: bool, by_deadline: bool) -> Composition:
-    return Composition(
-        compose=lambda config, model: TriagedBudget(
-            needed_model(config, model), by_time=by_time, by_deadline=by_deadline
-        ),
-        order=EarliestDeadline,
-        needs_step_time=True,
-        is_bound_by_time=by_time,
-        keeps_deadlines=True,
-    )
-
-
 POLICIES: dict[str, Composition] = {
     "static": Composition(
         compose=_whole(BatchAtATime, ReserveMaximum()),
@@ -246,9 +233,6 @@ POLICIES: dict[str, Composition] = {
     "slo": slo_composition(),
     "hybrid-only": Composition(compose=_whole(DecodesFirst, ReservePrompt()), whole_prompts=True),
     "chunk-only": Composition(compose=_chunked(partial(PrefillsFirst, max_prefill_steps=1))),
-    "simple": _triaged(by_time=True, by_deadline=True),
-    "sarathi-triage": _triaged(by_time=False, by_deadline=False),
-    "edf-triage": _triaged(by_time=False, by_deadline=True),
     "edf": Composition(compose=_chunked(DecodesFirst), order=EarliestDeadline),
 }
 """`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4):

@@ -8,9 +8,10 @@ from math import inf
 from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.parts import QueueOrder
+from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, EarliestDeadline
 from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.view import decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
@@ -109,3 +110,22 @@ class TriagedBudget:
     def commit(self, plan: StepPlan) -> None:  # noqa: ARG002 (what it has learnt of)
         """Take what the model has learnt."""
         self._cost_model.count()
+
+
+def _triaged(*, by_time: bool, by_deadline: bool) -> Composition:
+    return Composition(
+        compose=lambda config, model: TriagedBudget(
+            needed_model(config, model), by_time=by_time, by_deadline=by_deadline
+        ),
+        order=EarliestDeadline,
+        needs_step_time=True,
+        is_bound_by_time=by_time,
+        keeps_deadlines=True,
+    )
+
+
+TRIAGED = {
+    "simple": _triaged(by_time=True, by_deadline=True),
+    "sarathi-triage": _triaged(by_time=False, by_deadline=False),
+    "edf-triage": _triaged(by_time=False, by_deadline=True),
+}
