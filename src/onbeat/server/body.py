@@ -14,7 +14,7 @@ from starlette.requests import Request
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.errors import ClientGone, too_large
 from onbeat.server.fair_threads import Turns
-from onbeat.server.fields import check_fields, refuse_unknown, validated
+from onbeat.server.fields import Closed, check_fields, validated
 from onbeat.server.json_reader import JsonReader, has_many_marks, num_bytes_of
 from onbeat.server.middleware import context_of
 from onbeat.server.server_config import MAX_JSON_LEVELS, MAX_QUOTED
@@ -37,8 +37,7 @@ async def read_body(request: Request, model: type[_Model], *, unused: Collection
     context = context_of(request.scope)
     body = await read_json_object(request)
     context.arrival = time.monotonic()
-    if model.model_config.get("extra") == "forbid":
-        refuse_unknown(body, model.model_fields)
+    if issubclass(model, Closed):
         kept = body
     else:
         kept, ignored = check_fields(body, model.model_fields, unused)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.body import is_nested_too_deep
 from onbeat.server.errors import unsupported
-from onbeat.server.fields import ignorable
+from onbeat.server.fields import Open, note_unknown
 from onbeat.server.json_reader import JsonReader
 from onbeat.server.server_config import MAX_MESSAGES
 
@@ -23,20 +23,20 @@ _LACKED = {"audio": "leave it out", "function_call": "send tool_calls"}
 """What messages may carry elsewhere and must not here, and the cure."""
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Open):
     """What an assistant has called."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    place = "messages[].tool_calls[].function."
 
     name: str
     arguments: str | dict[str, Any] | None = None
     """JSON; an object, as some clients send, is one already."""
 
 
-class ToolCall(BaseModel):
+class ToolCall(Open):
     """A call of a tool that an assistant has made."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    place = "messages[].tool_calls[]."
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -45,10 +45,10 @@ class ToolCall(BaseModel):
     """Of a stream; clients that join one send it back."""
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Open):
     """One message. `audio` and `function_call` must be empty; other fields than these are ignored."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    place = "messages[]."
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     """The template decides which it takes."""
@@ -84,23 +84,11 @@ def _within_count(value: Any) -> Any:
 
 
 def _note_unknown_fields(messages: list[ChatMessage], info: ValidationInfo) -> list[ChatMessage]:
-    """Add the names that no message and no part is known to have to those that are ignored."""
-    extra = [name for message in messages for name in message.model_extra or ()]
+    """Note the names that no part of a content is known to have."""
     contents = (message.content for message in messages if isinstance(message.content, list))
     parts = (part for content in contents for part in content if isinstance(part, dict))
-    of_parts = [name for part in parts for name in part if name not in _PART_FIELDS]
-    calls = [call for message in messages for call in message.tool_calls or ()]
-    parts_of_calls = (part for call in calls for part in (call, call.function))
-    of_calls = [name for part in parts_of_calls for name in part.model_extra or ()]
-    ignored_fields = info.context
-    assert isinstance(ignored_fields, list), "`body.read_body` gives it"
-    ignored_fields += ignorable(dict.fromkeys(extra).keys(), ChatMessage.model_fields, where="messages[].")
-    ignored_fields += ignorable(dict.fromkeys(of_parts).keys(), _PART_FIELDS, where="messages[].content[].")
-    ignored_fields += ignorable(
-        dict.fromkeys(of_calls).keys(),
-        (*ToolCall.model_fields, *CalledFunction.model_fields),
-        where="messages[].tool_calls[].",
-    )
+    if names := [name for part in parts for name in part if name not in _PART_FIELDS]:
+        note_unknown(info, "messages[].content[].", _PART_FIELDS, names)
     return messages
 
 

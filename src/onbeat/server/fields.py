@@ -12,9 +12,18 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.errors import unsupported
@@ -238,34 +247,61 @@ def near_match(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str
     return next(iter(difflib.get_close_matches(start, list(known), n=1, cutoff=likeness)), None)
 
 
-def refuse_unknown(value: Mapping[str, Any], known: Collection[str], *, where: str = "") -> None:
-    """Refuse the first field that is not known, and say which was probably meant.
+class _Noted(NamedTuple):
+    """What a validation notes of fields that are not known."""
+
+    ignorable: dict[tuple[str, tuple[str, ...]], dict[str, None]]
+    """Place of objects and what they may have -> names."""
+    cures: dict[str, str]
+    """Name -> what was meant by it, where it must not be."""
+
+
+class Closed(BaseModel):
+    """An object of a body that has the fields which it declares and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_others(cls, value: Any, info: ValidationInfo) -> Any:
+        """Keep one field that is not known, as each would make an error, and note what was meant by it."""
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        other = next((key for key in value if key not in known), None) if isinstance(value, dict) else None
+        if other is None:
+            return value
+        near = near_match(other, known)
+        others = ", ".join(sorted(known)) or "none"
+        assert isinstance(info.context, _Noted), "`validated` gives it"
+        info.context.cures[other] = f"did you mean {near!r}?" if near else f"known are {others}"
+        return {name: value[name] for name in (*known, other) if name in value}
+
+
+class Open(BaseModel):
+    """An object of a body whose other fields are ignored, and named in the answer's headers."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    place: ClassVar[str]
+    """The path of such objects, such as `messages[].`."""
+
+    @model_validator(mode="after")
+    def _note_others(self, info: ValidationInfo) -> Self:
+        if self.model_extra:
+            note_unknown(info, self.place, type(self).model_fields, self.model_extra)
+        return self
+
+
+def note_unknown(info: ValidationInfo, place: str, known: Collection[str], names: Iterable[str]) -> None:
+    """Note the names of fields that are to be ignored, each once: all those of one place are judged together.
 
     Parameters
     ----------
-    where : the path of the object, such as `slo.`.
-
-    Raises
-    ------
-    InvalidRequest : there is one.
+    info : of a validation by `validated`.
+    place : the path of the objects that have them.
+    known : the fields that such objects are known to have.
     """
-    for key in value:
-        if key not in known:
-            near = near_match(key, known)
-            cure = f"did you mean {near!r}?" if near else f"known are {', '.join(sorted(known)) or 'none'}"
-            name = (where + key)[:MAX_QUOTED]
-            raise InvalidRequest(f"unknown field '{{field}}'; {cure}", param=name, code="unknown_parameter")
-
-
-def with_one_unknown(value: Any, known: Collection[str]) -> Any:
-    """Return an object with but one of its unknown fields, if it has more fields than are known.
-
-    For models that forbid unknown fields: pydantic makes an error of each, and a body may have 100,000.
-    """
-    if not isinstance(value, dict) or len(value) <= len(known):
-        return value
-    unknown = next(name for name in value if name not in known)
-    return {name: value[name] for name in (*known, unknown) if name in value}
+    assert isinstance(info.context, _Noted), "`validated` gives it"
+    info.context.ignorable.setdefault((place, tuple(known)), {}).update(dict.fromkeys(names))
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -290,21 +326,25 @@ def validated(model: type[_Model], fields: dict[str, Any], ignored: list[str]) -
     ------
     InvalidRequest : a field is missing or wrong.
     """
+    noted = _Noted({}, {})
     try:
-        return model.model_validate(fields, context=ignored)
+        checked = model.model_validate(fields, context=noted)
     except ValidationError as error:
-        raise _first_error(error) from error
+        raise _first_error(error, noted.cures) from error
+    for (place, known), names in noted.ignorable.items():
+        ignored += ignorable(names, known, where=place)
+    return checked
 
 
-def _first_error(error: ValidationError) -> InvalidRequest:
+def _first_error(error: ValidationError, cures: Mapping[str, str]) -> InvalidRequest:
     first, *others = _of_meant_member(error.errors(include_url=False))
     location = [part[:MAX_QUOTED] if isinstance(part, str) else part for part in first["loc"]]
     param, field = _param(location), _dotted(location)
     if first["type"] == "missing":
         return InvalidRequest("{field} is missing", param=field, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
-        name = field[:MAX_QUOTED]
-        return InvalidRequest("unknown field '{field}'; leave it out", param=name, code="unknown_parameter")
+        name, cure = field[:MAX_QUOTED], cures[first["loc"][-1]]
+        return InvalidRequest(f"unknown field '{{field}}'; {cure}", param=name, code="unknown_parameter")
     wrong = partial(InvalidRequest, param=param, code="invalid_value", field=field)
     if first["type"] == "value_error":
         return wrong(str(first["ctx"]["error"]))

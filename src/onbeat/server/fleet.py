@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from msgspec import Struct
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaView, ScalingView
 from onbeat.core.protocols import FleetView
 from onbeat.server.body import read_body
 from onbeat.server.errors import ApiError
-from onbeat.server.fields import WHOLE
+from onbeat.server.fields import WHOLE, Closed
 from onbeat.server.middleware import bearer_key
 from onbeat.server.openapi import Routes
 from onbeat.server.pieces import json_response
@@ -22,10 +22,8 @@ from onbeat.server.server_config import ServerConfig
 LONGEST_DRAIN_SECONDS = 24 * 3600.0
 
 
-class DrainRequest(BaseModel):
+class DrainRequest(Closed):
     """A replica that is to end without loss."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     replica: str
     timeout: float = Field(DRAIN_SECONDS, ge=0, le=LONGEST_DRAIN_SECONDS)
@@ -34,20 +32,16 @@ class DrainRequest(BaseModel):
     """Whether it is started again."""
 
 
-class ScaleRequest(BaseModel):
+class ScaleRequest(Closed):
     """How many replicas there are to be: a number, or the bounds of a fleet that decides itself."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     replicas: Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE] | None = None
     min: Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE] | None = None
     max: Annotated[int, Field(ge=1, le=MOST_REPLICAS), WHOLE] | None = None
 
 
-class RestartRequest(BaseModel):
+class RestartRequest(Closed):
     """All replicas are started again, one after another."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class FleetState(Struct):

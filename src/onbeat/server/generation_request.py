@@ -7,13 +7,11 @@ from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     PlainValidator,
     WithJsonSchema,
     field_validator,
-    model_validator,
 )
 from starlette.requests import Request
 
@@ -22,7 +20,7 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.server.body import read_body
 from onbeat.server.choices import TextOptions
 from onbeat.server.errors import ApiError
-from onbeat.server.fields import NUMBER, WHOLE, Flag, with_one_unknown
+from onbeat.server.fields import NUMBER, WHOLE, Closed, Flag
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import ObjectiveFields
 from onbeat.server.pen import AnswerHead, new_head
@@ -85,10 +83,8 @@ def _is_bias(value: Any) -> bool:
     return type(value) in (int, float) and -100 <= value <= 100
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Closed):
     """What a stream says beside its text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: Flag | None = None
     """One more event at the end, with the usage and no choices."""
@@ -96,11 +92,6 @@ class StreamOptions(BaseModel):
     """Usage so far in every event (vLLM's)."""
     include_obfuscation: Flag | None = None
     """OpenAI's padding against traffic analysis; accepted, never added."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_unknown_fields(cls, value: Any) -> Any:
-        return with_one_unknown(value, cls.model_fields)
 
 
 class EngineFields(ObjectiveFields, EncodingFields):

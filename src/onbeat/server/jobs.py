@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 
 from onbeat.core.errors import InvalidRequest, RequestRejected, SLOUnattainable
@@ -23,7 +23,7 @@ from onbeat.metrics.counts import JobCounts
 from onbeat.server.answer_report import JobState, SLOReport, unjudged_report
 from onbeat.server.choices import Choice
 from onbeat.server.errors import job_unattainable, milliseconds
-from onbeat.server.fields import NUMBER, WHOLE, refuse_unknown, validated
+from onbeat.server.fields import NUMBER, WHOLE, Closed, validated
 
 LONGEST_ID = 128
 MOST_CALLS_LEFT = 10_000
@@ -45,10 +45,8 @@ Milliseconds = Annotated[
 ]
 
 
-class JobFields(BaseModel):
+class JobFields(Closed):
     """The object `slo.job`: which job a call is part of. Null is the same as leaving a field out."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     id: str = Field(min_length=1, max_length=LONGEST_ID)
     """The same in all calls of the job; another caller's job may have the same."""
@@ -60,15 +58,6 @@ class JobFields(BaseModel):
     """Calls that follow this one, one after another; 0 is the last. Learnt from earlier jobs if absent."""
     job_class: str | None = Field(None, alias="class", min_length=1, max_length=LONGEST_ID)
     """Jobs of a class are expected to be alike."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_known_keys(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            refuse_unknown(
-                value, [field.alias or name for name, field in cls.model_fields.items()], where="slo.job."
-            )
-        return value
 
 
 def stated_job(fields: JobFields | None, headers: Headers, tenant: str | None) -> JobCall | None:

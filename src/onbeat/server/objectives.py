@@ -21,13 +21,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.jobs.call import JobCall
-from onbeat.server.fields import NUMBER, Flag, near_match, refuse_unknown
+from onbeat.server.fields import NUMBER, Closed, Flag, near_match
 from onbeat.server.jobs import JOB_HEADERS, JobFields, Milliseconds, stated_by_headers, stated_job
 from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefaults, SLODefaults
 
@@ -49,10 +49,8 @@ _CLASS_OF_TIER: dict[ServiceTier, str] = {"priority": "interactive", "default": 
 """OpenAI's service tiers that name a class; the others, and Anthropic's `standard_only`, name none."""
 
 
-class SLOFields(BaseModel):
+class SLOFields(Closed):
     """The object `slo` of a body. Null is the same as leaving a field out."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     ttft_ms: Milliseconds | None = None
     """From arrival to the first delivery."""
@@ -68,15 +66,6 @@ class SLOFields(BaseModel):
     """Which job it is a call of; the job's deadline then gives it objectives, too."""
     shed: Flag | None = None
     """If TTFT is predicted to be missed: true refuses the request at once, false serves it when it can."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_known_keys(cls, value: Any) -> Any:
-        """Say which key was probably meant, which pydantic would not."""
-        known = [field.alias or name for name, field in cls.model_fields.items()]
-        if isinstance(value, dict):
-            refuse_unknown(value, known, where="slo.")
-        return value
 
 
 _NOTHING_STATED = SLOFields.model_validate({})

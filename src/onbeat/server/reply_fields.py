@@ -8,18 +8,15 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    ValidationInfo,
     model_validator,
 )
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.chat_messages import ChatMessages
-from onbeat.server.fields import Flag, ignorable
+from onbeat.server.fields import Closed, Flag, Open
 from onbeat.text.reply.grammar import WantedCalls
 
 MAX_TOOLS = 128
@@ -28,10 +25,10 @@ MAX_TOOLS = 128
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
-class FunctionSpec(BaseModel):
+class FunctionSpec(Open):
     """A function that the model may call."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    place = "tools[].function."
 
     name: ToolName
     description: str | None = None
@@ -41,59 +38,36 @@ class FunctionSpec(BaseModel):
     """Whether arguments always keep to the schema."""
 
 
-class ToolSpec(BaseModel):
+class ToolSpec(Open):
     """A tool; of type `function`, the only one that there is."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    place = "tools[]."
 
     type: Literal["function"] = "function"
     function: FunctionSpec
 
 
-class ToolChoiceName(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ToolChoiceName(Closed):
     name: ToolName
 
 
-class NamedTool(BaseModel):
+class NamedTool(Closed):
     """The tool that must be called, or one that may be."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["function"]
     function: ToolChoiceName
 
 
-class AllowedTools(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class AllowedTools(Closed):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class AllowedChoice(BaseModel):
+class AllowedChoice(Closed):
     """Of the tools only some may be called."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
-
-
-def _note_extra(tools: list[ToolSpec] | None, info: ValidationInfo) -> list[ToolSpec] | None:
-    """Add the names that no tool is known to have to those that are ignored."""
-    ignored_fields = info.context
-    assert isinstance(ignored_fields, list), "`body.read_body` gives it"
-    specs = tools or []
-    for kind, parts, where in (
-        (ToolSpec, specs, "tools[]."),
-        (FunctionSpec, [tool.function for tool in specs], "tools[].function."),
-    ):
-        # of all together: each unknown name is compared with all that are known
-        names = dict.fromkeys(name for part in parts for name in part.model_extra or ())
-        ignored_fields += ignorable(names.keys(), kind.model_fields, where=where)
-    return tools
 
 
 _ManyTools = Field(max_length=MAX_TOOLS, fail_fast=True)
@@ -198,10 +172,10 @@ EFFORT, SWITCH = "reasoning_effort", "enable_thinking"
 """Variables of chat templates: how much to reason, and whether to."""
 
 
-class ThinkingSettings(BaseModel):
+class ThinkingSettings(Open):
     """Anthropic's `thinking`."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    place = "thinking."
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -209,7 +183,7 @@ class ThinkingSettings(BaseModel):
 class ChatFields(TemplateFields):
     """The fields of a chat that its template is told of."""
 
-    tools: Annotated[Annotated[list[ToolSpec], _ManyTools] | None, AfterValidator(_note_extra)] = None
+    tools: Annotated[list[ToolSpec], _ManyTools] | None = None
     """Null and an empty list mean none."""
     tool_choice: _Choice = None
     """Auto unless given."""
@@ -236,12 +210,8 @@ class ChatFields(TemplateFields):
         return None
 
     @model_validator(mode="after")
-    def _tell_template(self, info: ValidationInfo) -> ChatFields:
+    def _tell_template(self) -> ChatFields:
         """Add what they ask for to the template's variables."""
-        ignored_fields = info.context
-        assert isinstance(ignored_fields, list), "`body.read_body` gives it"
-        if isinstance(self.thinking, ThinkingSettings) and (extra := self.thinking.model_extra):
-            ignored_fields += ignorable(extra.keys(), ThinkingSettings.model_fields, where="thinking.")
         if asked := self._asked:
             self.chat_template_kwargs = {**asked, **(self.chat_template_kwargs or {})}
         return self

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.errors import unsupported
-from onbeat.server.fields import WHOLE, Flag
+from onbeat.server.fields import WHOLE, Closed, Flag
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.server_config import MAX_MESSAGES
 from onbeat.server.translation import PlacedMessages, as_chat, function_tools, text_field, tool_choice_of
@@ -35,10 +35,8 @@ _NAMES = {
 NO_STATE = "this server keeps no responses; send the earlier items again in input"
 
 
-class TextSettings(BaseModel):
+class TextSettings(Closed):
     """What the text of a response is like."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     format: dict[str, Any] | None = None
     """`{"type": "text"}`, `json_object`, or `json_schema` with `name`, `schema` and `strict`."""

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.request import Grammar
 from onbeat.metrics.counts import GrammarCounts
 from onbeat.server.errors import ApiError
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
-from onbeat.server.fields import Flag
+from onbeat.server.fields import Closed, Flag
 from onbeat.server.json_reader import JsonReader
 from onbeat.server.middleware import HttpContext
 from onbeat.text.grammar.guard import GrammarGuard
@@ -40,10 +40,8 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail
 _ANY_OBJECT: Schema = {"type": "object"}
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(Closed):
     """A named schema of OpenAI's `response_format`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str | None = None
     description: str | None = None
@@ -52,19 +50,15 @@ class JsonSchemaFormat(BaseModel):
     """True refuses what cannot be enforced, and closes objects that do not say otherwise."""
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Closed):
     """OpenAI's `response_format`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Closed):
     """vLLM's `structured_outputs`: one constraint, and how JSON is written."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     json_: SchemaOrText | None = Field(None, alias="json")
     json_object: Flag | None = None

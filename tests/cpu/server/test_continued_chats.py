@@ -30,7 +30,7 @@ HEADS = {
 
 def continued(source: str, content: str) -> str:
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": content}]
-    body = ChatCompletionRequest.model_validate({"messages": chat, **GO_ON}, context=[])
+    body = ChatCompletionRequest.model_validate({"messages": chat, **GO_ON}, context={})
     encoder = PromptEncoder(ByteTokenizer(), vocab_size=VOCAB_SIZE, max_model_len=1000)
     try:
         template = ChatTemplate(source, bos_token="<bos>", eos_token="<eos>")

@@ -64,7 +64,7 @@ def test_a_continued_chat_equals_transformers(source: str, content: str):
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": content}]
     rendered: Any = render_jinja_template([chat], chat_template=source, continue_final_message=True, **tokens)
     body = ChatCompletionRequest.model_validate(
-        {"messages": chat, "continue_final_message": True, "add_generation_prompt": False}, context=[]
+        {"messages": chat, "continue_final_message": True, "add_generation_prompt": False}, context={}
     )
     encoder = PromptEncoder(ByteTokenizer(), vocab_size=VOCAB_SIZE, max_model_len=1000)
     text = rendered_chat(body, encoder, ChatTemplate(source, **tokens), ReplyStyle(None, None))
