@@ -79,9 +79,10 @@ format: .venv/.dev ## Format the code and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-flags: .venv/.serve ## Write docs/flags.md from what the commands declare
+flags: .venv/.serve ## Write docs/flags.md, and what docs say of fields, from what is declared
 	$(BIN)/python scripts/flags > docs/flags.md
 	$(BIN)/python scripts/fields > docs/compatibility.md
+	$(BIN)/python scripts/api
 
 metrics: .venv/.serve ## Write the tables of docs/metrics.md from what the counts declare
 	$(BIN)/python scripts/metrics

@@ -113,12 +113,18 @@ class SLOReport(Struct):
 
     slo_class: str | None = field(name="class")
     ttft_ms: float | None
+    """Measured where events are handed to the connection; so is `tbt_p99_ms`, which is interpolated."""
     engine_ttft_ms: float | None
+    """To the end of the step that made the first token: the rest of `ttft_ms` is the server's."""
     predicted_ttft_ms: float | None
+    """What the scheduler predicted at the arrival, of requests that ask to be rejected (`shed`)."""
     tbt_p99_ms: float | None = None
     token_attainment: float | None = None
+    """Share of tokens that were in time (`gap`: of gaps within tbt)."""
     met: bool = False
+    """Whether all objectives were kept."""
     relegated: bool = True
+    """Whether its objectives were given up and the request served as best effort."""
     job: JobState | UnsetType = UNSET
     """Only of a call of a job."""
 

@@ -32,7 +32,7 @@ MAX_MESSAGES = 2**12
 """Most messages of one chat, and parts of their contents: the event loop checks them, one by one."""
 
 MAX_VARIABLES_BYTES = 2**16
-"""Most of `chat_template_kwargs`, as JSON: no context says how much of it a template may be given."""
+"""Most bytes of `chat_template_kwargs`, as JSON: no context says how much of it a template may be given."""
 
 MAX_LISTED_TOKENS = 2**17
 """Most token ids that a request may list for its sampling, over all choices: each is sent its own lists."""

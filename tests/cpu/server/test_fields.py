@@ -321,3 +321,8 @@ def test_the_page_of_fields_is_what_the_server_does() -> None:
     page = runpy.run_path(str(ROOT / "scripts/fields"))["page"]()
     written = (ROOT / "docs/compatibility.md").read_text().rstrip("\n")
     assert page == written, "run `make flags`"
+
+
+def test_the_tables_of_the_api_are_what_the_server_declares() -> None:
+    page = runpy.run_path(str(ROOT / "scripts/api"))["page"]()
+    assert page == (ROOT / "docs/api.md").read_text(), "run `make flags`"
