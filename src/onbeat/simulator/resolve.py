@@ -283,7 +283,6 @@ def resolve_for(
     ------
     ConfigError : see `resolve` and `Load.offered`.
     """
-    tbt = tightest_tbt(classes)
     is_auto = deployment.limits.max_num_batched_tokens == AUTO
     first = change(deployment, max_num_batched_tokens=None) if is_auto else deployment
     resolved = resolve(first)
@@ -297,7 +296,8 @@ def resolve_for(
     except LongerThanContext as error:
         raise what_binds(first, error) from None
     if is_auto:
-        resolved = _with_budget(resolved, tbt, decode_context(load, resolved.config.scheduler))
+        context = decode_context(load, resolved.config.scheduler)
+        resolved = _with_budget(resolved, tightest_tbt(classes), context)
     return resolved, load
 
 

@@ -67,10 +67,10 @@ def test_a_request_goes_through_no_more_files_than_it_did(policy, most):
     assert len(set(one_request(settings))) <= most
 
 
-@pytest.mark.parametrize(("policy", "most"), [("sarathi", (85, 47)), ("slo", (96, 56))])
-def test_the_way_from_flags_to_what_is_simulated_turns_back_no_more_than_it_did(policy, most):
-    stays, returns = walk(arguments(policy))
-    assert (stays <= most[0], returns <= most[1]) == (True, True)
+@pytest.mark.parametrize(("policy", "most"), [("sarathi", 81), ("slo", 91)])
+def test_the_way_from_flags_to_what_is_simulated_is_no_longer_than_it_was(policy, most):
+    num_stays, _ = walk(arguments(policy))
+    assert num_stays <= most
 
 
 @pytest.mark.parametrize("router", ["round-robin", "least-outstanding", "prefix-affinity", "slo"])
