@@ -137,7 +137,7 @@ def loop_us(rows: int, temperature: float) -> dict[str, float]:
     )
     step_time = resolve(Deployment(model="meta-llama/Llama-3.1-8B", device="h100-sxm")).step_time
     scheduler = make_scheduler(config, step_time)
-    core = EngineCore(scheduler, ThreadExecutor(make_runner()), max_in_flight_steps=2, judges=[laps])
+    core = EngineCore(scheduler, ThreadExecutor(make_runner()), max_in_flight_steps=2, judge=laps)
     for row in range(rows):
         request = Request(
             request_id=f"request-{row}",

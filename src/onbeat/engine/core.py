@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -60,7 +60,7 @@ class EngineCore:
     clock : seconds; the same clock stamps `Request.arrival`.
     recorder : told of every call of the scheduler, in their order; closed at shutdown.
     idle_work : what there is to do while nothing runs: called over and over, returns whether it did anything.
-    judges : look at every step that ran.
+    judge : looks at every step that ran.
     reports_load : whether messages say how the engine stands (`StepOutputs.load`), for a fleet.
     transfers : copies KV from other engines and for them; None where nothing is handed over, or not yet. The
         executor's shutdown must find it closed, which `shutdown` does.
@@ -81,7 +81,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         recorder: RecordWriter | None = None,
         idle_work: Callable[[], bool] = lambda: False,
-        judges: Sequence[StepJudge] = (),
+        judge: StepJudge | None = None,
         reports_load: bool = False,
         transfers: KVTransfers | None = None,
         kv_memory: Callable[[], BlockMemory] | None = None,
@@ -94,7 +94,7 @@ class EngineCore:
         self._recorder = recorder
         self._idle_work = idle_work
         self._reporter = StepReporter(scheduler)
-        self._judges = judges
+        self._judge = judge
         self._reports_load = reports_load
         self._in_flight: deque[_StepInFlight] = deque()
         self._expired: list[RequestOutput] = []
@@ -328,8 +328,8 @@ class EngineCore:
             stats.num_guided_tokens, stats.num_redrawn_tokens = guided.num_tokens, guided.num_redrawn
             stats.guide_seconds, stats.num_guide_faults = guided.seconds, len(guided.faults)
         stats.compile_seconds = self.grammars.take_seconds()
-        for judge in self._judges:
-            judge.judge(stats)
+        if self._judge is not None:
+            self._judge.judge(stats)
         self._last_end = now
         if self._recorder is not None:
             seconds = stats.end - stats.start

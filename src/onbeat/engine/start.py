@@ -1,11 +1,10 @@
 """From a configuration to a running engine: backend, limits, model, step times, step loop.
 
-Whether this machine can meet the objectives of classes is said at start, and corrected by the steps.
+Whether this machine can meet the objectives of classes is said at start.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,8 +13,6 @@ from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineInfo
-from onbeat.core.slo import SLO
-from onbeat.core.step import StepStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.backends.base import Backend, Room, SettleLimits
 from onbeat.engine.backends.stand_in import StandInBackend
@@ -43,8 +40,6 @@ from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.text.sampling_defaults import sampling_defaults
 from onbeat.version import __version__
 
-logger = logging.getLogger("onbeat.engine")
-
 _SWITCH_SECONDS = 2e-4
 """Between threads of the interpreter: at its 5 ms one that plans would hold up another that launches."""
 
@@ -66,7 +61,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
             loaded = loader.load(on_progress)
             loaded = replace(loaded, limits=replace(loaded.limits, window_tokens=config.window_tokens))
             step_time = choose_step_time(config.step_time_profile, loaded, on_progress)
-    objectives = _watch_objectives(config, loaded, step_time, on_progress)
+    _say_speed(config, loaded, step_time, on_progress)
     if defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         on_progress(f"sampling defaults: {values} (--generation-config vllm takes none of the model's)")
@@ -91,7 +86,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
         idle_work=partial(_touch_ahead, runner),
-        judges=[judge for judge in (step_time.watch, objectives) if judge is not None],
+        judge=step_time.watch,
         reports_load=config.reports_load,
         kv_memory=partial(loaded.kv_memory, config.activation_quantization) if info.moves_streams else None,
         grammars=grammars,
@@ -135,25 +130,21 @@ def _check_predictions(config: EngineConfig, loader: ModelLoader) -> None:
         )
 
 
-def _watch_objectives(
+def _say_speed(
     config: EngineConfig, loaded: LoadedModel, step_time: StepTime, on_progress: OnProgress
-) -> ObjectiveWatch | None:
-    """Say how fast the engine is, and which objectives are out of reach; return who goes on watching."""
+) -> None:
+    """Say how fast the engine is, and which objectives are out of reach."""
     if step_time.model is None:
-        return None
+        return
     short, long = (min(num_tokens, loaded.limits.max_model_len) for num_tokens in (128, 1024))
     check = IdleCheck(short=short, long=long, context=long)
     on_progress(f"speed: {check.speeds(step_time.model)} ({step_time.origin})")
-    if not config.slo_classes:
-        return None
-    watch = ObjectiveWatch(check, step_time.model, config.slo_classes)
     doubt = " (as measured while the machine was busy)" if step_time.was_busy else ""
-    misses = watch.misses()
+    misses = check.misses(step_time.model, config.slo_classes)
     for miss in misses:
         on_progress(miss + doubt)
     if misses:
         on_progress("requests with such an objective will be late: allow more time, or serve a smaller model")
-    return watch
 
 
 def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, str]) -> EngineInfo:
@@ -299,57 +290,3 @@ def _describe_proposer(proposer: ProposerBuilder, limits: SchedulerConfig) -> st
         f"speculative decoding by {proposer.description}: drafts of a request in a step: "
         f"{length[limits.speculation.draft_length]}; {memory}"
     )
-
-
-_SETTLED_SECONDS = 10.0
-"""How long another verdict must last before it is said: a machine that other work disturbs comes and goes."""
-_SETTLED_STEPS = 64
-"""And how many steps the step-time model must have been told of meanwhile."""
-_CLOSE = 1.1
-"""Within this factor of the objective a verdict stays what it was."""
-
-
-class ObjectiveWatch:
-    """Holds every class against an idle machine, as the step-time model knows it by now.
-
-    Parameters
-    ----------
-    check : what a request does on an idle machine.
-    model : learns from steps.
-    classes : objectives by name.
-    """
-
-    def __init__(self, check: IdleCheck, model: StepTimeModel, classes: Mapping[str, SLO]) -> None:
-        self._check = check
-        self._model = model
-        self._classes = classes
-        self._is_missed = {name: check.is_missed(model, slo) for name, slo in classes.items()}
-        self._changed: dict[str, tuple[float, int]] = {}
-        """Class with another verdict than the last one -> end of the first step that gave it, steps since."""
-
-    def misses(self) -> list[str]:
-        """Return a sentence for each objective that is missed, as the model knows the machine now."""
-        return self._check.misses(self._model, self._classes)
-
-    def judge(self, stats: StepStats) -> None:
-        """Look again after a step, of which the model has been told; say in the log what has changed."""
-        for name, slo in self._classes.items():
-            was_missed = self._is_missed[name]
-            margin = 1 / _CLOSE if was_missed else _CLOSE
-            if self._check.is_missed(self._model, slo, margin) == was_missed:
-                self._changed.pop(name, None)
-                continue
-            since, num_steps = self._changed.get(name, (stats.end, 0))
-            self._changed[name] = since, num_steps + 1
-            if stats.end - since >= _SETTLED_SECONDS and num_steps >= _SETTLED_STEPS:
-                del self._changed[name]
-                self._is_missed[name] = not was_missed
-                self._say(name, slo)
-
-    def _say(self, name: str, slo: SLO) -> None:
-        if not self._is_missed[name]:
-            speed = self._check.speed(self._model, slo)
-            logger.info("class %s is feasible after all: %s", name, speed)
-            return
-        for miss in self._check.misses(self._model, {name: slo}):
-            logger.warning("%s", miss)

@@ -18,7 +18,6 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.container import FreeMemory
-from onbeat.engine.cuda.limits import gpu_limits
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
@@ -34,7 +33,7 @@ from onbeat.engine.profiling.batches import (
     random_batches,
     verify_batches,
 )
-from onbeat.engine.profiling.limits import cpu_limits
+from onbeat.engine.profiling.limits import cpu_limits, gpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.profiling.profiler import Campaign, ProfileSettings, limits_of, profile_model
 from onbeat.engine.start import prepare
@@ -238,7 +237,7 @@ def test_a_fit_finds_the_law_behind_the_steps():
 
 
 def test_limits_of_a_gpu_are_measured_by_torch():
-    limits = gpu_limits(CPU, torch.float32, "fp32", read_bytes=2**24, matrix_size=256)
+    limits = gpu_limits(DeviceConfig(CPU, FLOAT32, 1), "fp32", read_bytes=2**24, matrix_size=256)
     assert 1e8 < limits.memory_bandwidth < 1e13
     assert 1e8 < limits.peak_flops["fp32"] < 1e15
 
@@ -251,7 +250,7 @@ def test_rates_are_those_of_numbers_that_differ(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "linear", lambda *both: (multiplied.extend(both), linear(*both))[1]
     )
-    gpu_limits(CPU, torch.float32, "fp32", read_bytes=2**16, matrix_size=16)
+    gpu_limits(DeviceConfig(CPU, FLOAT32, 1), "fp32", read_bytes=2**16, matrix_size=16)
     qkv_XD, o_DX, *feed_forward = (torch.randn(8, 8) for _ in range(4))
     layer = SimpleNamespace(qkv_XD=qkv_XD, o_DX=o_DX, feed_forward=feed_forward)
     products = LayerProducts(SimpleNamespace(layers=[layer], device=torch.device("cpu")))
@@ -261,7 +260,7 @@ def test_rates_are_those_of_numbers_that_differ(monkeypatch):
 
 
 def test_limits_of_a_gpu_are_measured_in_what_memory_is_left(monkeypatch):
-    monkeypatch.setattr("onbeat.engine.cuda.limits.free_memory", lambda _: FreeMemory(2**24, "the GPU"))
+    monkeypatch.setattr("onbeat.engine.profiling.limits.free_memory", lambda _: FreeMemory(2**24, "the GPU"))
     shapes: list[tuple[int, ...]] = []
     ones = torch.ones
 
@@ -271,7 +270,7 @@ def test_limits_of_a_gpu_are_measured_in_what_memory_is_left(monkeypatch):
         return made
 
     monkeypatch.setattr(torch, "ones", noted)
-    gpu_limits(CPU, torch.float32, "fp32", matrix_size=16)
+    gpu_limits(DeviceConfig(CPU, FLOAT32, 1), "fp32", matrix_size=16)
     assert shapes[0] == (2**22 // 4,)
 
 

@@ -16,18 +16,13 @@ from onbeat.engine.cuda.flashinfer_attention import (
     allocate_workspace,
     stream_of,
 )
-from onbeat.engine.model_config import Activation
 from onbeat.engine.torch.kernels import (
-    BestBuffers,
     ChunkBackend,
     ChunkRows,
     DecodeRows,
-    DrawParams,
     Int32Array,
     KernelSizes,
     LayerSpec,
-    Norm,
-    StepTensors,
 )
 from onbeat.engine.torch.kv import LayerKVCache
 
@@ -80,6 +75,12 @@ class FastKernels:
     library : FlashInfer, if it is imported already.
     """
 
+    add_norm = staticmethod(triton_ops.add_norm)
+    rope_store = staticmethod(triton_ops.rope_store)
+    act_mul = staticmethod(triton_ops.act_mul)
+    best = staticmethod(triton_draw.best)
+    draw = staticmethod(triton_draw.draw)
+
     def __init__(
         self,
         sizes: KernelSizes,
@@ -92,20 +93,6 @@ class FastKernels:
         workspace = allocate_workspace(sizes)
         self._decodes = _PlannedBySize(library, sizes, workspace)
         self._chunks = Chunks(library, sizes, chunk_backend, workspace)
-
-    def add_norm(self, x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor) -> None:
-        """Add and normalise; see `Kernels.add_norm`."""
-        triton_ops.add_norm(x_TD, residual_TD, norm, out_TD)
-
-    def rope_store(
-        self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
-    ) -> None:
-        """Rotate and store; see `Kernels.rope_store`."""
-        triton_ops.rope_store(qkv_TX, step, layer, kv, q_TNH)
-
-    def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
-        """Activate the gate and multiply; see `Kernels.act_mul`."""
-        triton_ops.act_mul(gate_up_TF2, activation, out_TF)
 
     def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
         """Plan on the host; see `Kernels.plan_decodes`."""
@@ -140,11 +127,3 @@ class FastKernels:
     ) -> None:
         """Attend with all new tokens; see `Kernels.attend_chunks`."""
         self._chunks.attend(q_TNH, kv, plan, out_TNH)
-
-    def best(self, logits_RV: Tensor, out: BestBuffers) -> None:
-        """Find the most likely tokens; see `Kernels.best`."""
-        triton_draw.best(logits_RV, out)
-
-    def draw(self, logits_RV: Tensor, params: DrawParams, best: BestBuffers, ids_R: Tensor) -> None:
-        """Choose tokens; see `Kernels.draw`."""
-        triton_draw.draw(logits_RV, params, best, ids_R)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from onbeat.engine.device import DeviceConfig, free_memory, wait_for
 from onbeat.engine.forward import RowProducts
 from onbeat.perfmodel.device_spec import ROW_COUNTS, best_rates, product_rates
 from onbeat.perfmodel.profile import MachineLimits
@@ -51,6 +52,47 @@ def cpu_limits(num_threads: int, products: RowProducts, number_format: str) -> M
         peak=peak,
     )
     return MachineLimits(memory_bandwidth=bandwidth, peak_flops={number_format: peak}, product_rates=rates)
+
+
+def gpu_limits(
+    device: DeviceConfig,
+    number_format: str,
+    *,
+    read_bytes: int = 2**31,
+    matrix_size: int = 8192,
+) -> MachineLimits:
+    """Measure what a GPU without a data sheet reaches, in a fraction of a second.
+
+    That is the read bandwidth, and the rate of a square matrix product.
+
+    Parameters
+    ----------
+    number_format : of the product; the key in the result.
+    read_bytes : several times the largest cache, so that every pass reads memory; less where memory is short.
+    """
+    import torch
+
+    from onbeat.engine.torch.types import torch_device, torch_dtype
+
+    where, dtype = torch_device(device.device), torch_dtype(device.dtype)
+    read_bytes = min(read_bytes, free_memory(device.device).num_bytes // 4)
+    values = torch.ones(read_bytes // 4, dtype=torch.float32, device=where)
+    # Random: tensor cores multiply numbers that are all alike faster than those of a model.
+    left = torch.empty(matrix_size, matrix_size, dtype=dtype, device=where).normal_()
+
+    def seconds(work: Callable[[], object]) -> float:
+        def done() -> None:
+            work()
+            wait_for(device.device)
+
+        return shortest(done)
+
+    with torch.inference_mode():
+        read = seconds(lambda: torch.amax(values))
+        product = seconds(lambda: torch.mm(left, left))
+    return MachineLimits(
+        memory_bandwidth=values.nbytes / read, peak_flops={number_format: 2 * matrix_size**3 / product}
+    )
 
 
 def _read_bandwidth(num_threads: int) -> float:

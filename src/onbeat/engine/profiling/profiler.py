@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from onbeat.engine.profiling.batches import (
     random_batches,
     verify_batches,
 )
-from onbeat.engine.profiling.limits import best_limits, cpu_limits
+from onbeat.engine.profiling.limits import best_limits, cpu_limits, gpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget, fit_best
@@ -81,12 +80,6 @@ class ProfileResult:
     """Mean; under `campaign.MIN_RUNS` the medians still follow disturbances."""
 
 
-class _Measured(NamedTuple):
-    fitted_steps: list[MeasuredStep]
-    held_back: list[MeasuredStep]
-    runs_per_batch: float
-
-
 def profile_model(
     loaded: LoadedModel, settings: ProfileSettings, on_run: OnRun = lambda _: None
 ) -> ProfileResult:
@@ -104,8 +97,7 @@ def profile_model(
         )
     key = profile_key_of(loaded, precision)
     limits = limits_of(loaded, key.device, precision.compute)
-    measured = _measure(loaded, settings, on_run)
-    fitted_steps, held_back = measured.fitted_steps, measured.held_back
+    fitted_steps, held_back, runs_per_batch = _measure(loaded, settings, on_run)
     if len(fitted_steps) < MIN_DISTINCT_SHAPES:
         raise ConfigError(
             f"only {len(fitted_steps)} batches could be measured in {settings.seconds:g} s, too few for a "
@@ -126,14 +118,14 @@ def profile_model(
         steps=(*fitted_steps, *held_back),
         fitted=fit_best(target, fitted_steps, held_back),
         limits=limits,
-        engine=_engine_settings(loaded, measured),
+        engine=_engine_settings(loaded, len(held_back), runs_per_batch),
     )
     return ProfileResult(
         profile=profile,
         target=target,
         fitted_steps=fitted_steps,
         held_back=held_back,
-        runs_per_batch=measured.runs_per_batch,
+        runs_per_batch=runs_per_batch,
     )
 
 
@@ -150,49 +142,39 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
                 "--step-time-profile FILE or none"
             )
         return cpu_limits(device.num_threads, forward.products(), number_format)
-    from onbeat.engine.cuda.limits import gpu_limits
-    from onbeat.engine.torch.types import torch_dtype
-
-    return gpu_limits(device.device, torch_dtype(device.dtype), number_format)
+    return gpu_limits(device, number_format)
 
 
 _NAMES = [dtype.name for dtype in FORMATS]
 
 
-def _measure(loaded: LoadedModel, settings: ProfileSettings, on_run: OnRun) -> _Measured:
+def _measure(
+    loaded: LoadedModel, settings: ProfileSettings, on_run: OnRun
+) -> tuple[list[MeasuredStep], list[MeasuredStep], float]:
+    """Return the steps to fit, those held back, and the runs of each batch."""
     limits = BatchLimits.of_scheduler(
         loaded.limits,
         max_context_tokens=settings.max_context_tokens,
         device_type=loaded.backend.device.device.type,
     )
-    to_fit = list(
-        dict.fromkeys(
-            [
-                *corner_batches(limits, settings.num_levels),
-                *verify_batches(limits, settings.num_levels),
-                *mixed_batches(limits, settings.num_mixed),
-            ]
-        )
-    )
-    held_back = [
-        batch
-        for batch in random_batches(limits, settings.num_held_back, settings.seed)
-        if batch not in to_fit
-    ]
-    batches: list[MeasuredBatch] = [*to_fit, *held_back]
-    timer = StepTimer(loaded.runner, num_blocks=num_blocks_for(batches, loaded.limits.block_size))
+    batches = dict.fromkeys(corner_batches(limits, settings.num_levels))
+    batches |= dict.fromkeys(verify_batches(limits, settings.num_levels))
+    batches |= dict.fromkeys(mixed_batches(limits, settings.num_mixed))
+    num_to_fit = len(batches)
+    batches |= dict.fromkeys(random_batches(limits, settings.num_held_back, settings.seed))
+    timer = StepTimer(loaded.runner, num_blocks=num_blocks_for([*batches], loaded.limits.block_size))
     try:
-        steps = Campaign(settings.seconds).measure(timer.time, batches, on_run)
+        steps = Campaign(settings.seconds).measure(timer.time, [*batches], on_run)
     finally:
         timer.close()
-    return _Measured(
-        [step for step in steps[: len(to_fit)] if step is not None],
-        [step for step in steps[len(to_fit) :] if step is not None],
-        timer.num_runs / len(batches),
-    )
+    fitted_steps = [step for step in steps[:num_to_fit] if step is not None]
+    held_back = [step for step in steps[num_to_fit:] if step is not None]
+    return fitted_steps, held_back, timer.num_runs / len(batches)
 
 
-def _engine_settings(loaded: LoadedModel, measured: _Measured) -> dict[str, str | int | float | bool | None]:
+def _engine_settings(
+    loaded: LoadedModel, num_held_back: int, runs_per_batch: float
+) -> dict[str, str | int | float | bool | None]:
     limits = loaded.limits
     return {
         **loaded.runner.forward.settings,
@@ -200,8 +182,8 @@ def _engine_settings(loaded: LoadedModel, measured: _Measured) -> dict[str, str 
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_model_len": limits.max_model_len,
-        "num_held_back": len(measured.held_back),
-        "runs_per_batch": round(measured.runs_per_batch, 1),
+        "num_held_back": num_held_back,
+        "runs_per_batch": round(runs_per_batch, 1),
     }
 
 

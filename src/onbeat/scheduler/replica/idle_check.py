@@ -31,14 +31,6 @@ class IdleCheck:
         """
         return [f"class {name}: {miss}" for name, slo in classes.items() for miss in self._misses(model, slo)]
 
-    def is_missed(self, model: StepTimeModel, slo: SLO, margin: float = 1.0) -> bool:
-        """Return whether a step takes longer than `margin` times the objective for it."""
-        return any(seconds > margin * objective for _, objective, seconds, _ in self._steps(model, slo))
-
-    def speed(self, model: StepTimeModel, slo: SLO) -> str:
-        """Return what the steps take that objectives are held against: `one decode takes 12 ms`."""
-        return ", ".join(f"{what} takes {ms_text(seconds)}" for *_, seconds, what in self._steps(model, slo))
-
     def speeds(self, model: StepTimeModel) -> str:
         """Return how soon tokens come if nothing else runs."""
         first, further = _prefill_seconds(model, self.short), self._decode_seconds(model)
