@@ -11,8 +11,17 @@ import pytest
 from onbeat.core.slo import SLO
 from onbeat.planner.capacity import CapacityTask, Outcome, combine_repeats, find_capacity
 from onbeat.planner.cases import run_trial
-from onbeat.planner.objective import Allowance, Measure, Objective, Verdict, verdict_of
-from onbeat.planner.objectives import VIDUR, ShareObjective, sarathi, scheduling_delays
+from onbeat.planner.objectives import (
+    VIDUR,
+    Allowance,
+    Measure,
+    Objective,
+    ShareObjective,
+    Verdict,
+    sarathi,
+    scheduling_delays,
+    verdict_of,
+)
 from onbeat.planner.search import SearchOptions
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad

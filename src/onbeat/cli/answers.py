@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from onbeat.core.slo import SLO
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.planner.objective import Objective, Verdict
-from onbeat.planner.objectives import ShareObjective
+from onbeat.planner.objectives import Objective, ShareObjective, Verdict
 from onbeat.report.objectives import classes_text
 from onbeat.report.units import duration, significant
 

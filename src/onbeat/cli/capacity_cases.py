@@ -16,8 +16,7 @@ from onbeat.core.hints import likely_meant
 from onbeat.core.options import Setting, change, changed, settings_of
 from onbeat.core.slo import SLO
 from onbeat.planner.cases import TBT, ReplicaCase, settings_grid
-from onbeat.planner.objective import Objective
-from onbeat.planner.objectives import parse_objective
+from onbeat.planner.objectives import Objective, parse_objective
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.resolve import decode_context, resolve, resolve_for, step_times_text, what_binds
 from onbeat.workload.load import Load, tightest_tbt

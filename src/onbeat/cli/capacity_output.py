@@ -11,7 +11,7 @@ from onbeat.cli.answers import COST, LIMIT, cost_text, gpus_text, limit_text, st
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name
-from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, search_figures
+from onbeat.planner.charts import axes_of, capacity_over_figure, search_figures
 from onbeat.planner.prices import Price, Prices
 from onbeat.report.plot import Figure
 from onbeat.report.result import Column, Lines, Plots, Result, Section, Table
@@ -102,7 +102,7 @@ def _capacity_figures(capacities: Sequence[Capacity]) -> list[Figure | None]:
     # A rate that nothing limited says how far the search went; beside it no other could be seen.
     bounded = [each for each in capacities if each.outcome is not Outcome.UNBOUNDED]
     axes = axes_of([each.labels for each in bounded])
-    return [capacity_figure(bounded), *(capacity_over_figure(bounded, axis) for axis in axes)]
+    return [capacity_over_figure(bounded, axis) for axis in axes]
 
 
 def _warnings(report: CapacityReport) -> Iterator[str]:

@@ -103,13 +103,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests/s that the fleet must serve; the same as --request-rate",
     )
-    add_options(parser, Deployment, only=asked_settings())
+    asked = [setting.name for setting in settings_of(Deployment) if setting.name not in _NOT_ASKED]
+    add_options(parser, Deployment, only=asked)
     add_options(parser, Load)
-
-
-def asked_settings() -> list[str]:
-    """Return the settings of replicas that the command has flags for."""
-    return [setting.name for setting in settings_of(Deployment) if setting.name not in _NOT_ASKED]
 
 
 def parse_gpus(text: str) -> dict[str, float]:

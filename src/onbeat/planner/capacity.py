@@ -14,7 +14,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.distribution import LEVEL, student_half_width
 from onbeat.planner.cases import Case, Labels, case_name, run_trial
-from onbeat.planner.objective import Objective, Verdict
+from onbeat.planner.objectives import Objective, Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, Trial, search_rate
 from onbeat.report.units import significant

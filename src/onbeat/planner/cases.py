@@ -13,7 +13,7 @@ from onbeat.core.slo import DEFAULT_SHED_ORDER
 from onbeat.core.step import StepStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
-from onbeat.planner.objective import Allowance, Objective, Verdict
+from onbeat.planner.objectives import Allowance, Objective, Verdict
 from onbeat.planner.search import Stopped
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deployment import Deployment

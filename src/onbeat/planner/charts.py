@@ -9,12 +9,9 @@ from typing import Any
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name, short_name
 from onbeat.report.plot import (
-    CATEGORIES,
-    COLOURS,
     QUEUE_COLOUR,
     Figure,
     axis,
-    bars,
     drawn_values,
     figure,
     latency_axis,
@@ -26,17 +23,6 @@ from onbeat.report.sweep_charts import KEPT_TITLE, capacity_marks, with_promise
 
 RATE = "requests/s"
 PER_GPU = "requests/s per GPU"
-
-
-def capacity_figure(capacities: Sequence[Capacity]) -> Figure | None:
-    """Return the capacity of each case per device, with its interval; None where no case has one."""
-    found = [each for each in capacities if each.rate > 0 and each.num_devices]
-    if not found:
-        return None
-    names, rates = [case_name(each.labels) for each in found], [each.rate_per_device for each in found]
-    told = {"error_x": _error_bars(found), "customdata": [each.reason for each in found]}
-    drawn = bars(names, rates, COLOURS[0], "%{x:.3f} requests/s per GPU<br>%{customdata}", **told)
-    return figure("Capacity", [drawn], PER_GPU, CATEGORIES, height=max(220, 90 + 36 * len(found)))
 
 
 def search_figures(capacities: Sequence[Capacity]) -> list[Figure]:
@@ -122,7 +108,7 @@ def _error_bars(capacities: Sequence[Capacity]) -> dict[str, Any]:
     return {
         "type": "data",
         "symmetric": False,
-        "color": QUEUE_COLOUR,  # seen on bars, on white and on near-black
+        "color": QUEUE_COLOUR,  # seen on white and on near-black
         "array": [length(each, each.interval[1]) for each in capacities],
         "arrayminus": [length(each, each.interval[0]) for each in capacities],
     }

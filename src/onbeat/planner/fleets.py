@@ -14,8 +14,7 @@ from onbeat.metrics.attainment import count_missed, judge
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import mean_tpot
 from onbeat.planner.cases import BuiltCase, ObjectiveMissed, simulate_trial
-from onbeat.planner.objective import Verdict
-from onbeat.planner.objectives import ShareObjective
+from onbeat.planner.objectives import ShareObjective, Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import SearchOptions, Stopped, search_rate
 from onbeat.planner.units import Unit, longest_request
@@ -64,10 +63,11 @@ class FleetCase:
         """Return the share of a run in which replicas computed, by the name of their unit."""
         counters = iter(result.replicas)
         duration = max(result.duration, 1e-9)
-        return {
+        busy = {
             unit.name: float(np.mean([next(counters).busy_seconds / duration for _ in range(count)]))
             for unit, count in self.ordered()
         }
+        return {unit.name: busy[unit.name] for unit, _ in self.parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

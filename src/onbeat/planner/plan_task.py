@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -139,17 +139,12 @@ class Fleet:
     @property
     def by_class(self) -> dict[str, float]:
         """Share of good requests of each class of objectives: the mean over the finished runs."""
-        found = [run.by_class for run in self.runs if run.by_class]
-        names = dict.fromkeys(name for run in found for name in run)
-        return {name: float(np.mean([run[name] for run in found if name in run])) for name in names}
+        return _means([run.by_class for run in self.runs])
 
     @property
     def busy(self) -> dict[str, float]:
         """Share of the time in which replicas computed, by unit: the mean over the finished runs."""
-        found = [run.busy for run in self.runs if run.busy]
-        return {
-            unit.name: float(np.mean([busy[unit.name] for busy in found])) for unit, _ in self.parts if found
-        }
+        return _means([run.busy for run in self.runs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +191,13 @@ class FleetPlan:
     def kept(self) -> list[Fleet]:
         """The fleets that keep the promise, the best one first."""
         return [] if self.best is None else [self.best, *self.alternatives]
+
+
+def _means(runs: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
+    """Return the mean of each number over the runs that have it, by name."""
+    found = [run for run in runs if run]
+    names = dict.fromkeys(name for run in found for name in run)
+    return {name: float(np.mean([run[name] for run in found if name in run])) for name in names}
 
 
 def interval_of(values: Sequence[float], *, most: float = inf) -> tuple[float, float, float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 from onbeat.core.errors import ConfigError
-from onbeat.planner.objective import Verdict
+from onbeat.planner.objectives import Verdict
 
 Judge = Callable[[float], Verdict]
 """Runs the load at a rate (requests per second) and judges it. May raise `Stopped`."""

@@ -15,8 +15,7 @@ from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner.capacity import Capacity, Outcome, Repeat
 from onbeat.planner.charts import search_figures
-from onbeat.planner.objective import Measure, verdict_of
-from onbeat.planner.objectives import parse_objective
+from onbeat.planner.objectives import Measure, parse_objective, verdict_of
 from onbeat.planner.search import Bracket, Trial
 from onbeat.planner.units import Unit, device_text
 from onbeat.report.page import write_page

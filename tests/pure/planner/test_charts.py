@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from onbeat.planner.capacity import Capacity, Outcome
-from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure
+from onbeat.planner.charts import axes_of, capacity_over_figure
 
 
 def make_capacity(rate: float, **labels: str) -> Capacity:
@@ -29,16 +29,6 @@ CAPACITIES = [
 ]
 
 
-def test_bars_show_each_capacity_per_device() -> None:
-    figure = capacity_figure(CAPACITIES)
-    assert figure is not None
-    (bars,) = figure["data"]
-    assert bars["x"] == [0.5, 3.0]
-    assert bars["error_x"]["arrayminus"] == pytest.approx([0.05, 0.3])
-    assert bars["error_x"]["array"] == pytest.approx([0.05, 0.0])
-    assert capacity_figure([CAPACITIES[2]]) is None
-
-
 def test_lines_show_capacity_over_a_numeric_setting() -> None:
     assert axes_of([each.labels for each in CAPACITIES]) == ["policy", "slo_tbt_ms"]
     figure = capacity_over_figure(CAPACITIES, "slo_tbt_ms")
@@ -46,5 +36,7 @@ def test_lines_show_capacity_over_a_numeric_setting() -> None:
     sarathi, orca = figure["data"]
     assert (sarathi["x"], sarathi["y"]) == ([50.0, 100.0], [3.0, 0.5])
     assert orca["y"] == [0.0]
+    assert sarathi["error_y"]["arrayminus"] == pytest.approx([0.3, 0.05])
+    assert sarathi["error_y"]["array"] == pytest.approx([0.0, 0.05])
     assert figure["layout"]["xaxis"]["ticktext"] == ["50", "100"]
     assert capacity_over_figure(CAPACITIES, "policy") is None

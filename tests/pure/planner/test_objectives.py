@@ -11,8 +11,16 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.metrics.distribution import percentile
 from onbeat.planner.cases import MissCounter, ObjectiveMissed
-from onbeat.planner.objective import Objective, allowed_above
-from onbeat.planner.objectives import OBJECTIVES, SHARES, VIDUR, ShareObjective, parse_objective, sarathi
+from onbeat.planner.objectives import (
+    OBJECTIVES,
+    SHARES,
+    VIDUR,
+    Objective,
+    ShareObjective,
+    allowed_above,
+    parse_objective,
+    sarathi,
+)
 from tests.pure.planner.fakes import make_load, make_record, make_result
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import rate_interval
-from onbeat.planner.objective import Verdict
+from onbeat.planner.objectives import Verdict
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, Trial, search_rate
 
 
