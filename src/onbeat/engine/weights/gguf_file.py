@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
@@ -19,6 +19,7 @@ from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_fr
 from onbeat.engine.model_config.families import FAMILIES, GgufRules
 from onbeat.engine.model_config.values import Values
 from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows
+from onbeat.engine.weights.parameters import PARTS
 from onbeat.hub.gguf_files import parts_of
 from onbeat.text.gguf_header import GgufTensor, Metadata, read_gguf_header
 
@@ -109,25 +110,8 @@ ROPE_SHORT, ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = frozenset({ROPE_FREQS, ROPE_SHORT, ROPE_LONG})
 """No parameters: frequency factors, which the configuration takes in."""
 
-_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
-}
-_PATTERN = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
+_FUSED = {part: whole for whole, parts in PARTS.items() for part in parts}
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def rules_of(config: ModelConfig) -> GgufRules:
@@ -139,19 +123,19 @@ def rules_of(config: ModelConfig) -> GgufRules:
     )
 
 
-def hf_name(gguf_name: str, config: ModelConfig) -> str:
-    """Return the Hugging Face name of a tensor; the name itself where there is none for this architecture."""
-    match = _PATTERN.fullmatch(gguf_name)
-    if match is None:
-        return gguf_name
-    layer, part, kind = match["layer"], match["part"], match["kind"]
-    names: Mapping[str, str] = _GLOBAL
-    if layer is not None:
-        names = {**_LAYER, **rules_of(config).names}
-    if part not in names:
-        return gguf_name
-    prefix = "" if layer is None else f"model.layers.{int(layer)}."
-    return f"{prefix}{names[part]}.{kind}"
+def hf_names(config: ModelConfig, parameters: Iterable[str]) -> dict[str, str]:
+    """Return what tensors of a file are called here: like a parameter, or like several that are in one."""
+    rules = rules_of(config)
+    architecture = next(each for each, name in MODEL_ARCH_NAMES.items() if name == rules.architecture)
+    table = get_tensor_name_map(architecture, config.num_layers)
+    names = {}
+    for parameter in parameters:
+        stem, _, kind = _EXPERT.sub(".experts.", parameter).rpartition(".")
+        prefix, _, module = stem.rpartition(".")
+        if rules.fuses and module in _FUSED:
+            stem = f"{prefix}.{_FUSED[module]}"
+        names[f"{table.get_name(stem)}.{kind}"] = f"{stem}.{kind}"
+    return names
 
 
 def unpermute_rows(name: str, values: NDArray[Any], config: ModelConfig) -> NDArray[Any]:
@@ -245,10 +229,9 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path, served_len: int | None = None) -> None:
         metadata, by_gguf_name = _read_parts(path)
         super().__init__(_read_config(metadata, by_gguf_name, served_len))
+        names = hf_names(self.config, self.names())
         self._tensors = {
-            hf_name(name, self.config): tensor
-            for name, tensor in by_gguf_name.items()
-            if name not in ROPE_TENSORS
+            names.get(name, name): tensor for name, tensor in by_gguf_name.items() if name not in ROPE_TENSORS
         }
         found = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._rows = self._find(found, f"the GGUF file {path}")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import ModelConfig, NormPlaces
 
-_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class StoredRows(NamedTuple):
@@ -70,7 +70,7 @@ def _parts(tensor: str, config: ModelConfig) -> Iterator[str]:
     """Yield the parameters that a tensor of several would hold, in their order."""
     stem = tensor.removesuffix(".weight")
     prefix, _, module = stem.rpartition(".")
-    parts = _PARTS.get(module, (module,))
+    parts = PARTS.get(module, (module,))
     has_all_experts = prefix.endswith(".experts")
     prefixes = [prefix]
     if has_all_experts:

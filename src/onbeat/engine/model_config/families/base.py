@@ -37,8 +37,8 @@ class GgufRules:
     """Whether llama.cpp keeps to a sliding window."""
     permutes: bool = False
     """Whether rows of queries and keys are in an order that suits interleaved rotary embedding."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a layer, where they are called otherwise than Llama's."""
+    fuses: bool = False
+    """Whether queries, keys and values are in one tensor, and gate and up in another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,14 +64,5 @@ GEMMA3 = Family(
     activation_key="hidden_activation",
     reads=frozenset({"sliding_window"}),
     complete=_gemma3,
-    gguf=GgufRules(
-        architecture="gemma3",
-        theta=1_000_000.0,
-        has_windows=True,
-        names={
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-    ),
+    gguf=GgufRules(architecture="gemma3", theta=1_000_000.0, has_windows=True),
 )

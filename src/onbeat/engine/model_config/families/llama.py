@@ -69,13 +69,7 @@ OLMO2 = Family(
     model_type="olmo2",
     defaults={"max_position_embeddings": 2048},
     always={"norms": "after", "qk_norm": "all", "norm_rounds_once": True},
-    gguf=GgufRules(
-        architecture="olmo2",
-        names={
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-    ),
+    gguf=GgufRules(architecture="olmo2"),
 )
 PHI3 = Family(
     name="phi3",
@@ -86,11 +80,7 @@ PHI3 = Family(
     may_have_biases=False,
     reads=frozenset({"sliding_window"}),
     complete=with_window,
-    gguf=GgufRules(
-        architecture="phi3",
-        has_windows=True,
-        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    ),
+    gguf=GgufRules(architecture="phi3", has_windows=True, fuses=True),
 )
 
 
