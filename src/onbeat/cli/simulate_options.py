@@ -15,9 +15,8 @@ from onbeat.core.options import changed, option
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.speculation.speculative_config import SpeculativeConfig
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.draft_acceptance import DEFAULT_RATE, Acceptance
 from onbeat.simulator.replay.history import read_acceptance
-from onbeat.simulator.speculation import SpeculationSettings
+from onbeat.simulator.speculation import DEFAULT_RATE, Acceptance, SpeculationSettings
 from onbeat.workload.load import Load
 
 _option = partial(option, group="output")

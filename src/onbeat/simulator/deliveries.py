@@ -19,10 +19,10 @@ from onbeat.core.slo import Fate
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.replica.rows import correct_shape
-from onbeat.simulator.draft_acceptance import RequestDrafts
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import DraftCounts
 from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.speculation import RequestDrafts
 from onbeat.simulator.virtual_clients import STOP, OfferedRequest
 
 ORDINARY = STOP + 1

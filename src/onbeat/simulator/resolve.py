@@ -26,9 +26,8 @@ from onbeat.scheduler.replica.policies import check_policy, composition, largest
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
 from onbeat.simulator.deployment import AUTO, Deployment
-from onbeat.simulator.draft_acceptance import Acceptance
 from onbeat.simulator.simulation_config import FleetTerms, KVLink, ReplicaKind, SimulationConfig
-from onbeat.simulator.speculation import beside_draft_model
+from onbeat.simulator.speculation import Acceptance, beside_draft_model
 from onbeat.workload.load import Load, tightest_tbt
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
 from onbeat.workload.slo_classes import SLOClass

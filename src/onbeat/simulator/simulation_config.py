@@ -17,7 +17,7 @@ from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.scaling import make_policy
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.simulator.draft_acceptance import Acceptance
+from onbeat.simulator.speculation import Acceptance
 
 _fleet = partial(option, group="fleet")
 _step = partial(option, group="step time")

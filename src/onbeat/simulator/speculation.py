@@ -1,15 +1,120 @@
-"""What a person says of speculative decoding, and what it costs a simulated replica."""
+"""What a person says of speculative decoding, and what it costs a simulated replica.
+
+A simulated run draws which drafts are accepted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.perfmodel.memory import KVCapacity
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.scheduler.scheduler_config import SpeculationConfig
-from onbeat.simulator.draft_acceptance import Acceptance
+
+DEFAULT_RATE = 0.7
+_RIGHT, _FOUND = 1, 2
+"""Streams of random numbers of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDrafts:
+    """What a recorded run found out about the output tokens of one request, by their place, from 0."""
+
+    is_right: dict[int, bool] = field(default_factory=dict)
+    """Whether the draft for a token was accepted, where one was verified."""
+    num_available: dict[int, int] = field(default_factory=dict)
+    """Drafts that the proposer had from a token on, where it said so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """How often drafts are right, and how often there are any.
+
+    A draft is accepted with the rate of its request's class if all before it in its row were. So the number
+    that a row of k drafts accepts has the truncated geometric distribution of Leviathan et al. (ICML 2023).
+
+    Raises
+    ------
+    ConfigError : a rate that is no share.
+    """
+
+    rate: float = DEFAULT_RATE
+    """Of classes that have none of their own."""
+    rates: tuple[tuple[str, float], ...] = ()
+    """(class of objectives, its rate)"""
+    hit_rate: float | None = None
+    """Share of steps for which the proposer finds drafts at all (it looks them up); None: always, and as many
+    as it is asked for (it computes them)."""
+    known: Sequence[KnownDrafts] = ()
+    """By row of the load, what is known instead of drawn; empty where nothing is."""
+
+    def __post_init__(self) -> None:
+        of_classes = ((f"acceptance rate of {name}", rate) for name, rate in self.rates)
+        named = [("acceptance rate", self.rate), *of_classes]
+        if self.hit_rate is not None:
+            named.append(("hit rate", self.hit_rate))
+        for name, value in named:
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"the {name} is {value:g}; it must be between 0 and 1")
+
+    def draw(
+        self,
+        row: int,
+        num_output_tokens: int,
+        *,
+        request_class: str | None,
+        seed: int,
+        num_speculative_tokens: int,
+    ) -> RequestDrafts:
+        """Return which drafts a request accepts: a function of (seed, row, place of the token) and the rate.
+
+        So it is the same whatever policy and however many drafts a step is planned with, and a token that is
+        guessed at one rate is guessed at every higher one.
+
+        Parameters
+        ----------
+        row : of the load.
+        num_speculative_tokens : drafts that a proposer which finds any has.
+        """
+        rate = self.rate if request_class is None else dict(self.rates).get(request_class, self.rate)
+        is_right = np.random.default_rng([seed, row, _RIGHT]).random(num_output_tokens) < rate
+        known = self.known[row] if self.known else None
+        if known is not None:
+            for place, value in known.is_right.items():
+                if place < num_output_tokens:
+                    is_right[place] = value
+        places = np.arange(num_output_tokens)
+        first_wrong = np.where(is_right, num_output_tokens, places)
+        num_right = np.minimum.accumulate(first_wrong[::-1])[::-1] - places
+        if self.hit_rate is None:
+            return RequestDrafts(num_right.tolist(), None)
+        found = np.random.default_rng([seed, row, _FOUND]).random(num_output_tokens + 1) < self.hit_rate
+        available = np.where(found, num_speculative_tokens, 0).tolist()
+        if known is not None:
+            for place, num in known.num_available.items():
+                if place < len(available):
+                    available[place] = num
+        return RequestDrafts(num_right.tolist(), available)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDrafts:
+    """Which drafts one request accepts, by the place of an output token, from 0."""
+
+    num_right: list[int]
+    """Drafts in a row that are right from this token on."""
+    num_available: list[int] | None
+    """Drafts that the proposer has from this token on; None where it makes any number."""
+
+    def num_drafted(self, place: int, num_asked: int) -> int:
+        """Return how many drafts are verified where so many were planned."""
+        return num_asked if self.num_available is None else min(num_asked, self.num_available[place])
+
 
 MAX_CATCH_UP_TOKENS = 256
 """Tokens of prompts that a draft model reads in a step: what the engine allows."""

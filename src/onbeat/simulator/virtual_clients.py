@@ -16,8 +16,8 @@ from onbeat.core.slo import SLO
 from onbeat.jobs.call import JobCall, JobEnd
 from onbeat.jobs.table import JobTable, OpenCall
 from onbeat.metrics.record import RequestRecord
-from onbeat.simulator.draft_acceptance import RequestDrafts
 from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.speculation import RequestDrafts
 from onbeat.workload.offered import JobRows, OfferedLoad
 
 STOP = 0

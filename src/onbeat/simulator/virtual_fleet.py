@@ -6,7 +6,7 @@ Virtual replicas start, live, report and end here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, nan
@@ -144,52 +144,6 @@ class Lives:
         return [self._counters[number] for number in sorted(self._counters)]
 
 
-class Reports:
-    """Lets replicas say how they stand.
-
-    Parameters
-    ----------
-    replicas : those that live, by number.
-    seconds : until a report is heard of.
-    hear : takes reports, and the time.
-    """
-
-    def __init__(
-        self,
-        loop: FleetLoop,
-        replicas: Mapping[int, VirtualReplica],
-        *,
-        seconds: float,
-        hear: Callable[[Reported, float], None],
-    ) -> None:
-        self._loop = loop
-        self._replicas = replicas
-        self._seconds = seconds
-        self._hear = hear
-        self._report_times: dict[int, float] = {}
-        """By number, the instant at which a replica is to report, or has."""
-
-    def ask(self, number: int) -> None:
-        """Let a replica report at this instant, once all have planned."""
-        now = self._loop.now
-        if self._report_times.get(number) != now:
-            self._report_times[number] = now
-            self._loop.at(now, REPORT, partial(self.take, number), number)
-
-    def take(self, number: int, now: float) -> None:
-        """Let what a replica reports now be heard of a little later."""
-        replica = self._replicas.get(number)
-        if replica is None or replica.next_time <= now:
-            return  # it is gone; or its run had no further step, and it reports once that has ended
-        load = replica.load(now)
-
-        def hear(then: float) -> None:
-            if self._replicas.get(number) is replica:
-                self._hear(Reported(replica_id(number), load), then)
-
-        self._loop.at(now + self._seconds, HEAR, hear)
-
-
 _NO_LINK = KVLink(bytes_per_token=1.0, bandwidth=1.0)
 """Of replicas between which nothing moves."""
 _RARE = (Lost, Joined, DrainAsked, ScaleAsked, ScalingAsked, Refused, Tick)
@@ -259,9 +213,8 @@ class VirtualFleet:
         self._tick = inf
         self._may_tick = False
         """Whether the fleet may want another tick than the next."""
-        self._reports = Reports(
-            loop, self.lives.replicas, seconds=times.report_seconds, hear=self._dispatcher.dispatch
-        )
+        self._report_times: dict[int, float] = {}
+        """By number, the instant at which a replica is to report, or has."""
         self._moves = VirtualMoves(
             self.lives.replicas,
             config.kv_link or _NO_LINK,
@@ -270,7 +223,7 @@ class VirtualFleet:
             memory_bandwidth=lambda number: self.lives.kind(number).memory_bandwidth,
             answer=self._hear_of,
             call=loop.call,
-            on_capacity=self._reports.ask,
+            on_capacity=self._ask_for_report,
         )
         self._next_copy = inf
         """When an end of a copy is in the loop."""
@@ -332,7 +285,7 @@ class VirtualFleet:
         if not member.is_gone:
             self._moves.on_step_end(member.number, now)
         if self._is_reported:
-            self._reports.ask(member.number)
+            self._ask_for_report(member.number)
 
     def _tell_resumed(self, member: Member, now: float) -> None:
         """Tell of the first tokens that requests had here which have gone on behind those from elsewhere."""
@@ -412,9 +365,29 @@ class VirtualFleet:
         )
         self._tell(Joined(replica_id(number), told), now)
         if self._is_reported:
-            self._reports.take(number, now)
+            self._take_report(number, now)
 
     # ---- reports and moves ----
+
+    def _ask_for_report(self, number: int) -> None:
+        """Let a replica say how it stands at this instant, once all have planned."""
+        now = self._loop.now
+        if self._report_times.get(number) != now:
+            self._report_times[number] = now
+            self._loop.at(now, REPORT, partial(self._take_report, number), number)
+
+    def _take_report(self, number: int, now: float) -> None:
+        """Let what a replica reports now be heard of a little later."""
+        replica = self.lives.replicas.get(number)
+        if replica is None or replica.next_time <= now:
+            return  # it is gone; or its run had no further step, and it reports once that has ended
+        load = replica.load(now)
+
+        def hear(then: float) -> None:
+            if self.lives.replicas.get(number) is replica:
+                self._dispatcher.dispatch(Reported(replica_id(number), load), then)
+
+        self._loop.at(now + self._config.fleet_times.report_seconds, HEAR, hear)
 
     def _hear_of(self, answered: Answered, now: float, delay: float) -> None:
         """Tell the fleet what came of a step of a move, once that is heard of."""

@@ -21,7 +21,6 @@ from onbeat.perfmodel.predictor import Predictor
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import SpeculationConfig
-from onbeat.simulator.draft_acceptance import Acceptance, KnownDrafts
 from onbeat.simulator.replay import forecast as replay_forecast
 from onbeat.simulator.replay.decisions import Replay, scheduler_config
 from onbeat.simulator.replay.forecast import (
@@ -40,6 +39,7 @@ from onbeat.simulator.replay.history import (
     read_history,
 )
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.speculation import Acceptance, KnownDrafts
 from onbeat.workload.slo_classes import check_classes
 from tests.pure.recording.recorded import RecordedRun, make_header, start_run
 from tests.pure.scheduler.driver import make_config, make_request

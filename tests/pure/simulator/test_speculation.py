@@ -15,11 +15,10 @@ from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
 from onbeat.simulator.deliveries import AskedRow, CatchUp
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.draft_acceptance import Acceptance, KnownDrafts
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import KVLink, ReplicaKind
-from onbeat.simulator.speculation import SpeculationSettings
+from onbeat.simulator.speculation import Acceptance, KnownDrafts, SpeculationSettings
 from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load

@@ -17,8 +17,8 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.recording.log import AbortCall, AddCall, HandoverCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
 from onbeat.simulator.deliveries import REJECTED
-from onbeat.simulator.draft_acceptance import Acceptance, KnownDrafts
 from onbeat.simulator.replay.decisions import recorded_slo
+from onbeat.simulator.speculation import Acceptance, KnownDrafts
 
 MOVED = "moved"
 """`RequestRecord.finish_reason` of a request that went on in another engine."""
