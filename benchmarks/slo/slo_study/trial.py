@@ -149,7 +149,7 @@ class _Watch:
         if self._num_bad > self._most_bad or is_low:
             raise MissedError(good, 0.0)
 
-    def ignore(self, _count: int, _when: float) -> None:
+    def ignore(self, _when: float) -> None:
         """Progress is nobody's concern."""
 
 

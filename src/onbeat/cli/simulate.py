@@ -38,9 +38,8 @@ from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.observer import Progress as OnProgress
 from onbeat.simulator.observer import StepsWanted
-from onbeat.simulator.outcomes import RunOutcomes, tell_outcomes
 from onbeat.simulator.resolve import Resolved, resolve_for, step_times_text
-from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.result import RunOutcomes, SimulationResult, tell_outcomes
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.virtual_fleet import fleet_rules
 from onbeat.workload.job_kinds import LANES

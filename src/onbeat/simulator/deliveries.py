@@ -29,8 +29,6 @@ ORDINARY = STOP + 1
 """A token that ends no request."""
 _ORDINARY_ROW, _LAST_ROW = [ORDINARY], [STOP]
 
-_REQUESTS_BETWEEN_LOOKS = 16
-"""Finished requests between two looks at the clock."""
 Keep = Callable[[int, RequestRecord], None]
 """Takes (row of the load, record of a request that ended)."""
 
@@ -197,21 +195,19 @@ class Collector:
     Parameters
     ----------
     keep : takes (row of the load, record).
-    on_progress : told how many more requests have ended, and when the last did (virtual seconds).
+    on_progress : told when a request has ended (virtual seconds).
     """
 
     def __init__(
         self,
         keep: Keep,
         *,
-        on_progress: Callable[[int, float], None],
+        on_progress: Callable[[float], None],
         observer: SimulationObserver | None = None,
     ) -> None:
         self._keep = keep
         self._on_progress = on_progress
         self._observer = observer
-        self._num_unreported = 0
-        self._last_end = 0.0
 
     def on_request(self, offered: OfferedRequest) -> None:
         """Hear of a request that a replica took."""
@@ -221,17 +217,9 @@ class Collector:
     def on_finish(self, offered: OfferedRequest, now: float) -> None:
         """Keep the record of a request that ended."""
         self._keep(offered.index, offered.record)
-        self._last_end = now
         if self._observer is not None:
             self._observer.on_finish(offered.record)
-        self._num_unreported += 1
-        if self._num_unreported >= _REQUESTS_BETWEEN_LOOKS:
-            self.report()
-
-    def report(self) -> None:
-        """Say how many requests have ended since the last time."""
-        num_finished, self._num_unreported = self._num_unreported, 0
-        self._on_progress(num_finished, self._last_end)
+        self._on_progress(now)
 
 
 class VirtualSampler:

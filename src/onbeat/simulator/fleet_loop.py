@@ -256,14 +256,13 @@ class OnlyReplica:
 def run_alone(clients: Clients, replica: VirtualReplica, collector: Collector) -> bool:
     """Run requests through one replica that nothing happens to; return whether the run came to its end."""
     loop = FleetLoop(clients, collector)
-    return run_until_end(loop, OnlyReplica(loop, replica), collector)
+    return run_until_end(loop, OnlyReplica(loop, replica))
 
 
-def run_until_end(loop: FleetLoop, front_end: FrontEnd, collector: Collector) -> bool:
+def run_until_end(loop: FleetLoop, front_end: FrontEnd) -> bool:
     """Run a loop; return whether the run came to its end, not to a Ctrl-C."""
     try:
         loop.run(front_end)
-        collector.report()
     except KeyboardInterrupt:
         return False
     return True

@@ -140,7 +140,7 @@ def run_replicas(
 
     loop = FleetLoop(clients, collector)
     fleet = VirtualFleet(loop, config, _kinds(config, step_time), router, make, on_decision=on_decision)
-    is_complete = run_until_end(loop, fleet, collector)
+    is_complete = run_until_end(loop, fleet)
     if is_complete:
         fleet.end()
     return FleetOutcome(
@@ -174,9 +174,9 @@ class ProgressMeter:
         self.num_finished = 0
         self.virtual_time = 0.0
 
-    def advance(self, num_finished: int, virtual_time: float) -> None:
-        """Count finished requests, the last of which ended at `virtual_time`."""
-        self.num_finished += num_finished
+    def advance(self, virtual_time: float) -> None:
+        """Count a request that ended at `virtual_time`."""
+        self.num_finished += 1
         self.virtual_time = max(self.virtual_time, virtual_time)
         if self._callback is not None and self._clock() >= self._next_report:
             self._next_report = self._clock() + _REPORT_SECONDS

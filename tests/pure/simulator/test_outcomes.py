@@ -10,7 +10,7 @@ import pytest
 from onbeat.core.slo import SLO, Fate
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import GroupSummary, summarise
-from onbeat.simulator.outcomes import tell_outcomes
+from onbeat.simulator.result import tell_outcomes
 
 
 def make_record(reason: str, *, name: str = "fast", ttft: float = 0.1, **fields: Any) -> RequestRecord:

@@ -170,7 +170,7 @@ def test_progress_comes_at_most_ten_times_a_second():
     meter = ProgressMeter(lambda *progress: seen.append((now[0], *progress)), 100, clock=lambda: now[0])
     for _ in range(100):
         now[0] += 0.03
-        meter.advance(1, now[0])
+        meter.advance(now[0])
     meter.finish()
     times = [each[0] for each in seen[:-1]]
     assert 20 < len(times) <= 30
