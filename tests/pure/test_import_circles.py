@@ -25,5 +25,5 @@ def test_no_imports_go_round_in_a_circle() -> None:
         if path.name != "__init__.py"
     }
     graph = {module: (imported(path) & paths.keys()) - {module} for module, path in paths.items()}
-    assert len(graph) > 400
+    assert len(graph) > 300
     assert len(list(TopologicalSorter(graph).static_order())) == len(graph)  # a circle is an error
