@@ -35,6 +35,8 @@ VISIBLE_SECONDS = 1e-3
 MAX_TIMELINE_REQUESTS = 300
 MAX_GAP_POINTS = 2500
 NUM_TIME_BINS = 120
+MOST_OF_LIMIT = 2.0
+"""Times the longest gap: a limit above it would press the gaps together."""
 MANY_RUNS = 6
 """On one page, with more, each has fewer points."""
 TIME = "seconds since start"
@@ -152,7 +154,9 @@ def gaps_figure(result: AnyRun, num_runs: int = 1) -> Figure | None:
         ys = [_percentile(gap_ms[bins == index], level) for index in range(centres.size)]
         data.append(trace(name, rounded(centres), ys, colour=colour))
     drawn = figure("Gaps between deliveries (TBT) over time", data, TIME, "ms", height=340)
-    return with_limits(drawn, limits_of(result.summary, "itl"))
+    most = MOST_OF_LIMIT * gap_ms.max()
+    near = {limit: who for limit, who in limits_of(result.summary, "itl").items() if limit <= most}
+    return with_limits(drawn, near)
 
 
 def _percentile(gap_ms: Array, level: int) -> float | None:

@@ -90,7 +90,8 @@ def log_scale(values: Iterable[float]) -> dict[str, Any]:
     positive = [value for value in values if value > 0]
     if not positive or max(positive) < 10 * min(positive):
         return {"type": "linear"}
-    ticks = [digit * 10.0**power for power in range(-4, 7) for digit in (1, 2, 5)]
+    digits = (1, 2, 5) if max(positive) < 1000 * min(positive) else (1,)  # more would not fit side by side
+    ticks = [digit * 10.0**power for power in range(-4, 7) for digit in digits]
     ends = [math.log10(min(positive)) - 0.05, math.log10(max(positive)) + 0.05]
     return {"type": "log", "range": ends, "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 

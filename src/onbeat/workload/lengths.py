@@ -67,29 +67,6 @@ class LogNormalLength:
         return np.clip(np.rint(drawn), self.low, self.high).astype(np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZipfLength:
-    """Lengths whose probability falls as a power: p(n) is proportional to n^-exponent on [low, high]."""
-
-    exponent: float
-    low: int = 1
-    high: int
-
-    def __post_init__(self) -> None:
-        check_length(self.low)
-        check_length(self.high)
-        if self.high < self.low:
-            raise ConfigError(f"the longest length {self.high} is below the shortest, {self.low}")
-        if not (math.isfinite(self.exponent) and self.exponent >= 0):
-            raise ConfigError(f"a Zipf exponent must be a finite number of at least 0, got {self.exponent:g}")
-
-    def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:
-        cumulative = np.cumsum(np.arange(self.low, self.high + 1, dtype=np.float64) ** -self.exponent)
-        drawn = np.searchsorted(cumulative, rng.random(num_requests) * cumulative[-1], side="right")
-        lengths: TokenCounts = self.low + np.minimum(drawn, len(cumulative) - 1).astype(np.int64)
-        return lengths
-
-
 def check_length(num_tokens: float) -> None:
     """Raise ConfigError unless a prompt or an output can be so long."""
     if num_tokens < 1:

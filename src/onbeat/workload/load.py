@@ -29,7 +29,7 @@ from onbeat.workload.job import Job
 from onbeat.workload.job_file import read_jobs
 from onbeat.workload.job_kinds import JOB_KINDS, LANE_CLASSES, LANES, JobKind, draw_jobs, lane_load
 from onbeat.workload.job_load import given_starts, job_load
-from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, ZipfLength, check_length
+from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, check_length
 from onbeat.workload.offered import OfferedLoad, Overlong, check_num_requests, have_traces
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.slo_config import built_in_slo, read_slo_config
@@ -126,7 +126,7 @@ def _is_usable(num_prompt: int, num_output: int, *, has_fixed_output: bool) -> b
     return num_prompt <= MAX_PROMPT_TOKENS and num_prompt + num_output <= MAX_TOTAL_TOKENS
 
 
-SharedName = Literal["random", "conversation", "zipf", "sharegpt", TraceKind, "jobs", JobKind]
+SharedName = Literal["random", "conversation", "sharegpt", TraceKind, "jobs", JobKind]
 """Data sets that are simulated and sent."""
 LoadName = Literal[SharedName, "lanes"]
 CountTokens = Callable[[str], int]
@@ -160,10 +160,9 @@ class Load(Arrivals):
     MOST_OF_FILE: ClassVar[int | None] = None
     """Requests of a file that are taken where nobody says how many; None takes all."""
     FOR: ClassVar[dict[str, tuple[str, ...]]] = {
-        "input_len": ("random", "conversation", "zipf"),
+        "input_len": ("random", "conversation"),
         "random_range_ratio": ("random",),
         "random_output_range_ratio": ("random",),
-        "zipf_exponent": ("zipf",),
         "length_columns": ("lengths",),
         "tokenizer": ("sharegpt", "jobs"),
         "job_deadline": tuple(sorted(JOB_LOADS)),
@@ -205,7 +204,7 @@ class Load(Arrivals):
         None,
         aliases=("--random-input-len",),
         metavar="N",
-        help="mean prompt tokens of random and conversation, largest of zipf (default: 1024)",
+        help="mean prompt tokens of random and conversation (default: 1024)",
     )
     output_len: int | None = _data(
         None,
@@ -218,9 +217,6 @@ class Load(Arrivals):
     )
     random_output_range_ratio: float | None = _data(
         None, metavar="X", help="the same of output tokens alone (default: --random-range-ratio)"
-    )
-    zipf_exponent: float | None = _data(
-        None, metavar="S", help="exponent S of zipf: p(length) falls as length^-S (default: 1)"
     )
     disable_shuffle: bool = _data(
         default=False, is_switch=True, help="take requests of files without times in file order"
@@ -400,9 +396,6 @@ class Load(Arrivals):
     def _lengths(self) -> tuple[Lengths, Lengths]:
         """Return the distributions of prompt and output tokens."""
         means = (self.input_len or 1024, self.output_len or 128)
-        if self.dataset_name == "zipf":
-            exponent = 1.0 if self.zipf_exponent is None else self.zipf_exponent
-            return ZipfLength(exponent=exponent, high=means[0]), ZipfLength(exponent=exponent, high=means[1])
         if self.dataset_name == "conversation":
             prompts, outputs = (
                 LogNormalLength(mean=mean, sigma=sigma, low=min(CONVERSATION_MIN_TOKENS, mean), high=8 * mean)

@@ -94,7 +94,7 @@ def test_custom_prompts(server: Background, tmp_path: Path) -> None:
         (["--sweep-rate", "1,2", "--request-rate", "3"], "sets --request-rate itself"),
         (["--save-detailed"], "--save-detailed is for a saved result: give --json FILE or --save-result too"),
         (["--metadata", "a=b"], "--metadata is for a saved result"),
-        (["--zipf-exponent", "0"], "--zipf-exponent is for"),
+        (["--random-range-ratio", "0.5", "--dataset-name", "conversation"], "--random-range-ratio is for"),
         (["--prefix-repetition-num-prefixes", "3"], "is for --dataset-name prefix_repetition"),
         (["--disable-shuffle"], "--disable-shuffle is for"),
         (["--burstiness", "0.5", "--max-concurrency", "3"], "--burstiness"),

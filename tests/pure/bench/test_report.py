@@ -18,6 +18,7 @@ from onbeat.core.slo import SLO
 from onbeat.metrics.summary import LatencyStatistic, SummaryOptions
 from onbeat.report import charts, sweep_charts
 from onbeat.report.page import write_page
+from onbeat.report.plot import log_scale
 from onbeat.report.run_report import latency_columns
 from tests.pure.bench.results import failure, make_records, make_result, result_of
 
@@ -343,3 +344,19 @@ def test_timeline_shows_waits_streams_and_losses() -> None:
 )
 def test_loads_in_words(load: BenchLoad, words: str) -> None:
     assert make_result(load=load).header.load == words
+
+
+def test_a_limit_far_above_all_gaps_does_not_press_them_together() -> None:
+    records = make_records(40)
+    for place, record in enumerate(records):
+        record.request_class = ("near", "far")[place % 2]
+        record.slo = (SLO(tbt=0.05), SLO(tbt=60.0))[place % 2]
+    figure = charts.gaps_figure(make_result(records))
+    assert figure is not None
+    assert [each["text"] for each in figure["layout"]["annotations"]] == ["near 50 ms"]
+
+
+def test_a_wide_logarithmic_axis_has_fewer_ticks() -> None:
+    narrow, wide = log_scale([10.0, 500.0]), log_scale([10.0, 50_000.0])
+    assert ({20.0, 50.0} <= set(narrow["tickvals"]), 20.0 in wide["tickvals"]) == (True, False)
+    assert 100.0 in wide["tickvals"]

@@ -63,7 +63,7 @@ def test_contradictory_loads_are_refused(options: dict[str, Any], message: str) 
     [
         ({"dataset_name": "sharegpt"}, "needs a file"),
         ({"dataset_path": Path("x")}, "reads no file"),
-        ({"random_prefix_len": 3, "dataset_name": "zipf"}, "--random-prefix-len"),
+        ({"random_prefix_len": 3, "dataset_name": "conversation"}, "--random-prefix-len"),
         ({"prefix_repetition_suffix_len": 3}, "--prefix-repetition-suffix-len"),
     ],
 )

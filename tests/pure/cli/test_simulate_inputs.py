@@ -57,7 +57,6 @@ BAD_FLAGS = [
     (["--input-len", "0"], "a length must be at least 1 token, got 0"),
     (["--output-len", "0"], "a length must be at least 1 token, got 0"),
     (["--output-len", "99999999999999999999"], "a length must be at most 16,777,216 tokens"),
-    (["--zipf-exponent", "0"], "--zipf-exponent is for --dataset-name zipf, not for random"),
     (["--max-concurrency", "0"], "max_concurrency is 0"),
     (["--seed=-1"], "seed is -1"),
     (["--host-overhead-ms", "nan"], "expected milliseconds, such as 500, got 'nan'"),

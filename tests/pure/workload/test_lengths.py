@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, ZipfLength
+from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength
 
 
 def rng() -> np.random.Generator:
@@ -31,28 +31,12 @@ def test_lognormal_has_the_asked_mean_and_stays_in_bounds() -> None:
     assert drawn.max() <= 5000
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0, 2.0])
-def test_zipf_falls_as_a_power_of_the_length(exponent: float) -> None:
-    drawn = ZipfLength(exponent=exponent, low=2, high=40).draw(200_000, rng())
-    sizes = np.arange(2, 41)
-    weights = sizes**-exponent / (sizes**-exponent).sum()
-
-    assert drawn.mean() == pytest.approx((sizes * weights).sum(), rel=0.01)
-    assert drawn.std() == pytest.approx(
-        np.sqrt((sizes**2 * weights).sum() - (sizes * weights).sum() ** 2), rel=0.01
-    )
-    np.testing.assert_allclose(np.bincount(drawn, minlength=41)[2:] / len(drawn), weights, atol=0.004)
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: UniformLength(0, 0.0),
         lambda: UniformLength(10, 1.0),
         lambda: LogNormalLength(mean=3, sigma=1, low=4),
-        lambda: ZipfLength(exponent=-1.0, high=10),
-        lambda: ZipfLength(exponent=1.0, low=0, high=10),
-        lambda: ZipfLength(exponent=1.0, low=11, high=10),
     ],
 )
 def test_bad_parameters_are_refused(make: object) -> None:
@@ -64,7 +48,6 @@ def test_all_satisfy_the_protocol() -> None:
     kinds: list[Lengths] = [
         UniformLength(4, 0.5),
         LogNormalLength(mean=5, sigma=1),
-        ZipfLength(exponent=1.0, high=9),
     ]
 
     assert all(len(lengths.draw(6, rng())) == 6 for lengths in kinds)

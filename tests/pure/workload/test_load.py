@@ -24,7 +24,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["random", "conversation", "zipf"])
+@pytest.mark.parametrize("name", ["random", "conversation"])
 def test_drawn_loads_depend_on_the_seed_alone(name: LoadName) -> None:
     def make(seed: int) -> tuple[object, ...]:
         asked = Load(dataset_name=name, input_len=300, output_len=40, arrivals="poisson", request_rate=3.0)
@@ -89,7 +89,7 @@ def test_a_sharegpt_file_is_measured_with_the_tokenizer(tmp_path: Path) -> None:
         ({"dataset_path": Path("x")}, "--dataset-name random reads no file"),
         ({"dataset_name": "azure", "dataset_path": Path("x"), "length_columns": "a,b"}, "--length-columns"),
         ({"dataset_name": "lanes", "output_len": 3}, "--output-len"),
-        ({"dataset_name": "zipf", "random_output_range_ratio": 0.1}, "--random-output-range-ratio"),
+        ({"dataset_name": "conversation", "random_output_range_ratio": 0.1}, "--random-output-range-ratio"),
     ],
 )
 def test_contradictory_sources_are_refused(options: dict[str, Any], message: str) -> None:
