@@ -61,17 +61,18 @@ class KVCacheSpec:
         """Bytes of one block, keys and values of all layers."""
         return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
-    def num_blocks_in(self, budget_bytes: int) -> int:
-        """Return how many whole blocks fit in a budget.
 
-        Raises
-        ------
-        ConfigError : not even one does.
-        """
-        num_blocks = budget_bytes // self.block_bytes
-        if num_blocks < 1:
-            raise ConfigError(
-                f"{budget_bytes} bytes of KV cache hold no block: one of {self.block_size} tokens takes "
-                f"{self.block_bytes} bytes; give the KV cache more memory"
-            )
-        return num_blocks
+def num_blocks_in(budget_bytes: int, block_bytes: int, block_size: int) -> int:
+    """Return how many whole blocks fit in a budget.
+
+    Raises
+    ------
+    ConfigError : not even one does.
+    """
+    num_blocks = budget_bytes // block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{budget_bytes} bytes of KV cache hold no block: one of {block_size} tokens takes "
+            f"{block_bytes} bytes; give the KV cache more memory"
+        )
+    return num_blocks

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import EngineError, InvalidRequest
 from onbeat.core.options import make
 from onbeat.core.protocols import Tokenizer
-from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from onbeat.core.request import FinishReason, Pooling, Request, RequestOutput, SamplingParams, TokenLogprobs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.speculation.speculative_config import read_speculative_config
@@ -116,7 +116,7 @@ class LLM:
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         sampling = self._checked(sampling, ignore_eos=ignore_eos)
-        return _OfflineRun(self, token_ids, sampling, stop, continues_prompts=True).run()
+        return self._answers(token_ids, sampling, stop, continues_prompts=True)
 
     def chat(
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, *, stop: Sequence[str] = ()
@@ -132,7 +132,7 @@ class LLM:
         prompt = self._chat_template.render([dict(message) for message in messages])
         token_ids = self._encode(self.tokenizer.encode(prompt, add_special_tokens=False))
         sampling = self._checked(sampling, ignore_eos=False)
-        return _OfflineRun(self, [token_ids], sampling, stop, continues_prompts=False).run()[0]
+        return self._answers([token_ids], sampling, stop, continues_prompts=False)[0]
 
     def embed(
         self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, normalize: bool = True
@@ -156,17 +156,8 @@ class LLM:
             raise InvalidRequest(
                 f"dimensions is {dimensions}; this model's embeddings have 1 to {size} numbers"
             )
-        requests = [
-            Request(
-                request_id=f"offline-{self._num_requests + index}",
-                prompt_token_ids=self._encode(text),
-                sampling=SamplingParams(max_tokens=1),
-                arrival=time.monotonic(),
-                pooling=pooling,
-            )
-            for index, text in enumerate(_as_list(texts))
-        ]
-        self._num_requests += len(requests)
+        sampling = SamplingParams(max_tokens=1)
+        requests = [self._request(self._encode(text), sampling, pooling) for text in _as_list(texts)]
         found: dict[str, bytes | None] = {request.request_id: None for request in requests}
 
         def take(output: RequestOutput) -> None:
@@ -175,6 +166,42 @@ class LLM:
 
         _run(self._core, requests, take)
         return [vector_of(each, dimensions, normalize=normalize) for each in found.values()]
+
+    def _answers(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: SamplingParams,
+        stop: Sequence[str],
+        *,
+        continues_prompts: bool,
+    ) -> list[Generation]:
+        """Add the requests, step until they end, and gather text."""
+        requests: list[Request] = []
+        answers: dict[str, tuple[Generation, TextStream]] = {}
+        for index, prompt in enumerate(prompts):
+            request = self._request(prompt, replace(sampling, seed=sampling.seed + index))
+            stream = TextStream(
+                self.tokenizer,
+                continues_text=continues_prompts and holds_text(prompt, self.tokenizer),
+                stop=stop,
+                min_tokens=sampling.min_tokens,
+            )
+            requests.append(request)
+            answers[request.request_id] = Generation(prompt), stream
+        _run(self._core, requests, lambda output: _take(self._core, output, *answers[output.request_id]))
+        return [generation for generation, _ in answers.values()]
+
+    def _request(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, pooling: Pooling | None = None
+    ) -> Request:
+        self._num_requests += 1
+        return Request(
+            request_id=f"offline-{self._num_requests}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            arrival=time.monotonic(),
+            pooling=pooling,
+        )
 
     def _checked(self, sampling: SamplingParams | None, *, ignore_eos: bool) -> SamplingParams:
         sampling = sampling or self.get_default_sampling_params()
@@ -195,67 +222,27 @@ class LLM:
         return tuple(token_ids)
 
 
-class _OfflineRun:
-    """One call of `generate` or `chat`: adds the requests, steps until they end, gathers text."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        prompts: Sequence[tuple[int, ...]],
-        sampling: SamplingParams,
-        stop: Sequence[str],
-        *,
-        continues_prompts: bool,
-    ) -> None:
-        self._core = llm._core
-        self._streams: dict[str, TextStream] = {}
-        self._generations: dict[str, Generation] = {}
-        self._requests: list[Request] = []
-        for index, prompt in enumerate(prompts):
-            request_id = f"offline-{llm._num_requests + index}"
-            self._requests.append(
-                Request(
-                    request_id=request_id,
-                    prompt_token_ids=prompt,
-                    sampling=replace(sampling, seed=sampling.seed + index),
-                    arrival=time.monotonic(),
-                )
-            )
-            self._streams[request_id] = TextStream(
-                llm.tokenizer,
-                continues_text=continues_prompts and holds_text(prompt, llm.tokenizer),
-                stop=stop,
-                min_tokens=sampling.min_tokens,
-            )
-            self._generations[request_id] = Generation(prompt)
-        llm._num_requests += len(prompts)
-
-    def run(self) -> list[Generation]:
-        _run(self._core, self._requests, self._take)
-        return list(self._generations.values())
-
-    def _take(self, output: RequestOutput) -> None:
-        generation = self._generations[output.request_id]
-        if generation.finish_reason is not None:
-            return
-        _check_output(output)
-        generation.num_cached_tokens = output.num_cached_tokens
-        generation.token_ids += output.new_token_ids
-        if output.logprobs:
-            generation.logprobs = (generation.logprobs or []) + output.logprobs
-        is_final = output.finish_reason is not None
-        # A stop token ends the text and is no part of it.
-        visible = output.new_token_ids[:-1] if output.stop_token_id is not None else output.new_token_ids
-        stream = self._streams[output.request_id]
-        delta = stream.push(visible, final=is_final)
-        generation.text += delta.text
-        generation.finish_reason = output.finish_reason
-        if delta.stop_string is not None:
-            generation.finish_reason = FinishReason.STOP
-            del generation.token_ids[stream.num_consumed_tokens :]  # a delivery may go on behind it
-            if generation.logprobs:
-                del generation.logprobs[stream.num_consumed_tokens :]
-            self._core.abort([output.request_id])
+def _take(core: EngineCore, output: RequestOutput, generation: Generation, stream: TextStream) -> None:
+    """Add what is new of an answer, and end it at a stop string."""
+    if generation.finish_reason is not None:
+        return
+    _check_output(output)
+    generation.num_cached_tokens = output.num_cached_tokens
+    generation.token_ids += output.new_token_ids
+    if output.logprobs:
+        generation.logprobs = (generation.logprobs or []) + output.logprobs
+    is_final = output.finish_reason is not None
+    # A stop token ends the text and is no part of it.
+    visible = output.new_token_ids[:-1] if output.stop_token_id is not None else output.new_token_ids
+    delta = stream.push(visible, final=is_final)
+    generation.text += delta.text
+    generation.finish_reason = output.finish_reason
+    if delta.stop_string is not None:
+        generation.finish_reason = FinishReason.STOP
+        del generation.token_ids[stream.num_consumed_tokens :]  # a delivery may go on behind it
+        if generation.logprobs:
+            del generation.logprobs[stream.num_consumed_tokens :]
+        core.abort([output.request_id])
 
 
 def _run(core: EngineCore, requests: Sequence[Request], take: Callable[[RequestOutput], None]) -> None:

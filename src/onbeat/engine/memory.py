@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -11,11 +11,11 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import Device, free_memory
 from onbeat.engine.engine_config import MemoryShare
-from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.kv_cache import KVCacheSpec, num_blocks_in
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.weights import parameter_shapes
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
-from onbeat.scheduler.scheduler_config import SchedulerConfig, SchedulerLimits
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 
 _START_BYTES = 160 * 2**20
 """What the engine takes while it starts, then gives back: most of it an array that no cache holds."""
@@ -76,7 +76,7 @@ class Footprint:
         ------
         ConfigError : not even one does.
         """
-        return self.kv_cache.num_blocks_in(budget_bytes * self.kv_cache.block_bytes // self.block_bytes)
+        return num_blocks_in(budget_bytes, self.block_bytes, self.kv_cache.block_size)
 
     def step_bytes(self, limits: SchedulerLimits) -> int:
         """Return about what the largest steps take, before it is known how many tokens these have."""
@@ -159,38 +159,6 @@ def free_for(share: MemoryShare | None, device: Device) -> FreeMemory:
         share.num_shares,
     )
     return min(own, free)
-
-
-def fit(
-    kv_cache_bytes: int | None,
-    limits: SchedulerLimits,
-    free: FreeMemory,
-    footprint: Footprint,
-    settle: Callable[[int], SchedulerConfig],
-    default_kv_bytes: Callable[[int, int], int],
-) -> SchedulerConfig:
-    """Decide what the user left open, from the memory that the model takes and the memory there is.
-
-    Parameters
-    ----------
-    kv_cache_bytes : that the user gave, if any.
-    settle : from a number of KV blocks to limits.
-    default_kv_bytes : from the bytes that the weights leave and those that steps take to the KV cache's.
-
-    Raises
-    ------
-    ConfigError : what the user gave cannot be kept.
-    """
-    footprint.check_weights(free, kv_cache_bytes=kv_cache_bytes or 0)
-    default = default_kv_bytes(free.num_bytes - footprint.weight_bytes, footprint.step_bytes(limits))
-    settled = settle(footprint.num_blocks_in(kv_cache_bytes or default))
-    footprint.check_fits(
-        free,
-        num_blocks=settled.num_blocks,
-        num_tokens=settled.max_num_batched_tokens,
-        num_rows=settled.max_num_seqs,
-    )
-    return settled
 
 
 @contextmanager

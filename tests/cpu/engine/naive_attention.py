@@ -12,9 +12,9 @@ import torch
 from onbeat.engine.input_batch import AttentionBatch
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import ChunkRows, LayerSpec
 from onbeat.engine.torch.kv import allocate_kv
-from onbeat.engine.torch.plain import TorchKernels
 from onbeat.engine.torch.types import numpy_dtype
 from onbeat.engine.torch.weights import Rotation
 

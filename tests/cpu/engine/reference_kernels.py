@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import (
     BestBuffers,
     DecodeRows,
@@ -24,7 +25,6 @@ from onbeat.engine.torch.kernels import (
     LayerSpec,
 )
 from onbeat.engine.torch.kv import LayerKVCache
-from onbeat.engine.torch.plain import TorchKernels
 
 
 def draw(logits_RV: Tensor, params: DrawParams, best: BestBuffers) -> Tensor:

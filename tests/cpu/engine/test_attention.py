@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
-from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.kv_cache import KVCacheSpec, num_blocks_in
+from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import ChunkRows
 from onbeat.engine.torch.kv import allocate_kv
-from onbeat.engine.torch.plain import TorchKernels
 from tests.cpu.engine.naive_attention import Case, Row, layer_spec, naive_attention, run_paged
 
 CPU = torch.device("cpu")
@@ -92,8 +92,8 @@ def test_block_size_must_be_a_multiple_of_16(block_size: int) -> None:
 def test_blocks_in_a_budget() -> None:
     spec = KVCacheSpec(num_layers=30, num_kv_heads=3, head_dim=64, dtype=BFLOAT16, block_size=16)
     assert spec.block_bytes == 2 * 30 * 16 * 3 * 64 * 2
-    assert spec.num_blocks_in(10 * spec.block_bytes + 1) == 10
+    assert num_blocks_in(10 * spec.block_bytes + 1, spec.block_bytes, 16) == 10
     layers = allocate_kv(spec, 10, torch.device("cpu"))
     assert sum(part.nbytes for layer in layers for part in layer) == 10 * spec.block_bytes
     with pytest.raises(ConfigError, match="no block"):
-        spec.num_blocks_in(spec.block_bytes - 1)
+        num_blocks_in(spec.block_bytes - 1, spec.block_bytes, 16)

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from onbeat.engine.model_config import RopeConfig, inverse_frequencies, model_config_from_hf
+from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import Norm
-from onbeat.engine.torch.plain import TorchKernels
 from onbeat.engine.torch.weights import Rotation
 
 CPU = torch.device("cpu")

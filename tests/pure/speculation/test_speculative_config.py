@@ -109,13 +109,6 @@ def test_what_is_wrong_is_named_with_its_cure(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_fields_are_checked_in_python_too() -> None:
-    with pytest.raises(ConfigError, match="'suffix'"):
-        SpeculativeConfig(method="suffix", num_speculative_tokens=2)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"'model'.*'draft-model'"):
-        SpeculativeConfig(method="ngram", num_speculative_tokens=2, model="a/b")
-
-
 @pytest.mark.parametrize(
     ("content", "runs_model", "most_read"),
     [({"method": "ngram"}, False, 0), ({"model": "a/b"}, True, MAX_CATCH_UP_TOKENS)],

@@ -11,7 +11,7 @@ from onbeat.engine.device import DeviceConfig, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.kv_cache import modest_kv_bytes
-from onbeat.engine.memory import Footprint, fit, free_for
+from onbeat.engine.memory import Footprint, free_for
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.sampler import Sampler
@@ -131,9 +131,18 @@ class CheckpointBackend(Backend):
         if draft is not None:
             footprint = footprint.beside(draft.needs(block_size))
         free = free_for(config.memory_share, self.device.device)
-        return fit(
-            config.kv_cache_memory_bytes, config.limits, free, footprint, settle, self.default_kv_bytes
+        kv_bytes = config.kv_cache_memory_bytes
+        footprint.check_weights(free, kv_cache_bytes=kv_bytes or 0)
+        spare_bytes = free.num_bytes - footprint.weight_bytes
+        default = self.default_kv_bytes(spare_bytes, footprint.step_bytes(config.limits))
+        limits = settle(footprint.num_blocks_in(kv_bytes or default))
+        footprint.check_fits(
+            free,
+            num_blocks=limits.num_blocks,
+            num_tokens=limits.max_num_batched_tokens,
+            num_rows=limits.max_num_seqs,
         )
+        return limits
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
         """Return what the KV cache takes where the user gives no size.

@@ -34,6 +34,7 @@ from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.guided_draw import hold_to_grammars
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
+from onbeat.engine.kv_cache import num_blocks_in
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.random_stream import GOLDEN_GAMMA, mix, mix_words
@@ -199,12 +200,7 @@ def _num_blocks(config: EngineConfig, description: StepTimeDescription) -> int:
     if kv_bytes is None:
         return _blocks_that_fit(limits, description, config.gpu_memory_utilization)
     block_bytes = int(model.kv_bytes_per_token(description.precision) * limits.block_size)
-    if kv_bytes < block_bytes:
-        raise ConfigError(
-            f"{kv_bytes} bytes of KV cache hold no block: one of {limits.block_size} tokens of {model.name} "
-            f"takes {block_bytes} bytes; give the KV cache more memory"
-        )
-    return kv_bytes // block_bytes
+    return num_blocks_in(kv_bytes, block_bytes, limits.block_size)
 
 
 def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utilization: float) -> int:

@@ -25,7 +25,6 @@ DEFAULT_DRAFTS: Mapping[Method, int] = {"ngram": 12, "draft-model": 4, "grammar"
 DEFAULT_LOOKUP_MAX = 5
 DEFAULT_LOOKUP_MIN = 2
 
-_COMMON_KEYS = ("method", "num_speculative_tokens", "draft_length")
 _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft-model": ("model",),
@@ -56,8 +55,6 @@ class SpeculativeConfig:
     """Of `ngram`: fewest, tried last."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(_unknown_method(self.method))
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
@@ -67,10 +64,6 @@ class SpeculativeConfig:
             raise ConfigError(
                 "method 'draft-model' needs the key 'model': a path, known model or hub id of a smaller "
                 "model with the same tokenizer"
-            )
-        if self.model is not None and self.method != "draft-model":
-            raise ConfigError(
-                f"key 'model' belongs to method 'draft-model', not to {self.method!r}; leave it out"
             )
 
     @property
@@ -120,9 +113,8 @@ def read_speculative_config(content: Mapping[str, Any]) -> SpeculativeConfig:
     stated = convert(_Given, dict(content), "the speculative config")
     given = {key: value for key, value in msgspec.structs.asdict(stated).items() if value is not None}
     method = _method(given)
-    for key in given:
-        if key not in (*_COMMON_KEYS, *_OWN_KEYS[method]):
-            owner = next(name for name, keys in _OWN_KEYS.items() if key in keys)
+    for owner, keys in _OWN_KEYS.items():
+        for key in given.keys() & keys if owner != method else ():
             raise ConfigError(f"key {key!r} belongs to method {owner!r}, not to {method!r}; leave it out")
     options = given | {"method": method}
     options.setdefault("num_speculative_tokens", DEFAULT_DRAFTS[method])
@@ -142,17 +134,13 @@ def _method(given: Mapping[str, Any]) -> Method:
         raise ConfigError(
             f"the speculative config lacks the key 'method'; choose one of {', '.join(METHODS)}"
         )
-    spelled = given["method"].replace("_", "-")
-    for method in get_args(Method):
-        if spelled == method:
-            return cast("Method", method)
-    raise ConfigError(_unknown_method(given["method"]))
-
-
-def _unknown_method(name: str) -> str:
+    name = given["method"]
+    spelled = name.replace("_", "-")
+    if spelled in METHODS:
+        return cast("Method", spelled)
     if any(part in name.lower() for part in _NEEDS_TRAINED_HEADS):
-        return (
+        raise ConfigError(
             f"speculative method {name!r} needs weights that were trained with the model, which onbeat does "
             f"not support; choose one of {', '.join(METHODS)}"
         )
-    return f"unknown speculative method {name!r}; choose one of {', '.join(METHODS)}"
+    raise ConfigError(f"unknown speculative method {name!r}; choose one of {', '.join(METHODS)}")

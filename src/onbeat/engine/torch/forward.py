@@ -1,11 +1,18 @@
 """The forward pass on torch, operator by operator: the reference, for any device and float type.
 
-Legend: T tokens of the step, N tokens that are sampled or scored, P tokens whose hidden states are wanted.
+Legend: T tokens of the step, N tokens that are sampled or scored, P tokens whose hidden states are wanted. In
+the operators: R rows, D model width, N query heads, K KV heads, G query heads per KV head, H head width, F
+feed-forward width, V vocabulary, B blocks of a row, C keys of a row, X = (N + 2 K) H.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -13,8 +20,9 @@ from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
 from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.model_config import Activation
 from onbeat.engine.sampler import BestTokens
-from onbeat.engine.torch.kernels import BestBuffers, ChunkRows, LayerSpec, StepTensors
+from onbeat.engine.torch.kernels import BestBuffers, ChunkRows, Int32Array, LayerSpec, Norm, StepTensors
 from onbeat.engine.torch.kv import LayerKVCache, allocate_kv, region_of, scrub
 from onbeat.engine.torch.layer import (
     Hidden,
@@ -24,7 +32,6 @@ from onbeat.engine.torch.layer import (
     run_layers,
     write_logits,
 )
-from onbeat.engine.torch.plain import TorchKernels
 from onbeat.engine.torch.types import device_of, numpy_dtype
 from onbeat.engine.torch.weights import LayerProducts, TorchWeights
 
@@ -103,3 +110,172 @@ class TorchForward(ForwardPass):
     def products(self) -> RowProducts:
         """Return those of the model's first layer; see `GivesProducts`."""
         return LayerProducts(self.weights)
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+class _Rows(NamedTuple):
+    """Rows that attend together: one of any number of new tokens, or some of one each."""
+
+    tokens: Tensor
+    """int64: their tokens of the step, row after row."""
+    pieces: Tensor
+    """int64 [R * K * B]: block id * K + head, of blocks of which each row has as many."""
+    num_rows: int
+    mask: Tensor | None
+    """What is seen, bool: [T, C], or [R, 1, 1, C] of rows of one token; None where causality says it."""
+
+
+class TorchKernels:
+    """Plain torch, in float32 (float64 in a float64 model) wherever more than a product is computed.
+
+    Parameters
+    ----------
+    dtype : of the model.
+    device : where all tensors are.
+    block_size : tokens of a KV block.
+    """
+
+    name = "torch"
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, block_size: int) -> None:
+        self._device = device
+        self._block_size = block_size
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def add_norm(self, x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor) -> None:
+        """Add and normalise; see `Kernels.add_norm`."""
+        if x_TD is not None:
+            residual_TD.add_(x_TD)
+        out_TD.copy_(_normalised(residual_TD, norm))
+
+    def rope_store(
+        self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
+    ) -> None:
+        """Rotate and store; see `Kernels.rope_store`."""
+        heads_TXH = qkv_TX.view(len(qkv_TX), -1, layer.head_dim)
+        q_TXH, k_TKH, v_TKH = heads_TXH.split((layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), 1)
+        angles_T1H = step.positions_T[:, None, None].float() * layer.frequencies_H
+        cos_T1H, sin_T1H = (
+            (part * layer.factors_H).to(self._wide) for part in (angles_T1H.cos(), angles_T1H.sin())
+        )
+        q_TNH.copy_(self._turned(q_TXH, layer.query_norm, cos_T1H, sin_T1H))
+        k_TKH = self._turned(k_TKH, layer.key_norm, cos_T1H, sin_T1H).to(k_TKH.dtype)
+        slots_T = step.kv_slots_T.long()
+        where = (slots_T // self._block_size, slots_T % self._block_size)
+        kv.k_BKSH.transpose(1, 2).index_put_(where, k_TKH)
+        kv.v_BKSH.transpose(1, 2).index_put_(where, v_TKH)
+
+    def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
+        """Activate the gate and multiply; see `Kernels.act_mul`."""
+        gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)
+        out_TF.copy_(_ACTIVATIONS[activation](gate_TF.to(self._wide)).mul_(up_TF))
+
+    def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> list[_Rows]:
+        """Put rows of one new token and about equal length together; see `Kernels.plan_chunks`."""
+        starts_R = np.cumsum(rows.query_lens_R) - rows.query_lens_R
+        blocks = np.split(rows.block_ids, np.cumsum(rows.num_blocks_R)[:-1])
+        together: dict[tuple[int, int], list[int]] = {}
+        for row, (query_len, num_blocks) in enumerate(
+            zip(rows.query_lens_R.tolist(), rows.num_blocks_R.tolist(), strict=True)
+        ):
+            alike = (0, num_blocks.bit_length()) if query_len == 1 else (1, row)
+            together.setdefault(alike, []).append(row)
+        return [
+            self._plan(
+                starts_R[group],
+                int(rows.query_lens_R[group[0]]),
+                rows.context_lens_R[group],
+                [blocks[row] for row in group],
+                layer,
+            )
+            for group in together.values()
+        ]
+
+    def attend_chunks(
+        self, q_TNH: Tensor, kv: LayerKVCache, plan: list[_Rows], layer: LayerSpec, out_TNH: Tensor
+    ) -> None:
+        """Attend, the rows that go together at once; see `Kernels.attend_chunks`."""
+        num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
+        for rows in plan:
+            k_RKCH, v_RKCH = (
+                part.flatten(0, 1)
+                .index_select(0, rows.pieces)
+                .view(rows.num_rows, num_kv_heads, -1, head_dim)
+                for part in kv
+            )
+            q = q_TNH.index_select(0, rows.tokens).view(len(rows.tokens), num_kv_heads, -1, head_dim)
+            if rows.mask is not None and rows.mask.dim() == 4:
+                mixed = functional.scaled_dot_product_attention(
+                    q, k_RKCH, v_RKCH, attn_mask=rows.mask, scale=layer.scale
+                )
+            else:
+                # The query heads of a KV head are the batch, so that keys and values repeat with stride 0.
+                num_keys = len(rows.tokens) if rows.mask is None else rows.mask.shape[1]
+                k_GKCH, v_GKCH = (
+                    part[:, :, :num_keys].expand(q.shape[2], -1, -1, -1) for part in (k_RKCH, v_RKCH)
+                )
+                mixed = functional.scaled_dot_product_attention(
+                    q.permute(2, 1, 0, 3),
+                    k_GKCH,
+                    v_GKCH,
+                    attn_mask=rows.mask,
+                    is_causal=rows.mask is None,
+                    scale=layer.scale,
+                ).permute(2, 1, 0, 3)
+            out_TNH.index_copy_(0, rows.tokens, mixed.reshape(len(rows.tokens), -1, head_dim))
+
+    def best(self, logits_RV: Tensor, out: BestBuffers) -> None:
+        """Find the most likely tokens; see `Kernels.best`."""
+        peaks_R, ids_R = logits_RV.max(-1)
+        out.ids_R.copy_(ids_R)
+        out.peaks_R.copy_(peaks_R)
+
+    def _plan(
+        self,
+        starts_R: Int32Array,
+        query_len: int,
+        context_lens_R: Int32Array,
+        blocks_R: Sequence[Int32Array],
+        layer: LayerSpec,
+    ) -> _Rows:
+        num_blocks = max(map(len, blocks_R))
+        # A shorter row repeats its own last block: what is masked may be NaN in another's.
+        table_RB = np.array([np.pad(blocks, (0, num_blocks - len(blocks)), "edge") for blocks in blocks_R])
+        heads_K = np.arange(layer.num_kv_heads)[:, None]
+        pieces_RKB = table_RB.astype(np.int64)[:, None] * layer.num_kv_heads + heads_K
+        keys_C = np.arange(num_blocks * self._block_size if query_len == 1 else context_lens_R[0])
+        positions_RT1 = context_lens_R[:, None, None] - query_len + np.arange(query_len)[:, None]
+        seen_RTC = keys_C <= positions_RT1
+        if layer.window is not None:
+            seen_RTC &= keys_C > positions_RT1 - layer.window
+        mask = None
+        if query_len == 1:
+            mask = self._to_device(seen_RTC[:, None])
+        elif query_len < len(keys_C) or not seen_RTC[0, -1, 0]:
+            mask = self._to_device(seen_RTC[0])
+        return _Rows(
+            self._to_device((starts_R[:, None] + np.arange(query_len)).reshape(-1).astype(np.int64)),
+            self._to_device(pieces_RKB.reshape(-1)),
+            len(starts_R),
+            mask,
+        )
+
+    def _turned(self, x_TNH: Tensor, norm: Norm | None, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
+        wide_TNH = (x_TNH if norm is None else _normalised(x_TNH, norm)).to(self._wide)
+        first, second = wide_TNH.chunk(2, dim=-1)
+        return torch.cat((first * cos_T1H - second * sin_T1H, second * cos_T1H + first * sin_T1H), dim=-1)
+
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _normalised(x: Tensor, norm: Norm) -> Tensor:
+    # In float64, too, for the reference implementations do so.
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return norm.scale_D * wide.to(x.dtype) if norm.scales_rounded else (wide * norm.scale_D).to(x.dtype)
