@@ -53,7 +53,7 @@ from onbeat.simulator.observer import SimulationObserver, StepsWanted
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.virtual_replica import make_scheduler
-from onbeat.workload.arrivals import poisson_arrivals
+from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import Trace, read_trace
@@ -207,7 +207,7 @@ def make_load(trace: Trace, case: Case, max_model_len: int) -> OfferedLoad:
     chosen = trace.take(rows)
     return OfferedLoad(
         name="digest",
-        arrivals=poisson_arrivals(NUM_REQUESTS, rate=case.rate, rng=rng),
+        arrivals=gamma_arrivals(NUM_REQUESTS, rate=case.rate, rng=rng),
         num_prompt_tokens=chosen.num_prompt_tokens,
         num_output_tokens=np.maximum(1, chosen.num_output_tokens),
         block_ids=chosen.block_ids,

@@ -23,7 +23,7 @@ from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
-from onbeat.workload.arrivals import poisson_arrivals
+from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad
 
 Tokens = NDArray[np.int64]
@@ -58,7 +58,7 @@ def chat_load(num_requests: int, *, rate: float = 1.0, max_tokens: int = 8192, s
     prompts, outputs = chat_lengths(num_requests, max_tokens=max_tokens, seed=seed)
     return OfferedLoad(
         name="chat",
-        arrivals=poisson_arrivals(num_requests, rate=rate, rng=np.random.default_rng(seed + 1000)),
+        arrivals=gamma_arrivals(num_requests, rate=rate, rng=np.random.default_rng(seed + 1000)),
         num_prompt_tokens=prompts,
         num_output_tokens=outputs,
     )
@@ -125,7 +125,7 @@ def orca_load(lengths: str, seed: int, num_requests: int) -> OfferedLoad:
     is_uniform = lengths == "uniform"
     return OfferedLoad(
         name=lengths,
-        arrivals=poisson_arrivals(num_requests, rate=1.0, rng=rng),
+        arrivals=gamma_arrivals(num_requests, rate=1.0, rng=rng),
         num_prompt_tokens=rng.integers(32, 513, num_requests) if is_uniform else np.full(num_requests, 272),
         num_output_tokens=rng.integers(1, 129, num_requests) if is_uniform else np.full(num_requests, 64),
     )

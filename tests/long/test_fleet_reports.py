@@ -11,7 +11,7 @@ from onbeat.core.slo import SLO
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
-from onbeat.workload.arrivals import poisson_arrivals
+from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import read_trace
@@ -25,7 +25,7 @@ def test_an_overloaded_fleet_reports_to_the_end() -> None:
         name="overload",
         num_prompt_tokens=trace.num_prompt_tokens[0:320],
         num_output_tokens=trace.num_output_tokens[0:320],
-        arrivals=poisson_arrivals(320, rate=1.0, rng=np.random.default_rng(0)),
+        arrivals=gamma_arrivals(320, rate=1.0, rng=np.random.default_rng(0)),
     )
     load = load.with_classes([SLOClass(name="all", slo=SLO(ttft=0.6, tbt=0.06))], seed=0).at_rate(8.0)
     replica = make(Deployment, model="meta-llama/Llama-3.2-3B", device="l4", replicas=2)

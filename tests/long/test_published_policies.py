@@ -18,7 +18,7 @@ from onbeat.metrics.distribution import percentile
 from onbeat.metrics.summary import collect_samples
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
-from onbeat.workload.arrivals import poisson_arrivals
+from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import read_trace
@@ -190,7 +190,7 @@ def test_bursts_of_a_recorded_trace_cost_attainment():
     )
     rate = recorded.rate
     assert rate is not None
-    arrivals = poisson_arrivals(len(trace), rate=rate, rng=np.random.default_rng(0))
+    arrivals = gamma_arrivals(len(trace), rate=rate, rng=np.random.default_rng(0))
     settings = Deployment(model="meta-llama/Llama-3.1-8B", device="h100-sxm")
     bursts, poisson = (
         float(good_requests(run(load, settings).records).mean())

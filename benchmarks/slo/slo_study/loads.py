@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.workload.arrivals import poisson_arrivals
+from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.trace import Trace, read_trace
 
@@ -98,7 +98,7 @@ def make_load(key: LoadKey) -> OfferedLoad:
         return _window(key)
     rng = np.random.default_rng([key.seed, 1])
     count = key.num_requests
-    arrivals = poisson_arrivals(count, rate=1.0, rng=np.random.default_rng([key.seed, 3]))
+    arrivals = gamma_arrivals(count, rate=1.0, rng=np.random.default_rng([key.seed, 3]))
     if key.workload in MADE:
         prompts, outputs = _draw_mixture(MADE[key.workload], key)
         outputs = np.minimum(outputs, key.max_model_len - 1)

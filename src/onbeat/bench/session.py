@@ -265,7 +265,6 @@ class BenchObserver(Protocol):
 
     def on_phase(self, text: str) -> None:
         """Say what is being done before and between runs."""
-        ...
 
     def on_start(self, run: RunConfig, num_requests: int) -> None: ...
 

@@ -119,7 +119,6 @@ class CallOfJob(MeasuredRequest, Protocol):
     @property
     def num_cached_tokens(self) -> int | None:
         """Of the prompt; None where nobody says."""
-        ...
 
 
 def job_outcome(

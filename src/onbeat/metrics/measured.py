@@ -25,27 +25,22 @@ class MeasuredRequest(Protocol):
     @property
     def arrival(self) -> float:
         """Where TTFT and E2E start, seconds."""
-        ...
 
     @property
     def sent(self) -> float:
         """When it left the client, seconds; `arrival` where nothing holds it back."""
-        ...
 
     @property
     def delivery_times(self) -> Sequence[float]:
         """When each delivery arrived, seconds, on the clock of `arrival`, ascending."""
-        ...
 
     @property
     def delivery_sizes(self) -> Sequence[int]:
         """Tokens of each delivery; empty where nobody knows: they are then spread evenly."""
-        ...
 
     @property
     def end(self) -> float:
         """When the request ended, however it did, seconds."""
-        ...
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -53,7 +48,6 @@ class MeasuredRequest(Protocol):
     @property
     def offered_prompt_tokens(self) -> int:
         """Length of the prompt as it was offered: counted in one way for served and refused requests."""
-        ...
 
     @property
     def num_output_tokens(self) -> int: ...
@@ -61,32 +55,26 @@ class MeasuredRequest(Protocol):
     @property
     def slo(self) -> SLO | None:
         """Its objectives; None has none."""
-        ...
 
     @property
     def request_class(self) -> str | None:
         """Name of its class of objectives."""
-        ...
 
     @property
     def tenant(self) -> str | None:
         """For whom it is; None where nobody said."""
-        ...
 
     @property
     def is_streamed(self) -> bool:
         """Whether the caller sees each delivery."""
-        ...
 
     @property
     def is_completed(self) -> bool:
         """Whether the whole answer came. Only completed requests have latencies."""
-        ...
 
     @property
     def is_rejected(self) -> bool:
         """Whether the request was refused for want of capacity."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,10 +187,6 @@ class LatencyStatistic:
         """Return the value, milliseconds; None where it was not asked for or there is none."""
         return summary.latencies[self.metric].statistics_ms.get(self.statistic)
 
-    def is_in(self, summary: GroupSummary) -> bool:
-        """Return whether the statistic was asked for."""
-        return self.statistic in summary.latencies[self.metric].statistics_ms
-
 
 def ttft(request: MeasuredRequest) -> float:
     """Return the time from arrival to the first delivery, seconds."""

@@ -21,35 +21,27 @@ class RunListener(Protocol):
 
     def on_request(self, record: RequestRecord, /) -> None:
         """Hear of a request that went to the engine."""
-        ...
 
     def on_delivery(self, record: RequestRecord) -> None:
         """Hear of new tokens: the last delivery of `record`."""
-        ...
 
     def on_preemption(self, record: RequestRecord, now: float, /) -> None:
         """Hear that a request was preempted since its delivery before."""
-        ...
 
     def on_relegation(self, record: RequestRecord, now: float, /) -> None:
         """Hear that a request is served as best effort from now on."""
-        ...
 
     def on_refusal(self, record: RequestRecord, reason: str, /) -> None:
         """Hear why (of `REFUSALS`) a request was refused or ended in the queue; its end follows."""
-        ...
 
     def on_leave(self, record: RequestRecord) -> None:
         """Hear that the engine has done with a request; a slow reader may still have to get its answer."""
-        ...
 
     def on_finish(self, record: RequestRecord) -> None:
         """Hear that a request ended; the record is complete and nothing follows for it."""
-        ...
 
     def on_step(self, stats: StepStats, replica: int = 0, /) -> None:
         """Hear of a step of a replica, before the deliveries it made."""
-        ...
 
 
 class RequestTracker:

@@ -25,7 +25,6 @@ class ReportedRequest(MeasuredRequest, Protocol):
     @property
     def client_queue_time(self) -> float:
         """Time from the arrival to the send, seconds; 0 where nothing holds requests back."""
-        ...
 
 
 R = TypeVar("R", bound=ReportedRequest, covariant=True)

@@ -24,7 +24,9 @@ ArrivalKind = Literal["poisson", "gamma", "constant", "steps", "replay"]
 _load = partial(option, group="load")
 
 
-def gamma_arrivals(num_requests: int, *, rate: float, burstiness: float, rng: np.random.Generator) -> Offsets:
+def gamma_arrivals(
+    num_requests: int, *, rate: float, rng: np.random.Generator, burstiness: float = 1.0
+) -> Offsets:
     """Return arrivals with gamma-distributed gaps.
 
     Gaps have mean 1 / rate and coefficient of variation 1 / sqrt(burstiness): 1 is a Poisson process,
@@ -40,11 +42,6 @@ def gamma_arrivals(num_requests: int, *, rate: float, burstiness: float, rng: np
     _require_positive("burstiness", burstiness)
     gaps = rng.gamma(shape=burstiness, scale=1 / (rate * burstiness), size=num_requests)
     return _rescale(np.cumsum(gaps), num_requests / rate)
-
-
-def poisson_arrivals(num_requests: int, *, rate: float, rng: np.random.Generator) -> Offsets:
-    """Return arrivals of a Poisson process, rescaled as `gamma_arrivals`."""
-    return gamma_arrivals(num_requests, rate=rate, burstiness=1.0, rng=rng)
 
 
 def constant_arrivals(num_requests: int, *, rate: float) -> Offsets:

@@ -21,7 +21,6 @@ class Lengths(Protocol):
 
     def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:
         """Return one count per request, each at least 1."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

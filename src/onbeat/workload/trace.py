@@ -21,7 +21,7 @@ Agrawal et al., "Vidur", MLSys 2024.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -227,8 +227,3 @@ FORMATS: tuple[_Format, ...] = (
     _Format("vidur", frozenset({"arrived_at", "num_prefill_tokens", "num_decode_tokens"}), _parse_vidur),
     _Format("lengths", frozenset({"num_prefill_tokens", "num_decode_tokens"}), _parse_lengths),
 )
-
-
-def kinds() -> Iterable[TraceKind]:
-    """Return the kinds of trace that `read_trace` knows."""
-    return [known.kind for known in FORMATS]
