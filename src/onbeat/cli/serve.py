@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     from onbeat.cli.outputs import check_writable
-    from onbeat.server.descriptors import with_descriptors
-    from onbeat.server.run import bind, check_tls
+    from onbeat.server.run import bind, check_tls, with_descriptors
 
     check_writable({"--timeline": args.timeline, "--record": args.record})
     if args.otlp_traces_endpoint:
@@ -102,8 +101,7 @@ async def _serve(
     from onbeat.metrics.timeline import open_timeline
     from onbeat.server.app import create_app
     from onbeat.server.run import serve
-    from onbeat.server.telemetry import Telemetry
-    from onbeat.server.tracing import TraceHeaders, exported_traces
+    from onbeat.server.telemetry import Telemetry, TraceHeaders, exported_traces
     from onbeat.text.chat_template import load_chat_template
     from onbeat.text.tokenizer import load_tokenizer
 

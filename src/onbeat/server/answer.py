@@ -100,17 +100,13 @@ class AnswerResponse(Response):
             )
             for index, request in enumerate(requests)
         ]
-        self._num_choices = body.num_choices
-        self._is_bounded = body.bounds_answer
+        self._body = body
         self._deltas = services.generator.run(self._choices, text_options, self._now)
         self._flow: FlowControl | None = None
         """Of its connection; None where nobody says whether that is read."""
         self._unread_seconds = 0.0
         self._writer = _AnswerWriter(self._choices, body, pen, services.config)
-        self._jobs = services.jobs
-        self._lifecycle = services.lifecycle
-        self._slow_readers = services.slow_readers
-        self._encoder = services.encoder
+        self._services = services
         self._caller = ""
         self.repeated_size = 0
         """Characters that take as long to be encoded as what a stream repeats of its request."""
@@ -132,17 +128,17 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
         self._flow, self._caller = scope.get("state", {}).get(FLOW), context.caller
-        context.num_choices = self._num_choices
+        context.num_choices = self._body.num_choices
         context.max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
         try:
             if context.allowance is not None:
                 num_prompt_tokens = counts_of(self._choices).prompt
                 context.allowance.take_answers(
-                    num_prompt_tokens, context.max_tokens, is_stated=self._is_bounded
+                    num_prompt_tokens, context.max_tokens, is_stated=self._body.bounds_answer
                 )
             with (
-                self._lifecycle.generation(),
-                self._jobs.call(context.job, self._choices) as self._writer.ticket,
+                self._services.lifecycle.generation(),
+                self._services.jobs.call(context.job, self._choices) as self._writer.ticket,
             ):
                 async with cancelled_on_disconnect(receive), aclosing(self._deltas) as deltas:
                     if self._is_streamed:
@@ -152,7 +148,7 @@ class AnswerResponse(Response):
             if self._is_streamed:
                 await send({"type": "http.response.body", "body": last, "more_body": False})
             else:
-                response = PiecesResponse(pieces, self._slow_readers, self._prediction())
+                response = PiecesResponse(pieces, self._services.slow_readers, self._prediction())
                 await response(scope, receive, send)
         except ClientGone:
             context.finish = "client_gone"
@@ -174,7 +170,7 @@ class AnswerResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         turns = Turns()
         try:
-            with self._lifecycle.telling_abort():
+            with self._services.lifecycle.telling_abort():
                 async with self._pinging(send):
                     await self._send_delta(first, send)
                     async for delta in deltas:
@@ -188,7 +184,7 @@ class AnswerResponse(Response):
             if not isinstance(error, OnbeatError):
                 logger.exception("%s failed while streaming", context.completion_id)
             return self._writer.failed(reply)
-        return await self._encoder.off_loop(self._caller, self.repeated_size, self._writer.end)
+        return await self._services.encoder.off_loop(self._caller, self.repeated_size, self._writer.end)
 
     async def _collect(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> list[Piece]:
         """Return the pieces of the whole answer."""
@@ -210,11 +206,11 @@ class AnswerResponse(Response):
         size = _SCORE_SIZE * len(delta.choice.prompt_logprobs or ())  # of an echo, all in its first event
         if not self._num_begun:
             size += self.repeated_size
-        body = await self._encoder.off_loop(self._caller, size, partial(self._writer.events, delta))
+        body = await self._services.encoder.off_loop(self._caller, size, partial(self._writer.events, delta))
         delta.choice.prompt_logprobs = None
         self._num_begun += 1
         start = time.monotonic() if self._flow is not None and self._flow.write_paused else None
-        await self._slow_readers.sent(
+        await self._services.slow_readers.sent(
             self, send({"type": "http.response.body", "body": body, "more_body": True})
         )
         if start is not None:

@@ -23,7 +23,6 @@ from onbeat.server.engine_watch import EngineHealth, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import fleet_routes
 from onbeat.server.generation import Generator, Lifecycle
-from onbeat.server.home import home_routes
 from onbeat.server.jobs import JobCalls
 from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.messages import message_routes
@@ -47,7 +46,7 @@ from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, score_routes
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.slo_defaults import NO_LIMITS
-from onbeat.server.status import health_routes, model_routes
+from onbeat.server.status import health_routes, home_routes, model_routes
 from onbeat.server.structured import GrammarChecks
 from onbeat.server.telemetry import Telemetry
 from onbeat.server.tokenization import tokenizer_routes

@@ -8,10 +8,9 @@ import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.body import is_nested_too_deep
+from onbeat.server.body import JsonReader, is_nested_too_deep
 from onbeat.server.errors import unsupported
 from onbeat.server.fields import Open, note_unknown
-from onbeat.server.json_reader import JsonReader
 from onbeat.server.server_config import MAX_MESSAGES
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}

@@ -21,7 +21,7 @@ from onbeat.server.answer_report import SLOReport, Usage
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.engine_requests import engine_requests
 from onbeat.server.errors import ErrorBody, ErrorReply, unsupported
-from onbeat.server.fields import OF_TEMPLATES, WHOLE, Flag
+from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.generation_request import GenerationRequest, check_num_logprobs, read_request
 from onbeat.server.logprobs import (
     CompletionLogprobs,
@@ -154,7 +154,7 @@ def completion_routes(services: Services) -> Routes:
     async def completions(request: Request) -> Response:
         """Go on writing a text."""
         context = context_of(request.scope)
-        body, head = await read_request(request, CompletionRequest, services, "cmpl", unused=OF_TEMPLATES)
+        body, head = await read_request(request, CompletionRequest, services, "cmpl")
         body.check(services.config, services.info)
         async with cancelled_on_disconnect(request.receive):
             await services.grammars.take(grammar_of(body), context)

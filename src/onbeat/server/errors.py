@@ -165,18 +165,13 @@ def error_reply(error: Exception) -> ErrorReply:
         case EngineError():
             status, code = 500, "engine_error"
         case HTTPException():
-            return _http_exception_reply(error)
+            status, headers = error.status_code, dict(error.headers or {})
+            code = HTTPStatus(status).name.lower()
+            message = "this path has no such method" if status == 405 else str(error.detail)
         case _:
             status, code = 500, "internal_error"
             message = "the server failed on this request"
     return ErrorReply(status, code, _detail(status, message, code, param, details), headers)
-
-
-def _http_exception_reply(error: HTTPException) -> ErrorReply:
-    code = HTTPStatus(error.status_code).name.lower()
-    message = "this path has no such method" if error.status_code == 405 else str(error.detail)
-    status = error.status_code
-    return ErrorReply(status, code, _detail(status, message, code), dict(error.headers or {}))
 
 
 def too_large(max_bytes: int) -> ApiError:

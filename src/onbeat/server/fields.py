@@ -35,12 +35,11 @@ HARMLESS = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         *("request_id", "session_id", "include_reasoning", "cache_prompt"),
         "spaces_between_special_tokens",  # no tokenizer here puts any there
+        # where no template makes the prompt
+        *("add_generation_prompt", "chat_template_kwargs", "continue_final_message"),
     )
 )
-"""Accepted with any value: they change nothing about the text."""
-
-OF_TEMPLATES = frozenset(("add_generation_prompt", "chat_template_kwargs", "continue_final_message"))
-"""Harmless where no template makes the prompt."""
+"""Accepted with any value by bodies that do not honour them: they change nothing about the text."""
 
 _OFF: tuple[Any, ...] = (None, False)
 _ZERO: tuple[Any, ...] = (None, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -131,7 +130,6 @@ async def read_request(
     prefix: str,
     *,
     joint: str = "-",
-    unused: Collection[str] = (),
 ) -> tuple[_Body, AnswerHead]:
     """Return the checked body of a request, and the head of its answer.
 
@@ -139,14 +137,13 @@ async def read_request(
     ----------
     kind : of the body.
     prefix, joint : of the answer's id.
-    unused : fields that are taken, and dropped.
 
     Raises
     ------
     OnbeatError : the server takes no more, or the body is wrong (`body.read_body`), or names another model.
     """
     services.lifecycle.check_open()
-    body = await read_body(request, kind, unused=unused)
+    body = await read_body(request, kind)
     if services.config.force_include_usage and isinstance(body, GenerationRequest) and body.stream:
         body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
     head = new_head(prefix, services.check_model(body.model), joint=joint)

@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field
 from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.request import Grammar
 from onbeat.metrics.counts import GrammarCounts
+from onbeat.server.body import JsonReader
 from onbeat.server.errors import ApiError
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
 from onbeat.server.fields import Closed, Flag
-from onbeat.server.json_reader import JsonReader
 from onbeat.server.middleware import HttpContext
 from onbeat.text.grammar.guard import GrammarGuard
 from onbeat.text.grammar.limits import MOST_LEVELS, TooComplex, check_size
