@@ -24,7 +24,7 @@ from onbeat.core.step import BatchShape
 from onbeat.files import packaged, read
 from onbeat.perfmodel.device_spec import CPU, is_spec_file
 from onbeat.perfmodel.fitted import FitTarget
-from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline
+from onbeat.perfmodel.roofline import RooflineParameters, default_parameters
 from onbeat.perfmodel.runs import StepSeconds
 from onbeat.typed import Number, Table, Text
 
@@ -191,13 +191,7 @@ def make_engine_roofline(engine: EngineTerms, target: FitTarget) -> StepSeconds:
     ------
     ConfigError : see `engine_parameters` and `make_roofline`.
     """
-    roofline = make_roofline(
-        target.model,
-        target.device,
-        parallelism=target.parallelism,
-        precision=target.precision,
-        parameters=engine_parameters(engine, target),
-    )
+    roofline = target.roofline(engine_parameters(engine, target))
     row_seconds = engine.row_seconds
 
     def seconds(shape: BatchShape) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
@@ -24,6 +24,7 @@ from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline, roofline_seconds
+from onbeat.perfmodel.runs import StepSeconds
 from onbeat.perfmodel.shapes import (
     FIELDS,
     MeasuredStep,
@@ -189,19 +190,69 @@ _OF_DRAFTS = frozenset(("num_draft_tokens", PAIRS, "has_drafts"))
 
 
 class NNLSForm:
-    """The formula as `fitted.Form`."""
+    """A sum of terms that are linear in a batch's sums, each with a coefficient of at least 0."""
 
     def fit(self, matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
-        """Return `fit_nnls`."""
-        return fit_nnls(matrix, seconds)
+        """Return the coefficients, seconds a unit, that minimise the squared relative error.
+
+        Parameters
+        ----------
+        matrix : rows of `shape_matrix`. [N, F]
+        seconds : measured, positive. [N]
+
+        Returns
+        -------
+        By feature, and `fixed`; `lowest` bounds the prediction from below where all of a batch's terms are 0.
+        """
+        nnls = require("scipy.optimize", extra="plan", purpose="fitting step times").nnls
+        features = _features(matrix)
+        # Columns of like size: the solver's tolerance is absolute, and pairs are a million times sequences.
+        scale = features.max(axis=0)
+        scale[scale == 0] = 1.0
+        relative = features / scale / seconds[:, None]
+        coefficients, _ = nnls(relative, np.ones(len(matrix)))
+        values = coefficients / scale
+        fitted = dict(zip(_NAMES, (float(value) for value in values), strict=True))
+        return {**fitted, _LOWEST: _LOWEST_SHARE * float(seconds.min())}
 
     def predict(self, matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:
-        """Return `nnls_seconds`."""
-        return nnls_seconds(matrix, _checked(parameters))
+        """Return seconds for the rows of a shape matrix, [N]."""
+        parameters = _checked(parameters)
+        coefficients = np.array([parameters[name] for name in _NAMES])
+        total: NDArray[np.float64] = _features(matrix) @ coefficients
+        return np.maximum(total, parameters[_LOWEST])
 
     def closure(self, parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
-        """Return `nnls_closure`."""
-        return nnls_closure(_checked(parameters))
+        """Return the prediction for one batch, in plain floats."""
+        parameters = _checked(parameters)
+        fixed, lowest = parameters[_FIXED], parameters[_LOWEST]
+        new, sequences, chunks, pairs, cached, context, lm_head, verify, draft = (
+            parameters[name] for name in FEATURES
+        )
+        draft_pair = parameters[PAIRS]
+        decode_pass, chunk_pass, draft_pass = (parameters[name] for name in PASSES)
+
+        def seconds(shape: BatchShape) -> float:
+            total = (
+                fixed
+                + new * shape.num_new_tokens
+                + sequences * shape.num_sequences
+                + chunks * shape.num_chunks
+                + pairs * shape.query_key_pairs
+                + cached * shape.chunk_cached_tokens
+                + context * shape.decode_context_tokens
+                + lm_head * shape.num_lm_head_rows
+            )
+            if shape.num_decodes:
+                total += decode_pass
+            if shape.num_chunks:
+                total += chunk_pass
+            if drafts := shape.num_draft_tokens:
+                total += draft_pass + verify * shape.num_verify_rows
+                total += draft * drafts + draft_pair * draft_pairs(shape)
+            return total if total > lowest else lowest
+
+        return seconds
 
 
 def _checked(parameters: Mapping[str, float]) -> Mapping[str, float]:
@@ -217,74 +268,11 @@ def _checked(parameters: Mapping[str, float]) -> Mapping[str, float]:
     return parameters
 
 
-def fit_nnls(matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
-    """Return the coefficients, seconds a unit, that minimise the squared relative error.
-
-    Parameters
-    ----------
-    matrix : rows of `shape_matrix`. [N, F]
-    seconds : measured, positive. [N]
-
-    Returns
-    -------
-    By feature, and `fixed`; `lowest` bounds the prediction from below where all of a batch's terms are 0.
-    """
-    nnls = require("scipy.optimize", extra="plan", purpose="fitting step times").nnls
-    features = _features(matrix)
-    # Columns of like size: the solver's tolerance is absolute, and pairs are a million times the sequences.
-    scale = features.max(axis=0)
-    scale[scale == 0] = 1.0
-    relative = features / scale / seconds[:, None]
-    coefficients, _ = nnls(relative, np.ones(len(matrix)))
-    values = coefficients / scale
-    fitted = dict(zip(_NAMES, (float(value) for value in values), strict=True))
-    return {**fitted, _LOWEST: _LOWEST_SHARE * float(seconds.min())}
-
-
-def nnls_seconds(matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:
-    """Return seconds for the rows of a shape matrix, [N]."""
-    coefficients = np.array([parameters[name] for name in _NAMES])
-    total: NDArray[np.float64] = _features(matrix) @ coefficients
-    return np.maximum(total, parameters[_LOWEST])
-
-
 def _features(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return one column a name of `_NAMES`."""
     return np.column_stack(
         [np.ones(len(matrix)), matrix[:, _COLUMNS], draft_pairs_of(matrix), matrix[:, _COUNTS] > 0]
     )
-
-
-def nnls_closure(parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
-    """Return the prediction for one batch, in plain floats."""
-    fixed, lowest = parameters[_FIXED], parameters[_LOWEST]
-    new, sequences, chunks, pairs, cached, context, lm_head, verify, draft = (
-        parameters[name] for name in FEATURES
-    )
-    draft_pair = parameters[PAIRS]
-    decode_pass, chunk_pass, draft_pass = (parameters[name] for name in PASSES)
-
-    def seconds(shape: BatchShape) -> float:
-        total = (
-            fixed
-            + new * shape.num_new_tokens
-            + sequences * shape.num_sequences
-            + chunks * shape.num_chunks
-            + pairs * shape.query_key_pairs
-            + cached * shape.chunk_cached_tokens
-            + context * shape.decode_context_tokens
-            + lm_head * shape.num_lm_head_rows
-        )
-        if shape.num_decodes:
-            total += decode_pass
-        if shape.num_chunks:
-            total += chunk_pass
-        if drafts := shape.num_draft_tokens:
-            total += draft_pass + verify * shape.num_verify_rows
-            total += draft * drafts + draft_pair * draft_pairs(shape)
-        return total if total > lowest else lowest
-
-    return seconds
 
 
 PRIOR_WEIGHT = 0.05
@@ -313,6 +301,16 @@ class FitTarget:
         ConfigError : too few distinct batches.
         """
         return fit([step.shape for step in steps], [step.seconds for step in steps], self, method=method)
+
+    def roofline(self, parameters: RooflineParameters | None = None) -> StepSeconds:
+        """Return the roofline; with the default parameters of the device if none are given."""
+        return make_roofline(
+            self.model,
+            self.device,
+            parallelism=self.parallelism,
+            precision=self.precision,
+            parameters=parameters,
+        )
 
     def predict(self, fitted: FittedModel, steps: Sequence[MeasuredStep]) -> NDArray[np.float64]:
         """Return the predicted seconds of some steps."""
@@ -354,10 +352,7 @@ class RooflineForm:
 
     def closure(self, parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
         """Return the roofline with these parameters."""
-        at, own = self.target, _parameters(parameters)
-        return make_roofline(
-            at.model, at.device, parallelism=at.parallelism, precision=at.precision, parameters=own
-        )
+        return self.target.roofline(_parameters(parameters))
 
 
 def _parameters(values: Mapping[str, float]) -> RooflineParameters:
@@ -383,20 +378,8 @@ MIN_DISTINCT_SHAPES = 8
 _NUM_FOLDS = 5
 
 
-class Form(Protocol):
-    """A formula with free parameters."""
-
-    def fit(self, matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
-        """Return the parameters that describe measured steps best."""
-        ...
-
-    def predict(self, matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:
-        """Return seconds for the rows of a shape matrix."""
-        ...
-
-    def closure(self, parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
-        """Return the same for one batch, fast."""
-        ...
+Form = RooflineForm | NNLSForm
+"""A formula with free parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,14 +434,14 @@ def fit_form(form: Form, method: str, shapes: Iterable[BatchShape], seconds: Seq
     )
 
 
-def make_form(method: str, target: FitTarget) -> Form:
-    """Return the formula of a fit method.
+def make_form(method: str, target: FitTarget | None) -> Form:
+    """Return the formula of a fit method; `nnls` needs no target.
 
     Raises
     ------
     ConfigError : an unknown method.
     """
-    if method == "roofline":
+    if method == "roofline" and target is not None:
         return RooflineForm(target)
     if method == "nnls":
         return NNLSForm()

@@ -17,13 +17,13 @@ from onbeat.core.hints import likely_meant
 from onbeat.perfmodel.correction import DriftAlarm
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.engines import find_engine, make_engine_roofline
-from onbeat.perfmodel.fitted import FitTarget, FittedModel, NNLSForm, make_form
+from onbeat.perfmodel.fitted import FitTarget, FittedModel, make_form
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.profile import ServerTerms, check_profile, limited_device, read_profile
-from onbeat.perfmodel.roofline import Paces, at_paces, make_roofline
+from onbeat.perfmodel.roofline import Paces, at_paces
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.typed import convert
@@ -32,17 +32,6 @@ ROOFLINE_SIGMA = 0.17
 """Spread of log(measured / predicted) of the roofline from data sheets: a median error of 12 %."""
 ENGINE_SIGMA = 0.10
 """The same with an engine's terms, on held-back deployments (docs/maintainers/calibration.md)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimeQuery:
-    """What step times are asked of."""
-
-    target: FitTarget
-    profile: Path | None
-    """Where the measurements are; what is in it depends on the model's kind."""
-    engine: str | None
-    """As `find_engine` takes it; its terms go to the roofline."""
 
 
 def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
@@ -84,7 +73,7 @@ def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
         parallelism=parallelism or Parallelism(),
         precision=precision or Precision(),
     )
-    return STEP_TIME_MODELS[kind](StepTimeQuery(target=target, profile=profile, engine=engine))
+    return STEP_TIME_MODELS[kind](target, profile, engine)
 
 
 def require_step_time(kind: str) -> str:
@@ -105,22 +94,21 @@ def require_step_time(kind: str) -> str:
 
 def roofline_predictor(target: FitTarget, paces: Paces = ()) -> Predictor:
     """Return the predictor of data sheets alone, or of these and how far a few steps were from them."""
-    roofline = make_roofline(
-        target.model, target.device, parallelism=target.parallelism, precision=target.precision
-    )
+    roofline = target.roofline()
     if paces:
         roofline = at_paces(roofline, paces)
     return Predictor(roofline, ResidualModel.log_normal(ROOFLINE_SIGMA))
 
 
 def fitted_predictor(
-    fitted: FittedModel, target: FitTarget, *, server: ServerTerms | None = None
+    fitted: FittedModel, target: FitTarget | None = None, *, server: ServerTerms | None = None
 ) -> Predictor:
     """Return the predictor of a fit: with the quantiles of its held-back errors, and its range.
 
     Parameters
     ----------
-    target : what was fitted for; see `limited_device` where the limits of its device were measured.
+    target : what was fitted for, unless it was by `nnls`; see `limited_device` where the limits of its device
+        were measured.
     server : what the engine does beside its steps; None is nothing.
     """
     return Predictor(
@@ -132,31 +120,29 @@ def fitted_predictor(
     )
 
 
-def _roofline(query: StepTimeQuery) -> Predictor:
-    if query.profile is not None:
+def _roofline(target: FitTarget, profile: Path | None, name: str | None) -> Predictor:
+    if profile is not None:
         raise ConfigError(
-            f"the roofline takes no profile (got {query.profile}): leave it out, or choose "
+            f"the roofline takes no profile (got {profile}): leave it out, or choose "
             "--step-time fitted, which calibrates the roofline by it"
         )
-    at = query.target
-    if query.engine is None:
-        return roofline_predictor(at)
-    engine = find_engine(query.engine)
+    if name is None:
+        return roofline_predictor(target)
+    engine = find_engine(name)
     return Predictor(
-        make_engine_roofline(engine, at),
+        make_engine_roofline(engine, target),
         ResidualModel.log_normal(ENGINE_SIGMA),
         server=ServerTerms(steps_ahead=engine.steps_ahead, request_seconds=engine.request_seconds),
     )
 
 
-def _fitted(query: StepTimeQuery) -> Predictor:
-    path = query.profile
+def _fitted(asked: FitTarget, path: Path | None, _engine: str | None) -> Predictor:
     if path is None:
         raise ConfigError(
             "the step-time model fitted needs a profile: --profile FILE, written by `onbeat profile MODEL`"
         )
     profile = read_profile(path)
-    asked, precision = query.target, profile.key.precision
+    precision = profile.key.precision
     check_profile(
         profile,
         path,
@@ -169,7 +155,7 @@ def _fitted(query: StepTimeQuery) -> Predictor:
     return fitted_predictor(profile.fitted, target, server=profile.server)
 
 
-STEP_TIME_MODELS: dict[str, Callable[[StepTimeQuery], Predictor]] = {
+STEP_TIME_MODELS: dict[str, Callable[[FitTarget, Path | None, str | None], Predictor]] = {
     "roofline": _roofline,
     "fitted": _fitted,
 }
@@ -230,14 +216,7 @@ class MeasuredDescription:
 
     def predictor(self) -> Predictor:
         """Return the model as it is before its first step: it learns from each one that it is told of."""
-        fitted = self.fitted
-        plain = Predictor(
-            NNLSForm().closure(fitted.parameters),
-            ResidualModel(fitted.ratios),
-            fitted.shape_range,
-            errors=fitted.errors,
-        )
-        return plain.with_learning(DriftAlarm())
+        return fitted_predictor(self.fitted).with_learning(DriftAlarm())
 
 
 AnyDescription = StepTimeDescription | SpeculativeDescription | MeasuredDescription

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Receive
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.errors import ApiError, ClientGone, too_large
@@ -158,21 +160,32 @@ def is_nested_too_deep(value: dict[str, Any]) -> bool:
     return False
 
 
-async def _read_body(request: Request) -> bytearray:
-    most = request.app.state.max_body_bytes
-    announced = request.headers.get("content-length", "")
+async def receive_body(headers: Headers, receive: Receive, most: int) -> bytearray:
+    """Return the whole body of a request.
+
+    Raises
+    ------
+    ApiError : it has more than `most` bytes.
+    ClientGone : the connection closed before the body was complete.
+    """
+    announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > most:
         raise too_large(most)
     body = bytearray()  # pieces of a list may be of two bytes each, and take thirty times as much
     more = True
     while more:
-        message = await request.receive()
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > most:
             raise too_large(most)
+    return body
+
+
+async def _read_body(request: Request) -> bytearray:
+    body = await receive_body(request.headers, request.receive, request.app.state.max_body_bytes)
     if (allowance := context_of(request.scope).allowance) is not None:
         allowance.take_body(len(body))
     return body

@@ -17,9 +17,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.core.errors import OnbeatError
-from onbeat.server.errors import ClientGone, error_response, too_large
+from onbeat.server.body import receive_body
+from onbeat.server.errors import ClientGone, error_response
 from onbeat.server.slo_defaults import key_digest
-from onbeat.vllm.objectives import ROUTES, KnownCaller, ReadRequest, read_request
+from onbeat.vllm.objectives import ROUTES, KnownCaller, read_request
 from onbeat.vllm.plugin_config import log_as_vllm_does, read_config
 from onbeat.vllm.relay import TOLD_SECONDS, AnswerRelay
 from onbeat.vllm.telemetry import Subscriber
@@ -99,9 +100,8 @@ class _Shared:
         self._hearing: asyncio.Task[None] | None = None
         if self._config.telemetry is None:
             logger.warning(
-                "no telemetry address is set: verdicts lack the predicted TTFT, /metrics lacks step times; "
-                '`onbeat vllm serve` sets one, or: --additional-config \'{"onbeat": {"telemetry": '
-                '"tcp://127.0.0.1:5557"}}\''
+                "no telemetry address is set, which `onbeat vllm serve` does: verdicts lack the predicted "
+                "TTFT, and /metrics the step times"
             )
         else:
             parallel = getattr(vllm_config, "parallel_config", None)
@@ -122,12 +122,11 @@ class _Shared:
 
     async def serve(self, app: ASGIApp, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Let vLLM answer a request that it can be held to."""
-        caller = self._caller(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        caller = self._caller(headers)
         try:
-            raw = await self._read_body(scope, receive)
-            request = read_request(
-                path, raw, Headers(scope=scope), caller, self._defaults, slo_id=uuid.uuid4().hex
-            )
+            raw = bytes(await receive_body(headers, receive, self._config.max_body_bytes))
+            request = read_request(path, raw, headers, caller, self._defaults, slo_id=uuid.uuid4().hex)
         except OnbeatError as error:
             response = error_response(error, path)
             await CORSMiddleware(response, **self._cors)(scope, receive, send)
@@ -137,28 +136,14 @@ class _Shared:
         if request is None:
             await app(scope, _replayed(raw, receive), send)
             return
-        await self._relay(app, request, caller, scope, _replayed(request.body, receive), send)
-
-    async def _relay(
-        self,
-        app: ASGIApp,
-        request: ReadRequest,
-        caller: KnownCaller,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
         opened = self.requests.open(request)
+        told_seconds = 0.0 if self._subscriber is None else TOLD_SECONDS
         relay = AnswerRelay(
-            opened,
-            scope,
-            receive,
-            send,
-            ignored=caller.ignored_fields,
-            told_seconds=0.0 if self._subscriber is None else TOLD_SECONDS,
+            opened, scope, receive, send, ignored=caller.ignored_fields, told_seconds=told_seconds
         )
         try:
-            await app(_with_length(scope, len(request.body)), receive, relay.send)
+            scope = _with_length(scope, len(request.body))
+            await app(scope, _replayed(request.body, receive), relay.send)
         except Exception:
             if not await relay.rescue():
                 raise
@@ -173,29 +158,6 @@ class _Shared:
         digest = key_digest(key.strip())
         is_known = self._asks_for_keys or digest in self._defaults.keys
         return KnownCaller(digest if is_known else None)
-
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the whole body.
-
-        Raises
-        ------
-        ApiError : it is larger than the limit.
-        ClientGone : the client left before it was complete.
-        """
-        most = self._config.max_body_bytes
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced) > most:
-            raise too_large(most)
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            body += message.get("body", b"")
-            if len(body) > most:
-                raise too_large(most)
-            if not message.get("more_body", False):
-                return bytes(body)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.papers.linear import DistServeCoefficients, distserve_closure
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import cpu_device, find_device
-from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, fit, make_form, nnls_closure, nnls_seconds
+from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, NNLSForm, fit, make_form
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -128,8 +128,8 @@ def test_both_evaluations_of_a_linear_fit_agree(rows, drafts):
     parameters = {name: 1e-4 * (index + 1) for index, name in enumerate(names)}
     shape = with_verified(batch(rows), drafts)
     if shape.num_new_tokens:
-        predicted = nnls_seconds(shape_matrix([shape]), parameters)[0]
-        assert predicted == pytest.approx(nnls_closure(parameters)(shape))
+        predicted = NNLSForm().predict(shape_matrix([shape]), parameters)[0]
+        assert predicted == pytest.approx(NNLSForm().closure(parameters)(shape))
 
 
 @given(rows=rows, drafts=verified)

@@ -18,11 +18,9 @@ from onbeat.perfmodel.fitted import (
     FitErrors,
     FitTarget,
     FittedModel,
+    NNLSForm,
     fit,
-    fit_nnls,
     make_form,
-    nnls_closure,
-    nnls_seconds,
 )
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import fitted_predictor
@@ -53,13 +51,13 @@ def linear(shape: BatchShape) -> float:
 def test_nnls_finds_a_linear_truth_and_both_evaluations_agree() -> None:
     shapes = mixed_batches(60, seed=3)
     matrix = shape_matrix(shapes)
-    parameters = fit_nnls(matrix, np.array([linear(shape) for shape in shapes]))
-    closure = nnls_closure(parameters)
+    parameters = NNLSForm().fit(matrix, np.array([linear(shape) for shape in shapes]))
+    closure = NNLSForm().closure(parameters)
     unseen = mixed_batches(40, seed=4)
     assert [closure(shape) for shape in unseen] == pytest.approx(
         [linear(shape) for shape in unseen], rel=1e-4
     )
-    assert nnls_seconds(shape_matrix(unseen), parameters) == pytest.approx(
+    assert NNLSForm().predict(shape_matrix(unseen), parameters) == pytest.approx(
         [closure(shape) for shape in unseen]
     )
     assert all(parameters[name] >= 0 for name in FEATURES)
@@ -68,8 +66,10 @@ def test_nnls_finds_a_linear_truth_and_both_evaluations_agree() -> None:
 def test_nnls_never_predicts_nothing() -> None:
     """Chunks alone were measured, and their time is proportional to their tokens."""
     shapes = [batch([(0, size)]) for size in (16, 32, 64, 128, 256, 300, 400, 512)]
-    parameters = fit_nnls(shape_matrix(shapes), np.array([1e-3 * shape.query_key_pairs for shape in shapes]))
-    assert nnls_closure(parameters)(decodes(1, 1)) > 0
+    parameters = NNLSForm().fit(
+        shape_matrix(shapes), np.array([1e-3 * shape.query_key_pairs for shape in shapes])
+    )
+    assert NNLSForm().closure(parameters)(decodes(1, 1)) > 0
 
 
 @pytest.mark.parametrize("tensor", [1, 4])

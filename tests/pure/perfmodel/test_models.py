@@ -11,7 +11,7 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import STEP_TIME_MODELS, StepTimeQuery, make_step_time_model
+from onbeat.perfmodel.models import STEP_TIME_MODELS, make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
@@ -117,8 +117,8 @@ def test_a_profile_of_something_else_is_refused(
 def test_another_kind_in_the_table_is_made_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not come with the package stands beside what does, under the same options."""
 
-    def constant(query: StepTimeQuery) -> Predictor:
-        assert query.profile is not None
+    def constant(target: FitTarget, profile: Path | None, _engine: str | None) -> Predictor:
+        assert profile is not None
         return Predictor(lambda shape: 0.02 * shape.num_decodes, ResidualModel.log_normal(0.1))
 
     with pytest.raises(ConfigError, match="choose one of roofline, fitted"):
