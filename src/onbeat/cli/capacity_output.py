@@ -10,13 +10,15 @@ from typing import Any
 from onbeat.cli.answers import COST, LIMIT, cost_text, gpus_text, limit_text, state_text, third_person
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, Outcome
-from onbeat.planner.cases import Labels, case_name
-from onbeat.planner.charts import axes_of, capacity_over_figure, search_figures
+from onbeat.planner.cases import Labels, case_name, short_name
 from onbeat.planner.prices import Price, Prices
-from onbeat.report.plot import Figure
+from onbeat.report.plot import QUEUE_COLOUR, Figure, axis, figure, latency_axis, rounded, series, with_limits
 from onbeat.report.result import Column, Lines, Plots, Result, Section, Table
+from onbeat.report.sweep_charts import KEPT_TITLE, capacity_marks, with_promise
 from onbeat.report.units import NOTHING, significant
 
+RATE = "requests/s"
+PER_GPU = "requests/s per GPU"
 SHORT_LOAD = 30.0
 """Seconds: the delays that objectives limit take some of them to build up."""
 _OUTCOMES = {
@@ -79,18 +81,22 @@ class CapacityReport:
 
 def capacity_result(report: CapacityReport) -> Result:
     """Return what is shown and saved."""
-    sections = [Section("", [Plots(search_figures(report.capacities), per_row=2)])]
     cases = Table("Capacity", CASE_COLUMNS, [each.values for each in report.capacities], key="cases")
-    figures = Plots(_capacity_figures(report.capacities), per_row=2)
+    # A rate that nothing limited says how far the search went; beside it no other could be seen.
+    bounded = [each for each in report.capacities if each.outcome is not Outcome.UNBOUNDED]
+    axes = dict.fromkeys(name for each in bounded for name, _ in each.labels)
+    figures = Plots([capacity_over_figure(bounded, name) for name in axes], per_row=2)
     title = "Cases" if len(report.capacities) > 1 else "The numbers"
-    sections.append(Section(title, [cases, figures], is_folded=True))
-    sections.append(Section("How it was found", [Lines([f"{report.lead}."])], "page"))
     return Result(
         kind="capacity",
         title=report.title,
         answer=[answer_of(report)],
         follows=facts_of(report),
-        sections=sections,
+        sections=[
+            Section("", [Plots(search_figures(report.capacities), per_row=2)]),
+            Section(title, [cases, figures], is_folded=True),
+            Section("How it was found", [Lines([f"{report.lead}."])], "page"),
+        ],
         warnings=list(_warnings(report)),
         settings=report.settings["flags"],
         values={"settings": report.settings},
@@ -98,11 +104,113 @@ def capacity_result(report: CapacityReport) -> Result:
     )
 
 
-def _capacity_figures(capacities: Sequence[Capacity]) -> list[Figure | None]:
-    # A rate that nothing limited says how far the search went; beside it no other could be seen.
-    bounded = [each for each in capacities if each.outcome is not Outcome.UNBOUNDED]
-    axes = axes_of([each.labels for each in bounded])
-    return [capacity_over_figure(bounded, axis) for axis in axes]
+# ---- figures ----
+
+
+def search_figures(capacities: Sequence[Capacity]) -> list[Figure]:
+    """Return what the objective limits over the request rate, by the runs of the searches, a line a case.
+
+    Shares of good requests and latencies have a figure each, with the limit and the capacities.
+    """
+    named = (measure.name for each in capacities for _, verdict in each.curve for measure in verdict.measures)
+    figures = (_search_figure(capacities, name) for name in dict.fromkeys(named))
+    return [drawn for drawn in figures if drawn is not None]
+
+
+def _search_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
+    lines, found, limits, is_share = [], [], set(), False
+    for position, each in enumerate(capacities):
+        own = [
+            (rate, measure)
+            for rate, verdict in each.curve
+            for measure in verdict.measures
+            if measure.name == name and isfinite(measure.value)
+        ]
+        if not own:
+            continue
+        is_share = own[0][1].unit == "share"
+        scale, unit = (100, "%") if is_share else (1e3, "ms")
+        xs, ys = [rate for rate, _ in own], [measure.value * scale for _, measure in own]
+        hover = f"%{{y:.4g}} {unit} at %{{x:.4g}} requests/s"
+        lines.append(series(case_name(each.labels), position, rounded(xs), rounded(ys), hover=hover))
+        limits.add(own[0][1].limit)
+        if each.outcome is Outcome.FOUND:
+            found.append((each.rate, own[0][1].limit * scale))
+    if not lines:
+        return None
+    if is_share:
+        return with_promise(figure(KEPT_TITLE, lines, RATE, "%"), max(limits), found)
+    drawn_ms = [value for line in lines for value in line["y"]]
+    ms = axis("ms", **latency_axis([*drawn_ms, *(limit * 1e3 for limit in limits)]))
+    drawn = figure(f"{name} over the request rate", lines, RATE, ms)
+    drawn["data"].append(capacity_marks(found))
+    return with_limits(drawn, {limit * 1e3: "limit" for limit in sorted(limits)})
+
+
+def capacity_over_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
+    """Return the capacity per device over one numeric setting, a line for each combination of the others.
+
+    Over the TBT objective this is the plot of Sarathi-Serve (OSDI 2024, figure 12).
+
+    Returns
+    -------
+    None unless the setting has two values or more, all of them numbers.
+    """
+    groups: dict[str, list[tuple[float, Capacity]]] = {}
+    for each in capacities:
+        labels = dict(each.labels)
+        value = _number(labels.pop(name, ""))
+        if value is not None and each.outcome is not Outcome.INTERRUPTED:
+            groups.setdefault(case_name(tuple(labels.items())), []).append((value, each))
+    values = {value for points in groups.values() for value, _ in points}
+    if len(values) < 2:
+        return None
+    lines = []
+    for position, (others, points) in enumerate(groups.items()):
+        points.sort(key=lambda point: point[0])
+        members = [each for _, each in points]
+        told = {"error_y": _error_bars(members), "customdata": [each.reason for each in members]}
+        xs, ys = [value for value, _ in points], [each.rate_per_device for each in members]
+        hover = "%{y:.3f} requests/s per GPU at %{x}<br>%{customdata}"
+        lines.append(series(others, position, xs, ys, hover=hover, **told))
+    title = short_name(name)
+    return figure(f"Capacity over {title}", lines, axis(title, **_ticks(values)), PER_GPU)
+
+
+def _error_bars(capacities: Sequence[Capacity]) -> dict[str, Any]:
+    """Return the interval of each capacity; an end that is not known is drawn as none."""
+
+    def length(each: Capacity, end: float) -> float:
+        return abs(end - each.rate) / each.num_devices if isfinite(end) and each.num_devices else 0.0
+
+    return {
+        "type": "data",
+        "symmetric": False,
+        "color": QUEUE_COLOUR,  # seen on white and on near-black
+        "array": [length(each, each.interval[1]) for each in capacities],
+        "arrayminus": [length(each, each.interval[0]) for each in capacities],
+    }
+
+
+def _ticks(values: set[float]) -> dict[str, Any]:
+    """Mark the values that were run, and no others; far apart, they are spread by their ratios."""
+    marked = sorted(values)
+    is_log = marked[0] > 0 and marked[-1] >= 4 * marked[0]
+    return {
+        "type": "log" if is_log else "linear",
+        "tickvals": marked,
+        "ticktext": [f"{each:g}" for each in marked],
+    }
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+# ---- sentences ----
 
 
 def _warnings(report: CapacityReport) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,12 +102,6 @@ def latency_axis(values: Iterable[float]) -> dict[str, Any]:
     if positive and max(positive) > MUCH_LARGER * min(positive):
         return log_scale(positive)
     return {"rangemode": "tozero"}
-
-
-def drawn_values(lines: Sequence[Trace]) -> Iterator[float]:
-    """Yield the values of all lines of a figure."""
-    for line in lines:
-        yield from line["y"]
 
 
 def with_limits(

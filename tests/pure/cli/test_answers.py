@@ -9,12 +9,11 @@ import pytest
 
 from onbeat.cli import plan_output
 from onbeat.cli.answers import limit_text, promise_text, state_text
-from onbeat.cli.capacity_output import CapacityReport, answer_of, capacity_result, facts_of
+from onbeat.cli.capacity_output import CapacityReport, answer_of, capacity_result, facts_of, search_figures
 from onbeat.cli.plan_output import FLEET_LEGEND, conclusions, plan_result
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner.capacity import Capacity, Outcome, Repeat
-from onbeat.planner.charts import search_figures
 from onbeat.planner.objectives import Measure, parse_objective, verdict_of
 from onbeat.planner.search import Bracket, Trial
 from onbeat.planner.units import Unit, device_text
