@@ -379,7 +379,6 @@ def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
     loaded = prepare(measured_engine(args, find_model(args))).load(
         lambda text: console.print(text, markup=False)
     )
-    _say_what_sets_give(loaded, console)
     settings = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
     with _progress_bar(console) as bar:
         task = bar.add_task("measuring steps", total=1.0)
@@ -401,23 +400,6 @@ def _progress_bar(console: Console) -> Progress:
     )
 
 
-def _say_what_sets_give(loaded: LoadedModel, console: Console) -> None:
-    """Say what each instruction set takes for a few steps, also beside one that was asked for."""
-    from onbeat.engine.native.forward import NativeForward, NativeModel
-    from onbeat.engine.native.instruction_sets import time_all_sets
-
-    forward = loaded.runner.forward
-    if not isinstance(forward, NativeForward):
-        return
-    model = NativeModel(forward.library, forward.config, forward.weights, forward.options)
-    kinds, times = time_all_sets(model)
-    console.print(f"ms by instruction set: {' / '.join(kind.title for kind in kinds)}", markup=False)
-    for name, seconds in times.items():
-        numbers = " / ".join(f"{1000 * value:.2f}" for value in seconds)
-        taken = " (taken)" if name == forward.instruction_set else ""
-        console.print(f"  {name}{taken}: {numbers}", markup=False)
-
-
 def _say_what_was_cut(
     loaded: LoadedModel, settings: ProfileSettings, result: ProfileResult, console: Console
 ) -> None:
@@ -425,21 +407,16 @@ def _say_what_was_cut(
     from onbeat.engine.profiling.profiler import MIN_RUNS
 
     in_cache = loaded.limits.num_blocks * loaded.limits.block_size
-    if in_cache > settings.max_context_tokens:
-        console.print(
-            f"batches had up to {settings.max_context_tokens:,} tokens of context; the KV cache holds "
-            f"{in_cache:,} (--max-context-tokens measures further)",
-            markup=False,
-        )
     measured = BatchLimits.of_scheduler(
         loaded.limits,
         max_context_tokens=settings.max_context_tokens,
         device_type=loaded.backend.device.device.type,
     )
-    if measured.max_num_seqs < loaded.limits.max_num_seqs:
+    if in_cache > settings.max_context_tokens or measured.max_num_seqs < loaded.limits.max_num_seqs:
         console.print(
-            f"batches had up to {measured.max_num_seqs} requests of {loaded.limits.max_num_seqs}, as the KV "
-            f"cache holds {in_cache:,} tokens (more --kv-cache-memory-bytes measures further)",
+            f"batches had up to {measured.max_num_seqs} requests of {loaded.limits.max_num_seqs} and "
+            f"{settings.max_context_tokens:,} tokens of context, and the KV cache holds {in_cache:,} "
+            "(--max-context-tokens and --kv-cache-memory-bytes measure further)",
             markup=False,
         )
     if result.runs_per_batch < MIN_RUNS:

@@ -142,7 +142,6 @@ def record(source: str, path: Path, *, seconds: float, console: Console) -> int:
 
 
 def _read(args: argparse.Namespace, options: FromOptions, console: Console) -> StepStream:
-
     assert options.source is not None
     if not is_address(options.source):
         return read_steps(Path(options.source))
@@ -168,7 +167,6 @@ def _named(args: argparse.Namespace, options: FromOptions, origin: StepOrigin) -
 def _target(
     model: str, device: str, options: FromOptions, origin: StepOrigin
 ) -> tuple[ProfileKey, FitTarget]:
-
     spec, where = find_model_spec(model), find_device(device)
     precision = precision_by_weights(options.weights or origin.dtype or "bf16")
     parallelism = Parallelism(tensor=options.tensor_parallel or 1)
@@ -192,7 +190,6 @@ def _profile(
     timed: StepTimes,
     found: StreamFit,
 ) -> Profile:
-
     limits = None
     if key.device == CPU:  # which has no data sheet: another start would measure others
         limits = MachineLimits(
@@ -225,14 +222,12 @@ def _request_seconds(options: FromOptions, target: FitTarget, found: StreamFit) 
 
 
 def _steps_ahead(key: ProfileKey, options: FromOptions) -> int:
-
     if options.steps_ahead is not None:
         return options.steps_ahead
     return find_engine(key.backend).steps_ahead if key.backend in ENGINES else 0
 
 
 def _result(profile: Profile, stream: StepStream, timed: StepTimes, found: StreamFit) -> Result:
-
     key, fitted, server = profile.key, profile.fitted, profile.server
     version = f" {key.engine_version}" if key.engine_version else ""
     idle = f", {stream.num_heartbeats:,} heartbeats" if stream.num_heartbeats else ""

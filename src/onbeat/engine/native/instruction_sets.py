@@ -51,14 +51,6 @@ class StepKind(NamedTuple):
     """New tokens of each row: 1 of a decode."""
     num_layers: int
 
-    @property
-    def title(self) -> str:
-        """For people."""
-        layers = f"{self.num_layers} layer" + ("" if self.num_layers == 1 else "s")
-        if self.row_tokens > 1:
-            return f"a prompt of {self.row_tokens} tokens in {layers}"
-        return f"{self.num_rows} decode" + ("" if self.num_rows == 1 else "s") + f" in {layers}"
-
 
 Timer = Callable[[str, StepKind], float]
 """Runs a step on an instruction set; returns the seconds that it took."""
@@ -113,18 +105,6 @@ def _key(model: NativeModel, processor: str, kinds: Sequence[StepKind]) -> dict[
         "model": asdict(config),
         "layouts": [str(matrix.layout) for matrix in weights.layers[0].matrices],
     }
-
-
-def time_all_sets(model: NativeModel) -> tuple[list[StepKind], SetTimes]:
-    """Return steps, and what every set takes for each.
-
-    Raises
-    ------
-    ConfigError, EngineError : memory or threads are short.
-    """
-    kinds, names = step_kinds(model.weights), model.library.instruction_sets
-    with closing(StepTimer(model, kinds)) as timer:
-        return kinds, time_sets(names, kinds, timer.run, gives_up=False)
 
 
 def step_kinds(weights: NativeWeights) -> list[StepKind]:
