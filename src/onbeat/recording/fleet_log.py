@@ -26,7 +26,7 @@ import orjson
 
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import ConfigError
-from onbeat.recording.lines import GzipLines
+from onbeat.recording.lines import gzip_lines
 from onbeat.recording.writer import LOGGED_BYTES
 from onbeat.typed import INFINITY, Number, Table, decode
 from onbeat.version import __version__
@@ -150,7 +150,7 @@ class FleetRecording:
         ConfigError : a line is damaged, or the file was cut short and may not be; names the line.
         """
         self.is_complete = False
-        for number, line in enumerate(GzipLines(self.path), start=1):
+        for number, line in enumerate(gzip_lines(self.path), start=1):
             if line.startswith(_TRAILER):
                 self.is_complete = True
                 return
@@ -169,7 +169,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
     ------
     ConfigError : the file cannot be read, or is no record.
     """
-    for line in GzipLines(path):
+    for line in gzip_lines(path):
         try:
             values = orjson.loads(line)
         except ValueError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError, quoted
-from onbeat.recording.lines import GzipLines
+from onbeat.recording.lines import gzip_lines
 from onbeat.recording.log import (
     FILE_KIND,
     READABLE_VERSIONS,
@@ -64,7 +64,7 @@ class Recording:
 
     def calls(self) -> Iterator[Call]:
         """Read the calls in the order in which they were made."""
-        lines = enumerate(GzipLines(self.path), 1)
+        lines = enumerate(gzip_lines(self.path), 1)
         next(lines)
         for number, line in lines:
             if isinstance(call := self._parse(number, line), Trailer):
@@ -72,7 +72,7 @@ class Recording:
             yield call
 
     def _check(self, *, allow_partial: bool) -> None:
-        lines = GzipLines(self.path)
+        lines = gzip_lines(self.path)
         trailer: Trailer | None = None
         consistency = Consistency()
         number = 0
