@@ -54,15 +54,13 @@ def find_on_hub(model: HubModel, *, offline: bool | None, needs_weights: bool, p
     cached = _cached(huggingface_hub, model, needs_weights=needs_weights, is_offline=is_offline)
     if cached is not None:
         return cached
-    if offline:
-        raise ModelLoadError(
-            f"the model '{model}' is not in the cache {constants.HF_HUB_CACHE}; fetch it with "
-            f"`onbeat models fetch {model}`, or pass a directory or a .gguf file"
-        )
     if is_offline:
+        mode, cure = "", f"fetch it with `onbeat models fetch {model}`"
+        if not offline:
+            mode, cure = " and offline mode is on", "unset HF_HUB_OFFLINE to download it"
         raise ModelLoadError(
-            f"the model '{model}' is not in the cache {constants.HF_HUB_CACHE} and offline mode is on; "
-            "unset HF_HUB_OFFLINE to download it, or pass a directory or a .gguf file"
+            f"the model '{model}' is not in the cache {constants.HF_HUB_CACHE}{mode}; {cure}, or pass a "
+            "directory or a .gguf file"
         )
     files = _files_on_hub(huggingface_hub, model)
     chosen = _choose(model, files, needs_weights=needs_weights)

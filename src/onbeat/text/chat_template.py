@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sized
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 from jinja2 import nodes, pass_context
@@ -179,14 +179,6 @@ def _format_now(pattern: str) -> str:
 Messages = list[dict[str, Any]]
 
 
-class Renderer(Protocol):
-    """A compiled template."""
-
-    def render(self, variables: dict[str, Any]) -> str:
-        """Return the text; see `SandboxedTemplate.render`."""
-        ...
-
-
 class ChatTemplate:
     """Renders chats as Hugging Face's `apply_chat_template` does.
 
@@ -213,7 +205,7 @@ class ChatTemplate:
         *,
         bos_token: str,
         eos_token: str,
-        renderer: Callable[[str], Renderer] = SandboxedTemplate,
+        renderer: Callable[[str], SandboxedTemplate | TemplateProcess] = SandboxedTemplate,
     ) -> None:
         # the last two as transformers passes them: templates ask whether they are none
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}

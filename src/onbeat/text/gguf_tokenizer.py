@@ -69,10 +69,6 @@ class Scheme:
         )
         return pre_tokenizers.Sequence(steps)
 
-    def normalizer(self) -> normalizers.Normalizer | None:
-        """Return what happens to the text before it is cut."""
-        return normalizers.NFC() if self.composes else None
-
 
 _GPT2 = Scheme()
 _DIGITS = Scheme(splits_digits=True)
@@ -226,9 +222,8 @@ def _build_byte_level(source: _Source) -> Tokenizer:
                 "convert the file again"
             )
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=scheme.whole_pieces_first))
-    normalizer = scheme.normalizer()
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
+    if scheme.composes:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = scheme.pre_tokenizer(add_space_prefix=source.get("add_space_prefix", False))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import asdict
@@ -183,17 +183,6 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Spelling(Protocol):
-    """Turns a token's name in the vocabulary into the bytes it stands for."""
-
-    @property
-    def strips_leading_space(self) -> bool:
-        """Whether one space at the start of the decoded text is not part of it."""
-        ...
-
-    def to_bytes(self, token: str) -> bytes: ...
-
-
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte that each character of byte-level BPE stands for.
 
@@ -219,6 +208,7 @@ class ByteLevelSpelling:
     strips_leading_space = False
 
     def to_bytes(self, token: str) -> bytes:
+        """Return the bytes that a token's name in the vocabulary stands for."""
         try:
             return bytes([_BYTE_ALPHABET[character] for character in token])
         except KeyError:
@@ -230,6 +220,7 @@ class SentencePieceSpelling:
     """A mark for the space, and `<0xNN>` for single bytes."""
 
     strips_leading_space: bool
+    """Whether one space at the start of the decoded text is not part of it."""
     has_byte_tokens: bool
 
     def to_bytes(self, token: str) -> bytes:
@@ -239,7 +230,7 @@ class SentencePieceSpelling:
         return token.replace(_SPACE, " ").encode()
 
 
-def spelling_of(tokenizer: Backend) -> Spelling:
+def spelling_of(tokenizer: Backend) -> ByteLevelSpelling | SentencePieceSpelling:
     """Find out how a tokenizer spells bytes.
 
     Raises

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
@@ -14,7 +16,8 @@ from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import WeightLayouts
-from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.library import NativeLibrary, Status, address
+from onbeat.engine.native.matrix import PackedMatrix
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.torch.forward import TorchForward
 from onbeat.engine.torch.kernels import GraphKernels, KernelSizes
@@ -28,6 +31,14 @@ class MakeForward(Protocol):
     """Makes a forward pass with an empty KV cache."""
 
     def __call__(self, *, num_blocks: int, block_size: int) -> ForwardPass: ...
+
+
+def rows_of(matrix: PackedMatrix) -> NDArray[np.float32]:
+    """Return the numbers of a packed matrix, [outputs, inputs]."""
+    rows = np.empty((matrix.num_outputs, matrix.num_inputs), np.float32)
+    for output, row in enumerate(rows):
+        assert matrix._functions.ob_matrix_row(matrix.handle, output, address(row, np.float32)) == Status.OK
+    return rows
 
 
 def on_torch(weights: TorchWeights) -> MakeForward:

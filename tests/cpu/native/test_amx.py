@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onbeat.engine.engine_config import ActivationQuantization
 from onbeat.engine.native.library import NativeLibrary, Source, Status, Store
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
-from tests.cpu.engine.forwards import on_native
+from tests.cpu.engine.forwards import on_native, rows_of
 from tests.cpu.engine.tiny_models import FAMILIES
 from tests.cpu.native.amx_kernels import (
     Floats,
@@ -184,7 +184,7 @@ def test_many_rows_meet_quantized_weights_as_tiles(
     else:
         rows = rng.standard_normal((num_outputs, num_inputs)).astype(np.float32)
         assert matrix.pack(rows, Source.F32, np.arange(num_outputs))
-    weights = np.stack([matrix.row(output) for output in range(num_outputs)]).astype(np.float64)
+    weights = rows_of(matrix).astype(np.float64)
     weights = floats(rounded(weights.astype(np.float32))).astype(np.float64)
     num_rows = int(trapped.library.shim_fewest_expanded_rows())
     x = floats(halves(rng.standard_normal((num_rows + 5, num_inputs)).astype(np.float32)))

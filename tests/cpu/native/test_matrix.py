@@ -11,6 +11,7 @@ from onbeat.core.errors import ModelLoadError
 from onbeat.engine.native.layouts import INT8_LAYOUT, NATURAL_LAYOUTS
 from onbeat.engine.native.library import NativeLibrary, Source, Store
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
+from tests.cpu.engine.forwards import rows_of
 from tests.cpu.weights.ggml_blocks import DECODERS
 from tests.many_cases import each_case
 
@@ -22,10 +23,6 @@ SCALE_ERROR = 1e-3
 def bfloat16(values: NDArray[np.float32]) -> NDArray[np.int16]:
     """Cut to the upper half of the bits: exact for numbers that have no more."""
     return (values.view(np.uint32) >> 16).astype(np.int16)
-
-
-def rows_of(matrix: PackedMatrix) -> NDArray[np.float32]:
-    return np.stack([matrix.row(index) for index in range(matrix.num_outputs)])
 
 
 def random_blocks(kind: str, num_rows: int, num_inputs: int) -> NDArray[np.uint8]:

@@ -17,23 +17,18 @@ from onbeat.engine.engine_config import Quantization
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, Store
-from onbeat.engine.native.matrix import PackedMatrix
 from onbeat.engine.native.packing import GatedWeights, NativeWeights
 from onbeat.engine.torch.types import numpy_dtype
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
 from onbeat.engine.weights.parameters import LAYER_NORMS
 from onbeat.hub.files import ModelFiles
-from tests.cpu.engine.forwards import pack
+from tests.cpu.engine.forwards import pack, rows_of
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model
 from tests.cpu.weights import tiny_models as gguf_models
 
 KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 """Types that the gguf package can write."""
 Numbers = NDArray[np.float32]
-
-
-def rows_of(matrix: PackedMatrix) -> Numbers:
-    return np.stack([matrix.row(index) for index in range(matrix.num_outputs)])
 
 
 def parameter(checkpoint: Checkpoint, name: str) -> Numbers:

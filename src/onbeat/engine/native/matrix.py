@@ -110,13 +110,6 @@ class PackedMatrix:
             raise ModelLoadError(f"there is not enough memory to pack {len(rows)} rows of a matrix")
         return int(result) == Status.OK
 
-    def row(self, output: int) -> NDArray[np.float32]:
-        """Return one row as plain numbers, [inputs]."""
-        values = np.empty(self.num_inputs, np.float32)
-        status = self._functions.ob_matrix_row(self.handle, output, address(values, np.float32))
-        assert status == Status.OK, f"row {output} of {self.num_outputs}"
-        return values
-
     def free(self) -> None:
         """Give the memory back; the matrix is of no use any more."""
         self._free()
