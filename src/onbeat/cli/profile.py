@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from onbeat.cli.args import INTERRUPTED, add_config_flag, count
+from onbeat.cli.args import INTERRUPTED, add_config_flag
 from onbeat.cli.engine_args import add_model_arguments, find_model
 from onbeat.cli.options import add_options, read_options
-from onbeat.cli.outputs import check_writable, result_console
+from onbeat.cli.outputs import check_writable, files_of, result_console
 from onbeat.cli.profile_from import FromOptions, record, run_from
 from onbeat.cli.step_socket import is_address
 from onbeat.core.errors import ConfigError, counted
 from onbeat.core.extras import require
-from onbeat.core.options import settings_of
+from onbeat.core.options import check, option, settings_of
 from onbeat.core.step import BatchShape
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
@@ -260,14 +261,39 @@ def _without_drafts(shape: BatchShape) -> BatchShape:
 
 RECORD = "record"
 """In place of a model."""
-SECONDS, MOST_CONTEXT_TOKENS = 80.0, 2**15
-"""Of a measurement, where nothing else is asked for."""
 _WHAT_STEPS_DEPEND_ON = (
     *("load_format", "dtype", "quantization", "activation_quantization", "seed", "device", "backend"),
     *("instruction_set", "batch_invariant", "threads", "enforce_eager", "cuda_graph_pieces"),
     *("kv_cache_memory_bytes", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
 )
 """Settings of the engine: how steps are computed, and how large they may get."""
+
+
+_option = partial(option, group="profile")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """How steps are measured, and where the profile goes."""
+
+    output: Path | None = _option(
+        None,
+        metavar="FILE",
+        help="where the profile goes (default: the cache, where `onbeat serve` finds it)",
+    )
+    report: Path | None = _option(
+        None, metavar="FILE.html", help="where the plot goes (default: beside the profile)"
+    )
+    seconds: float = _option(
+        80.0, above=0, metavar="S", help="time for running batches, or for listening to an engine"
+    )
+    max_context_tokens: int = _option(
+        2**15, metavar="N", help="largest context of a measured batch, over all its requests"
+    )
+    quiet: bool = _option(default=False, is_switch=True, help="no progress bar")
+
+    def __post_init__(self) -> None:
+        check(self, ProfileOptions)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -282,39 +308,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE FILE",
         help="with `onbeat profile record SOURCE FILE`: record only",
     )
-    group = parser.add_argument_group("profile")
-    group.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="where the profile goes (default: the cache, where `onbeat serve` finds it)",
-    )
-    group.add_argument(
-        "--report", type=Path, metavar="FILE.html", help="where the plot goes (default: beside the profile)"
-    )
-    group.add_argument(
-        "--seconds",
-        type=float,
-        default=SECONDS,
-        metavar="S",
-        help="time for running batches, or for listening to an engine",
-    )
-    group.add_argument(
-        "--max-context-tokens",
-        type=count,
-        default=MOST_CONTEXT_TOKENS,
-        metavar="N",
-        help="largest context of a measured batch, over all its requests",
-    )
-    group.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_options(parser, ProfileOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Profile; return the exit code."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=args.quiet)
-    if not args.seconds > 0:
-        raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0")
-    check_writable({"--output": args.output, "--report": args.report})  # before minutes are spent
+    check_writable(files_of(read_options(args, ProfileOptions)))  # before minutes are spent
     options = read_options(args, FromOptions)
     if args.model_positional == RECORD:
         _refuse(args, "`onbeat profile record`", from_=options.source, output=args.output, model=args.model)
@@ -326,7 +326,7 @@ def run(args: argparse.Namespace) -> int:
     require("scipy", extra="plan", purpose="onbeat profile")
     if options.source is not None:
         is_file = not is_address(options.source)
-        _refuse(args, "--from", but=("device",), seconds=is_file and args.seconds != SECONDS)
+        _refuse(args, "--from", but=("device",), seconds=is_file and args.seconds != ProfileOptions().seconds)
         return run_from(args, options, console)
     try:
         result = _measure(args, console)
@@ -360,7 +360,7 @@ def _refuse(args: argparse.Namespace, what: str, *, but: Collection[str] = (), *
         if each.name in _WHAT_STEPS_DEPEND_ON and each.name not in but:
             given[each.key] = getattr(args, each.key) != each.default
     given |= {"report": args.report, "revision": args.revision}
-    given["max_context_tokens"] = args.max_context_tokens != MOST_CONTEXT_TOKENS
+    given["max_context_tokens"] = args.max_context_tokens != ProfileOptions().max_context_tokens
     for name, is_given in given.items():
         if is_given:
             flag = "--" + name.strip("_").replace("_", "-")

@@ -97,7 +97,7 @@ def take_vllm_flags(parser: argparse.ArgumentParser) -> None:
                 )
     for name, values in renamed.items():
         action = parser._option_string_actions[name]
-        action.type = _Renamed(name, values, action.type, ignored)
+        action.type = _renamed(name, values, action.type, ignored)
     for name, is_on in _LOG_FLAGS.items():
         for spelling, value in ((name, is_on), (_off(name), not is_on)):
             parser.add_argument(
@@ -126,13 +126,7 @@ class _Ignore(argparse.Action):
         self._flag = flag
         self._lines = lines
 
-    def __call__(
-        self,
-        _parser: argparse.ArgumentParser,
-        _namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, _parser: Any, _namespace: Any, values: Any, option_string: str | None = None) -> None:
         flag, name = self._flag, option_string or self.option_strings[0]
         if isinstance(values, str) and not flag.asks_for_nothing(values):
             takes = "" if flag.values == NO_MEDIA else f"it takes {' or '.join(flag.values)}, "
@@ -150,24 +144,14 @@ class _Refuse(argparse.Action):
         raise argparse.ArgumentError(self, f"{self.const}; leave it out")
 
 
-class _Renamed:
-    """The type of a flag that also takes vLLM's words for some of its values."""
+def _renamed(flag: str, values: _Values, convert: Any, lines: list[str]) -> Callable[[str], Any]:
+    """Return the type of a flag that also takes vLLM's words for some of its values."""
 
-    def __init__(
-        self,
-        flag: str,
-        values: _Values,
-        convert: Callable[[str], Any] | argparse.FileType | str | None,
-        lines: list[str],
-    ) -> None:
-        self._flag = flag
-        self._values = values
-        self._convert = convert
-        self._lines = lines
+    def read(text: str) -> Any:
+        if text not in values:
+            return convert(text) if callable(convert) else text
+        stands_for, why = values[text]
+        lines.append(f"ignored: {flag} {text} ({why})")
+        return stands_for
 
-    def __call__(self, text: str) -> Any:
-        if text in self._values:
-            stands_for, why = self._values[text]
-            self._lines.append(f"ignored: {self._flag} {text} ({why})")
-            return stands_for
-        return self._convert(text) if callable(self._convert) else text
+    return read

@@ -69,7 +69,7 @@ def test_ctrl_c_leaves_no_half_profile(tiny_directory, env, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--seconds", "0"), "--seconds is 0"),
+        (("--seconds", "0"), "seconds is 0"),
         (("--output", "/proc/nowhere/p.json"), "--output: cannot write /proc/nowhere/p.json"),
         (("--second", "3"), "did you mean --seconds"),
     ],
