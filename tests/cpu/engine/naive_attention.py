@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from onbeat.engine.input_batch import AttentionBatch
-from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.memory import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import ChunkRows, LayerSpec

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
-from onbeat.engine.kv_cache import KVCacheSpec, num_blocks_in
+from onbeat.engine.memory import KVCacheSpec, num_blocks_in
 from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import ChunkRows
 from onbeat.engine.torch.kv import allocate_kv

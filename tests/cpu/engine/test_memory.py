@@ -11,8 +11,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import CPU
 from onbeat.engine.dtypes import FLOAT32
-from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.memory import Footprint, short_memory_in_words
+from onbeat.engine.memory import Footprint, KVCacheSpec, short_memory_in_words
 
 MIB = 2**20
 SPEC = KVCacheSpec(num_layers=4, num_kv_heads=4, head_dim=64, dtype=FLOAT32, block_size=16)

@@ -33,9 +33,15 @@ from onbeat.engine.profiling.batches import (
     random_batches,
     verify_batches,
 )
-from onbeat.engine.profiling.limits import cpu_limits, gpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
-from onbeat.engine.profiling.profiler import Campaign, ProfileSettings, limits_of, profile_model
+from onbeat.engine.profiling.profiler import (
+    Campaign,
+    ProfileSettings,
+    cpu_limits,
+    gpu_limits,
+    limits_of,
+    profile_model,
+)
 from onbeat.engine.start import prepare
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.engine.torch.weights import LayerProducts
@@ -260,7 +266,9 @@ def test_rates_are_those_of_numbers_that_differ(monkeypatch):
 
 
 def test_limits_of_a_gpu_are_measured_in_what_memory_is_left(monkeypatch):
-    monkeypatch.setattr("onbeat.engine.profiling.limits.free_memory", lambda _: FreeMemory(2**24, "the GPU"))
+    monkeypatch.setattr(
+        "onbeat.engine.profiling.profiler.free_memory", lambda _: FreeMemory(2**24, "the GPU")
+    )
     shapes: list[tuple[int, ...]] = []
     ones = torch.ones
 

@@ -10,8 +10,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.device import DeviceConfig, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.kv_cache import modest_kv_bytes
-from onbeat.engine.memory import Footprint, free_for
+from onbeat.engine.memory import Footprint, free_for, modest_kv_bytes
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.sampler import Sampler

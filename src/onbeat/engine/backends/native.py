@@ -9,8 +9,7 @@ from onbeat.engine.backends.base import CheckpointBackend, Room
 from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.engine_config import EngineConfig, InstructionSet
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.memory import Footprint
+from onbeat.engine.memory import Footprint, KVCacheSpec
 from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
 from onbeat.engine.native.instruction_sets import choose_instruction_set
 from onbeat.engine.native.layouts import WeightLayouts

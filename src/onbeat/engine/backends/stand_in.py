@@ -34,7 +34,7 @@ from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.guided_draw import hold_to_grammars
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
-from onbeat.engine.kv_cache import num_blocks_in
+from onbeat.engine.memory import num_blocks_in
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.random_stream import GOLDEN_GAMMA, mix, mix_words

@@ -25,8 +25,7 @@ from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch, StepInputs
-from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.memory import Footprint, flag_size
+from onbeat.engine.memory import Footprint, KVCacheSpec, flag_size
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.torch.forward import TorchForward

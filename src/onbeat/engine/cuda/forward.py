@@ -22,13 +22,20 @@ from torch.nn import functional
 
 from onbeat.core.errors import EngineDead, EngineError
 from onbeat.engine.cuda.graphs import GraphKey, Graphs, graph_sizes
-from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words, host_words
-from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
+from onbeat.engine.cuda.state import (
+    CudaOptions,
+    DeviceState,
+    HostRing,
+    StepCounts,
+    StepWords,
+    device_words,
+    host_words,
+)
 from onbeat.engine.cuda.step_packer import ALL_DRAWN, PackedStep, StepPacker, draw_params
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.forward import ChosenTokens, ForwardPass, Mark, StepLogits
 from onbeat.engine.input_batch import IntArray, StepInputs
-from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.memory import KVCacheSpec
 from onbeat.engine.sampler import BestTokens
 from onbeat.engine.torch.kernels import (
     BestBuffers,

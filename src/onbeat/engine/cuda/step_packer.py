@@ -14,8 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
-from onbeat.engine.cuda.state import CudaOptions, EntryViews, RingEntry, TableMirror
+from onbeat.engine.cuda.state import (
+    CudaOptions,
+    EntryViews,
+    RingEntry,
+    StepCounts,
+    StepWords,
+    TableMirror,
+    host_words,
+)
 from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.random_stream import uniforms
 from onbeat.engine.sampler import BestTokens

@@ -19,7 +19,7 @@ from torch.nn import functional
 from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
 from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
-from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.memory import KVCacheSpec
 from onbeat.engine.model_config import Activation
 from onbeat.engine.sampler import BestTokens
 from onbeat.engine.torch.kernels import BestBuffers, ChunkRows, Int32Array, LayerSpec, Norm, StepTensors

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.kv_access import KVRegion
-from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.memory import KVCacheSpec
 from onbeat.engine.torch.types import torch_dtype
 
 _SCRUBBED_TOGETHER = 256

@@ -17,7 +17,7 @@ from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, Sche
 from onbeat.engine.cuda.state import DeviceState
 from onbeat.engine.cuda.stream import CpuStream
 from onbeat.engine.forward import Mark
-from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.memory import KVCacheSpec
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.torch.kv import scrub
 from tests.cpu.engine.cuda.test_overlap import (
