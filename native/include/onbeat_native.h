@@ -132,7 +132,7 @@ typedef struct {
     int32_t activation_quantization; /* OB_ACTIVATIONS_ */
     /* Not 0: a token's numbers are the same bit for bit, whatever else is in its step, however its prompt is divided and
      * how many threads there are: products add up in one order for all numbers of rows (bytes, where weights are
-     * quantized and OB_ACTIVATIONS_AUTO leaves the choice), and no context is divided. Copies are not read. */
+     * quantized and OB_ACTIVATIONS_AUTO leaves the choice), and no context is divided. */
     int32_t batch_invariant;
     int32_t rotary_dim;      /* of a head, its first dimensions, which the rotary embedding turns; even */
     int32_t norms_span_heads; /* not 0: norms of queries and keys span all heads, else each by itself */
