@@ -68,21 +68,15 @@ def find_on_hub(model: HubModel, *, offline: bool | None, needs_weights: bool, p
         if what := no_model(name):
             progress(FetchStatus(f"{name} is left out: it holds {what}"))
     progress(FetchStatus(f"fetching {', '.join(chosen) or model} from {constants.ENDPOINT}"))
-    wanted = (
-        {"allow_patterns": [glob.escape(name) for name in chosen]} if chosen else _hf_files(needs_weights)
-    )
+    wanted: dict[str, Any] = {"allow_patterns": [glob.escape(name) for name in chosen]}
+    if not chosen:
+        weights = _WEIGHTS if needs_weights else ()
+        wanted = {"allow_patterns": [*_PATTERNS, *weights], "ignore_patterns": list(_IGNORED)}
     try:
         path = _snapshot(huggingface_hub, model, etag_timeout=_CONNECT_TIMEOUT, **wanted)
     except Exception as error:
         raise _explained(error, model) from error
     return path / chosen[0] if chosen else path
-
-
-def _hf_files(needs_weights: bool) -> dict[str, Any]:  # noqa: FBT001 -- private, and the name says it
-    return {
-        "allow_patterns": [*_PATTERNS, *(_WEIGHTS if needs_weights else ())],
-        "ignore_patterns": list(_IGNORED),
-    }
 
 
 def _snapshot(hub: Any, model: HubModel, **options: Any) -> Path:

@@ -16,8 +16,7 @@ from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import WeightLayouts
-from onbeat.engine.native.library import NativeLibrary, Status, address
-from onbeat.engine.native.matrix import PackedMatrix
+from onbeat.engine.native.library import NativeLibrary, PackedMatrix, Status, address
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.torch.forward import TorchForward
 from onbeat.engine.torch.kernels import GraphKernels, KernelSizes

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.engine.native.matrix import PackedMatrix
+from onbeat.engine.native.library import PackedMatrix
 from tests.cpu.native.quant_kernels import hatch_build, instruction_sets
 
 HERE = Path(__file__).parent

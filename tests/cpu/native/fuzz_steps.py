@@ -20,16 +20,17 @@ from onbeat.engine.native.library import (
     ERROR_BYTES,
     MOST_QKV,
     LayerStructure,
+    MatrixLayout,
     ModelStructure,
     NativeLibrary,
     NotLoaded,
+    PackedMatrix,
     Source,
     StepStructure,
     Store,
     address,
     load_library,
 )
-from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
 
 LAYOUTS = (
     MatrixLayout(Store.F32),

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from onbeat.engine.engine_config import ActivationQuantization
-from onbeat.engine.native.library import NativeLibrary, Source, Status, Store
-from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
+from onbeat.engine.native.library import MatrixLayout, NativeLibrary, PackedMatrix, Source, Status, Store
 from tests.cpu.engine.forwards import on_native, rows_of
 from tests.cpu.engine.tiny_models import FAMILIES
 from tests.cpu.native.amx_kernels import (

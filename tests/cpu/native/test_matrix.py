@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.native.layouts import INT8_LAYOUT, NATURAL_LAYOUTS
-from onbeat.engine.native.library import NativeLibrary, Source, Store
-from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
+from onbeat.engine.native.library import MatrixLayout, NativeLibrary, PackedMatrix, Source, Store
 from tests.cpu.engine.forwards import rows_of
 from tests.cpu.weights.ggml_blocks import DECODERS
 from tests.many_cases import each_case

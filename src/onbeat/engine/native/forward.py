@@ -30,11 +30,11 @@ from onbeat.engine.native.library import (
     LayerStructure,
     ModelStructure,
     NativeLibrary,
+    PackedMatrix,
     Status,
     StepStructure,
     address,
 )
-from onbeat.engine.native.matrix import PackedMatrix
 from onbeat.engine.native.packing import ExpertWeights, FloatArray, GatedWeights, LayerWeights, NativeWeights
 from onbeat.engine.sampler import BestTokens
 from onbeat.perfmodel.device_spec import ROW_COUNTS

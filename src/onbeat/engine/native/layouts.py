@@ -11,8 +11,7 @@ import numpy as np
 
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
-from onbeat.engine.native.library import Store
-from onbeat.engine.native.matrix import MatrixLayout
+from onbeat.engine.native.library import MatrixLayout, Store
 from onbeat.engine.weights import Checkpoint, QuantizedRows, parameter_shapes
 
 PLAIN_LAYOUTS: Mapping[np.dtype[Any], MatrixLayout] = {

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.native.layouts import WeightLayouts
-from onbeat.engine.native.library import NativeLibrary, Source, Store
-from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
+from onbeat.engine.native.library import MatrixLayout, NativeLibrary, PackedMatrix, Source, Store
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.parameters import LAYER_NORMS
 
