@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.pages import REPOSITORY
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import DeviceSpec, find_device
+from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, find_device
 from onbeat.perfmodel.engines import EngineTerms, engine_parameters, find_engine
 from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.memory import kv_capacity
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import roofline_seconds
 from onbeat.perfmodel.shapes import NEW_TOKENS, SEQUENCES, shape_matrix

@@ -30,12 +30,10 @@ from numpy.typing import NDArray
 from benchmarks.check.engine_rows import engine_seconds
 from benchmarks.harness.pages import REPOSITORY
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.engines import EngineTerms, find_engine
 from onbeat.perfmodel.fitted import FitTarget
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import roofline_seconds
 from onbeat.perfmodel.shapes import shape_matrix

@@ -20,10 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import DeviceSpec, find_device
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, find_device
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import shape_matrix

@@ -24,11 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.memory import kv_capacity
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.replica.policies import default_token_budget

@@ -28,11 +28,9 @@ from numpy.typing import NDArray
 from benchmarks.check.roofline_accuracy import DEVICES, MODELS
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
-from onbeat.perfmodel.device_spec import DeviceSpec, find_device
+from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, find_device
 from onbeat.perfmodel.fitted import FitErrors, FitTarget, make_form
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds

@@ -27,10 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.fitted import FitErrors, FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import roofline_seconds
 from onbeat.perfmodel.shapes import shape_matrix

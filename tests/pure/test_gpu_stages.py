@@ -18,9 +18,8 @@ from benchmarks.gpu_check.models import model_config
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.engine.step_time_spec import model_spec_of
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.fitted import FitTarget, fit_best
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import Profile, ProfileKey
 from onbeat.perfmodel.shapes import MeasuredStep

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 from vllm.v1.request import RequestStatus
 
-from onbeat.vllm.refusals import refusal_in
+from onbeat.vllm.telemetry import refusal_in
 from tests.vllm.chaos import let_chaos_plan
 from tests.vllm.harness import Clock, Engine, check_ended, make_request, make_scheduler, model_folder
 

@@ -23,12 +23,11 @@ from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import changed, check, option
 from onbeat.core.step import BatchShape
 from onbeat.files import read
-from onbeat.perfmodel.device_spec import CPU, find_device
+from onbeat.perfmodel.device_spec import CPU, Parallelism, find_device
 from onbeat.perfmodel.engines import ENGINES, find_engine
 from onbeat.perfmodel.fitted import FitTarget, KindErrors, StreamFit, fit_stream
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import fitted_predictor
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import BYTES, precision_by_weights
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import (

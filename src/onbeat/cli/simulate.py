@@ -26,7 +26,7 @@ from onbeat.metrics.jobs import JobSummary, lines_of_jobs
 from onbeat.metrics.record import RequestRecord, write_records
 from onbeat.metrics.summary import SummaryOptions, summarise
 from onbeat.metrics.timeline import Timeline, open_timeline
-from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.speculative import draft_pass
 from onbeat.perfmodel.utilisation import StepOperations
 from onbeat.recording.fleet_log import fleet_record, plain

@@ -10,8 +10,7 @@ from onbeat.engine.device import device_name
 from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.speculation.build import ProposerBuilder
-from onbeat.perfmodel.device_spec import known_device
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.device_spec import Parallelism, known_device
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import ProfileKey
 from onbeat.scheduler.scheduler_config import SchedulerConfig

@@ -10,7 +10,7 @@ from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.model_config import ModelConfig
 from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device, known_device
-from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.models import StepTimeDescription
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor

@@ -38,8 +38,8 @@ from onbeat.perfmodel.profile import (
     read_profile,
 )
 from onbeat.perfmodel.shapes import MeasuredStep
-from onbeat.perfmodel.speculative import BatchOperations, SpeculativeOperations, SpeculativeStepTime
-from onbeat.perfmodel.utilisation import StepOperations
+from onbeat.perfmodel.speculative import SpeculativeStepTime
+from onbeat.perfmodel.utilisation import BatchOperations, SpeculativeOperations, StepOperations
 from onbeat.scheduler.replica.idle_check import ms_text
 
 logger = logging.getLogger("onbeat.engine")

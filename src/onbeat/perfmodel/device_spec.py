@@ -27,6 +27,35 @@ from onbeat.files import packaged, read
 from onbeat.perfmodel.precision import BYTES
 from onbeat.typed import NotNegative, Positive, Size, Table, Text
 
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """Degrees of tensor and pipeline parallelism.
+
+    Raises
+    ------
+    ConfigError : a degree below 1.
+    """
+
+    tensor: int = 1
+    """Devices that share every layer (TP)."""
+    pipeline: int = 1
+    """Stages that the layers are cut into (PP)."""
+
+    def __post_init__(self) -> None:
+        for name, degree in (("tensor", self.tensor), ("pipeline", self.pipeline)):
+            if degree < 1:
+                raise ConfigError(f"the {name}-parallel degree is {degree}; it must be at least 1")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one replica."""
+        return self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor}, PP {self.pipeline}"
+
+
 ROW_COUNTS = tuple(2**power for power in range(10))
 """Rows of the products that are measured; one of more rows computes at the rate of the last."""
 

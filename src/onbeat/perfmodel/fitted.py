@@ -19,9 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import DeviceSpec
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism
+from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline, roofline_seconds
 from onbeat.perfmodel.runs import StepSeconds

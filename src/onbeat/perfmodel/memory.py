@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import inf
 
 from onbeat.core.errors import ConfigError, DoesNotFit
-from onbeat.perfmodel.device_spec import CPU, DeviceSpec
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.device_spec import CPU, DeviceSpec, Parallelism
+from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import check_parallelism, kv_share
 

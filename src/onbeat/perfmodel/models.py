@@ -15,11 +15,10 @@ import msgspec
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
 from onbeat.perfmodel.correction import DriftAlarm
-from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism
 from onbeat.perfmodel.engines import find_engine, make_engine_roofline
 from onbeat.perfmodel.fitted import FitTarget, FittedModel, make_form
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.profile import ServerTerms, check_profile, limited_device, read_profile

@@ -20,9 +20,8 @@ from msgspec import Meta
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.step import BatchShape
 from onbeat.files import read
-from onbeat.perfmodel.device_spec import DeviceSpec, ProductRates
+from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, ProductRates
 from onbeat.perfmodel.fitted import FittedModel
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.shapes import FIELDS, MeasuredStep
 from onbeat.typed import Count, NotNegative, Positive, Table, convert

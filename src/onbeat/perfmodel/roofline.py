@@ -25,9 +25,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.files import packaged
 from onbeat.perfmodel import shapes as column
-from onbeat.perfmodel.device_spec import SMOOTHNESS, DeviceSpec, Link, row_costs
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.device_spec import SMOOTHNESS, DeviceSpec, Link, Parallelism, row_costs
+from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import SIXTEEN_BIT, Precision
 from onbeat.perfmodel.runs import RunSeconds, StepSeconds, seconds_of_each
 from onbeat.typed import Count, Positive

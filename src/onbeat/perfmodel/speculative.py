@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import Drift
@@ -122,40 +120,3 @@ def draft_passes(shape: BatchShape) -> list[tuple[int, BatchShape]]:
         sum_chunk_squares=num_read * num_read,
     )
     return [(1, first), (num_passes - 1, decodes)] if num_passes > 1 else [(1, first)]
-
-
-class BatchOperations(Protocol):
-    """What a batch takes of a device at least; `utilisation.StepOperations` is one."""
-
-    def flops(self, shape: BatchShape) -> float:
-        """Return operations."""
-        ...
-
-    def bytes_read(self, shape: BatchShape) -> float:
-        """Return bytes of weights and KV."""
-        ...
-
-
-class SpeculativeOperations:
-    """The operations of a step with that of its draft passes: what MBU and MFU are made from.
-
-    Parameters
-    ----------
-    target, draft : of the two models.
-    """
-
-    def __init__(self, target: BatchOperations, draft: BatchOperations) -> None:
-        self._target = target
-        self._draft = draft
-
-    def flops(self, shape: BatchShape) -> float:
-        """Return the operations of both models."""
-        return self._target.flops(shape) + _of_passes(self._draft.flops, shape)
-
-    def bytes_read(self, shape: BatchShape) -> float:
-        """Return the bytes of weights and KV that both models read."""
-        return self._target.bytes_read(shape) + _of_passes(self._draft.bytes_read, shape)
-
-
-def _of_passes(of_batch: Callable[[BatchShape], float], shape: BatchShape) -> float:
-    return sum(number * of_batch(each) for number, each in draft_passes(shape))

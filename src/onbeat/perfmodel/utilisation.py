@@ -6,12 +6,14 @@ a step must do) / step time / peak arithmetic (Chowdhery et al., "PaLM", 2022, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import DeviceSpec
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism
+from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.shapes import draft_pairs
+from onbeat.perfmodel.speculative import draft_passes
 
 
 class StepOperations:
@@ -57,15 +59,44 @@ class StepOperations:
         return total
 
 
+class SpeculativeOperations:
+    """The operations of a step with that of its draft passes: what MBU and MFU are made from.
+
+    Parameters
+    ----------
+    target, draft : of the two models.
+    """
+
+    def __init__(self, target: BatchOperations, draft: BatchOperations) -> None:
+        self._target = target
+        self._draft = draft
+
+    def flops(self, shape: BatchShape) -> float:
+        """Return the operations of both models."""
+        return self._target.flops(shape) + _of_passes(self._draft.flops, shape)
+
+    def bytes_read(self, shape: BatchShape) -> float:
+        """Return the bytes of weights and KV that both models read."""
+        return self._target.bytes_read(shape) + _of_passes(self._draft.bytes_read, shape)
+
+
+def _of_passes(of_batch: Callable[[BatchShape], float], shape: BatchShape) -> float:
+    return sum(number * of_batch(each) for number, each in draft_passes(shape))
+
+
+BatchOperations = StepOperations | SpeculativeOperations
+"""What a batch takes of a device at least."""
+
+
 def memory_bandwidth_utilisation(
-    operations: StepOperations, shape: BatchShape, seconds: float, device: DeviceSpec
+    operations: BatchOperations, shape: BatchShape, seconds: float, device: DeviceSpec
 ) -> float:
     """Return the MBU of a step that took `seconds`."""
     return operations.bytes_read(shape) / seconds / device.memory_bandwidth
 
 
 def flops_utilisation(
-    operations: StepOperations, shape: BatchShape, seconds: float, device: DeviceSpec, dtype: str = "bf16"
+    operations: BatchOperations, shape: BatchShape, seconds: float, device: DeviceSpec, dtype: str = "bf16"
 ) -> float:
     """Return the MFU of a step that took `seconds`, against the peak in a number format."""
     return operations.flops(shape) / seconds / device.peak(dtype)

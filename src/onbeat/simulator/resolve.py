@@ -10,14 +10,12 @@ from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.core.kinds import as_settings
 from onbeat.core.options import change
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.device_spec import DeviceSpec, find_device
+from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, find_device
 from onbeat.perfmodel.engines import NO_ENGINE, described_terms
 from onbeat.perfmodel.fitted import FitErrors
 from onbeat.perfmodel.memory import Change, Choices, KVCapacity, kv_capacity, what_fits
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by_weights
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime

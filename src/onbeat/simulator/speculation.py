@@ -12,8 +12,7 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.perfmodel.memory import KVCapacity
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.scheduler.scheduler_config import SpeculationConfig
 
 DEFAULT_RATE = 0.7

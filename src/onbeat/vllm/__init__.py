@@ -5,12 +5,12 @@ Nothing here is imported before vLLM asks for it by name: `--scheduler-cls onbea
 
 ===========================  =====================================================================
 `surface`                    vLLM's scheduler and its KV by their internals; no other module knows them
-`scheduler`, `plugin`        the class that vLLM loads; its plans, and what is done where there is none
+`scheduler`                  the class that vLLM loads; its plans, and what is done where there is none
 `steps`                      steps planned by our planner, held to by vLLM, and followed
 `calibrate`                  where step times come from, and how they are measured
 `middleware`, `relay`        an HTTP request and its answer: objectives in; refusals and verdicts out
 `verdicts`                   the open requests of an API server, their verdicts, and four numbers of all
-`refusals`, `telemetry`      how the scheduler's process tells of a refusal, of predictions and step times
+`telemetry`                  how the scheduler's process tells of refusals, predictions and step times
 `plugin_config`, `objectives` what the server's owner set; what a request is held to
 ===========================  =====================================================================
 """

@@ -24,11 +24,10 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import known_device
+from onbeat.perfmodel.device_spec import Parallelism, known_device
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FittedModel, NNLSForm, fit_form
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import MeasuredDescription
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import precision_by_weights
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.profile import (

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, error_response, predicted_ttft_header
-from onbeat.vllm.refusals import Refusal, refusal_in
+from onbeat.vllm.telemetry import Refusal, refusal_in
 from onbeat.vllm.verdicts import OpenRequest
 
 logger = logging.getLogger("onbeat.vllm")

@@ -24,8 +24,8 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.tracker import SLOTracker
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.server.objectives import RequestObjectives
-from onbeat.vllm.refusals import TOO_LONG
 from onbeat.vllm.surface import EngineRequest, Surface, VLLMKVView
+from onbeat.vllm.telemetry import TOO_LONG
 
 
 class EngineTable:

@@ -16,8 +16,7 @@ from onbeat.core.slo import Fate, SLOMode
 from onbeat.metrics.record import RequestRecord
 from onbeat.server.answer_report import record_report, worst_report
 from onbeat.vllm.objectives import ReadRequest
-from onbeat.vllm.refusals import WRONG, Refusal
-from onbeat.vllm.telemetry import Message, RequestNews
+from onbeat.vllm.telemetry import WRONG, Message, Refusal, RequestNews
 
 _MOST_CHOICES = 512
 """Choices of one answer that are judged one by one."""

@@ -28,6 +28,7 @@ from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import Profile, profile_path, profiles_dir, write_profile
+from onbeat.perfmodel.utilisation import StepOperations
 from tests.busy_loops import busy_loops
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
@@ -259,7 +260,10 @@ def test_a_policy_that_needs_predictions_is_not_started_without(config, lack, wh
     assert said == [], "found before anything was loaded"
 
 
-class OneByteOneFlop:
+class OneByteOneFlop(StepOperations):
+    def __init__(self) -> None:
+        pass
+
     def flops(self, shape: BatchShape) -> float:
         return 8.0 * shape.num_new_tokens
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.device_spec import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import ProfileKey
-from onbeat.vllm import plugin as plugin_module
+from onbeat.vllm import scheduler as plugin_module
 from onbeat.vllm.scheduler import SLOSchedulerMixin
 from onbeat.vllm.surface import Surface
 from onbeat.vllm.telemetry import Message

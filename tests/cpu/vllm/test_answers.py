@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import SLOUnattainable
 from onbeat.vllm.objectives import ROUTES
-from onbeat.vllm.refusals import LATE, TOO_LONG, WRONG, Refusal, refusal_by, refusal_in
-from onbeat.vllm.telemetry import Publisher, RequestNews
+from onbeat.vllm.telemetry import (
+    LATE,
+    TOO_LONG,
+    WRONG,
+    Publisher,
+    Refusal,
+    RequestNews,
+    refusal_by,
+    refusal_in,
+)
 from tests.cpu.vllm.vllm_app import (
     ASK,
     BREAKS_OFF,

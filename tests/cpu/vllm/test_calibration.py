@@ -12,7 +12,7 @@ import pytest
 from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.vllm import plugin as plugin_module
+from onbeat.vllm import scheduler as plugin_module
 from onbeat.vllm.calibrate import BatchLimits, largest, waves
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,

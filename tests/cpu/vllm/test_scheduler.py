@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.vllm import plugin as plugin_module
-from onbeat.vllm.plugin import MOST_FAULTS, Plugin
-from onbeat.vllm.refusals import refusal_in
+from onbeat.vllm import scheduler as plugin_module
+from onbeat.vllm.scheduler import MOST_FAULTS, Plugin
 from onbeat.vllm.surface import VLLMKVView, minor_version
+from onbeat.vllm.telemetry import refusal_in
 from tests.cpu.vllm.fake_scheduler import FakeRequest, FakeScheduler, add_some, planned_scheduler, run
 
 

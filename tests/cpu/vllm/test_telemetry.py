@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.vllm.refusals import LATE, Refusal
-from onbeat.vllm.telemetry import Publisher, RequestNews, StepTimes, Subscriber, rank_address
+from onbeat.vllm.telemetry import LATE, Publisher, Refusal, RequestNews, StepTimes, Subscriber, rank_address
 
 NEWS = RequestNews(slo_id="a", refusal=Refusal(code=LATE, predicted_ttft=float("inf"), reason="late"))
 

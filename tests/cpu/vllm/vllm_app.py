@@ -12,7 +12,7 @@ import httpx
 from prometheus_client import generate_latest
 
 from onbeat.vllm.middleware import SLOMiddleware
-from onbeat.vllm.refusals import LATE, VAIN, Refusal
+from onbeat.vllm.telemetry import LATE, VAIN, Refusal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

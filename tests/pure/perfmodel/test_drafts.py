@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.linear import DistServeCoefficients, distserve_closure
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import cpu_device, find_device
+from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, NNLSForm, fit, make_form
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import draft_pairs, draft_pairs_of, shape_matrix

@@ -12,7 +12,7 @@ import yaml
 from benchmarks.check.engine_rows import engine_seconds
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import cpu_device, find_device
+from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.engines import (
     BOUNDS,
     ENGINES,
@@ -22,10 +22,8 @@ from onbeat.perfmodel.engines import (
     make_engine_roofline,
 )
 from onbeat.perfmodel.fitted import FitTarget
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import default_parameters, make_roofline
 from onbeat.perfmodel.shapes import shape_matrix

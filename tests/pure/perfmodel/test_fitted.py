@@ -11,7 +11,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.fitted import (
     FEATURES,
     FIT_METHODS,
@@ -24,7 +24,6 @@ from onbeat.perfmodel.fitted import (
 )
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import fitted_predictor
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import RooflineParameters, make_roofline
 from onbeat.perfmodel.shapes import shape_matrix

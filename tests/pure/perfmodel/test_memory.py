@@ -3,10 +3,9 @@
 import pytest
 
 from onbeat.core.errors import ConfigError, DoesNotFit
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.memory import kv_capacity
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 
 H100 = find_device("h100-sxm")

@@ -8,11 +8,10 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import STEP_TIME_MODELS, make_step_time_model
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.profile import MachineLimits, Profile, ProfileKey, limited_device, write_profile

@@ -15,6 +15,7 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import (
     ROW_COUNTS,
     DeviceSpec,
+    Parallelism,
     ProductRates,
     best_rates,
     cpu_device,
@@ -23,7 +24,6 @@ from onbeat.perfmodel.device_spec import (
 )
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import StepTimeDescription, description_from_json
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.fitted import FitErrors, FittedModel
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import (
     SCHEMA_VERSION,

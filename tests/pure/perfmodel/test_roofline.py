@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from benchmarks.check.roofline_accuracy import read_grid, relative_errors
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import cpu_device, find_device
+from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import (
     RooflineParameters,

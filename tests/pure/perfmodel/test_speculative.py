@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import (
@@ -21,12 +21,11 @@ from onbeat.perfmodel.models import (
     description_from_json,
     make_step_time_model,
 )
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor, ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
-from onbeat.perfmodel.speculative import SpeculativeOperations, SpeculativeStepTime, draft_pass
-from onbeat.perfmodel.utilisation import StepOperations
+from onbeat.perfmodel.speculative import SpeculativeStepTime, draft_pass
+from onbeat.perfmodel.utilisation import SpeculativeOperations, StepOperations
 from tests.examples import examples
 from tests.pure.perfmodel.shapes import (
     decodes,

@@ -3,9 +3,8 @@
 import pytest
 
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
 

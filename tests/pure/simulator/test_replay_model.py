@@ -9,7 +9,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import cpu_device, find_device
+from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import (
@@ -18,7 +18,6 @@ from onbeat.perfmodel.models import (
     description_from_json,
     roofline_predictor,
 )
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.runs import seconds_of_each
 from onbeat.perfmodel.shapes import MeasuredStep

@@ -45,12 +45,10 @@ from onbeat.engine.step_time_spec import model_spec_of, precision_of
 from onbeat.engine.weights import read_model_config
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import KNOWN_MODELS
-from onbeat.perfmodel.device_spec import device_ids, find_device
+from onbeat.perfmodel.device_spec import Parallelism, device_ids, find_device
 from onbeat.perfmodel.memory import Change, Choices, kv_capacity, what_fits
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import StepTimeDescription, roofline_predictor
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.replica.policies import composition, largest_step
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET

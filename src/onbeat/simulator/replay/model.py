@@ -9,10 +9,9 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import description_from_json, make_step_time_model
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import precision_by_weights
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import read_profile
