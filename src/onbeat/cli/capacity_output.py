@@ -253,10 +253,10 @@ def facts_of(report: CapacityReport) -> list[tuple[str, str]]:
     facts = [(COST, _cost(report, best))]
     if best.beyond:
         missed, *_, most = best.beyond[0], *best.beyond
-        facts.append((LIMIT, limit_text(missed.rate, missed.verdict)))
+        text = limit_text(missed.rate, missed.verdict)
         if most is not missed:
-            text = f"At {significant(most.rate)} requests/s on the same GPUs, {state_text(most.verdict)}."
-            facts.append(("If the load doubles", text))
+            text += f" At {significant(most.rate)} requests/s, {state_text(most.verdict)}."
+        facts.append((LIMIT, text))
     return facts
 
 
