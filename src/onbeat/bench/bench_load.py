@@ -18,7 +18,7 @@ from onbeat.core.options import changed, option, settings_of
 from onbeat.files import read_lines
 from onbeat.typed import Text
 from onbeat.workload.arrivals import Arrivals
-from onbeat.workload.lengths import MOST_TOKENS, check_length
+from onbeat.workload.lengths import MOST_TOKENS
 from onbeat.workload.load import FILE_LOADS, CountTokens, Load, SharedName
 from onbeat.workload.offered import OfferedLoad, have_traces
 from onbeat.workload.prompts import BlockPrompts, FreshPrompts, PromptSource, PromptWriter
@@ -63,7 +63,11 @@ class BenchLoad(Load):
         help="share of random's requests that have long prompts; both kinds are reported apart",
     )
     random_long_input_len: int | None = _data(
-        None, metavar="N", at_least=1, help="tokens of these long prompts (default: 1500)"
+        None,
+        metavar="N",
+        at_least=1,
+        at_most=MOST_TOKENS,
+        help="tokens of these long prompts (default: 1500)",
     )
     prefix_repetition_prefix_len: int = _data(256, at_least=1, help="tokens of each repeated prefix")
     prefix_repetition_suffix_len: int = _data(256, at_least=1, help="tokens after the prefix")
@@ -81,7 +85,6 @@ class BenchLoad(Load):
 
     def __post_init__(self) -> None:
         Load.__post_init__(self)
-        check_length(self.random_long_input_len or 1)
         if self.random_long_input_len is not None and not self.random_long_share:
             raise ConfigError("--random-long-input-len needs --random-long-share")
         if self.random_long_share and self.random_prefix_len:

@@ -29,7 +29,7 @@ from onbeat.workload.job import Job
 from onbeat.workload.job_file import read_jobs
 from onbeat.workload.job_kinds import JOB_KINDS, LANE_CLASSES, LANES, JobKind, draw_jobs, lane_load
 from onbeat.workload.job_load import given_starts, job_load
-from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, check_length
+from onbeat.workload.lengths import MOST_TOKENS, Lengths, LogNormalLength, UniformLength
 from onbeat.workload.offered import OfferedLoad, Overlong, check_num_requests, have_traces
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.slo_config import built_in_slo, read_slo_config
@@ -204,12 +204,16 @@ class Load(Arrivals):
         None,
         aliases=("--random-input-len",),
         metavar="N",
+        at_least=1,
+        at_most=MOST_TOKENS,
         help="mean prompt tokens of random and conversation (default: 1024)",
     )
     output_len: int | None = _data(
         None,
         aliases=("--random-output-len", "--sharegpt-output-len", "--prefix-repetition-output-len"),
         metavar="N",
+        at_least=1,
+        at_most=MOST_TOKENS,
         help="the same for output tokens (default: 128); replaces those of a file",
     )
     random_range_ratio: float = _data(
@@ -233,8 +237,6 @@ class Load(Arrivals):
 
     def __post_init__(self) -> None:
         check(self, type(self))
-        for length in (self.input_len, self.output_len):
-            check_length(1 if length is None else length)
         if self.num_prompts is not None:
             check_num_requests(self.num_prompts)
         if self.trace is not None and not (self.dataset_name is None and self.dataset_path is None):

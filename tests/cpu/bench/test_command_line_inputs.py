@@ -126,7 +126,7 @@ def test_lengths_below_one_are_refused(
     value: str, server: Background, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench(server, "--random-input-len", value) == 2
-    assert "at least 1 token" in capsys.readouterr().err
+    assert "it must be at least 1" in capsys.readouterr().err
 
 
 def test_a_server_that_cannot_be_asked_leaves_the_error_alone(

@@ -98,7 +98,7 @@ def test_overlong_requests_are_counted_or_left_out(trace: str) -> None:
     [
         (("--num-prompts", "0"), "--num-prompts"),
         (("--input-len", "0"), "at least 1"),
-        (("--output-len", "0"), "a length must be at least 1 token"),
+        (("--output-len", "0"), "output_len is 0"),
         (("--request-rate", "0"), "request_rate is 0"),
         (("--request-rate", "nan"), "request_rate is nan"),
         (("--rate-steps", "2:a"), "RATE:SECONDS"),
