@@ -87,9 +87,16 @@ def resolve(
     DoesNotFit : memory holds no model and request of this size; the message says what was tried and fits.
     ConfigError : an unknown name, or sizes that do not fit together.
     """
-    if deployment.limits.max_num_batched_tokens == AUTO:
-        resolved = resolve(change(deployment, max_num_batched_tokens=None), choices=choices)
-        return _with_budget(resolved, tbt, context_tokens)
+    resolved = _fitted(deployment, choices)
+    return _with_budget(resolved, tbt, context_tokens) if _is_auto(deployment) else resolved
+
+
+def _is_auto(deployment: Deployment) -> bool:
+    return deployment.limits.max_num_batched_tokens == AUTO
+
+
+def _fitted(deployment: Deployment, choices: Choices = CHOICES) -> Resolved:
+    """Return what a deployment is but for an automatic token budget, with the cure where it does not fit."""
     if deployment.fleet.kinds:
         return _resolve_kinds(deployment)
     try:
@@ -109,6 +116,8 @@ def resolve(
 def _resolve(said: Deployment) -> Resolved:
     """Resolve a deployment of equal replicas, from its names to its numbers."""
     limits, drafts = said.limits, said.speculation
+    if _is_auto(said):
+        limits = replace(limits, max_num_batched_tokens=None)
     model, device = find_model_spec(said.model), find_device(said.device)
     draft = None if drafts is None else drafts.draft_spec(model)
     parallelism = Parallelism(tensor=said.tensor_parallel, pipeline=said.pipeline_parallel)
@@ -190,7 +199,7 @@ def _resolve_kinds(said: Deployment) -> Resolved:
     alone = replace(said, fleet=FleetConfig(), kv_bandwidth=None, kv_latency=0.0)
     of_kind = Choices(tensor="tp of that kind")
     built = [
-        resolve(change(alone, **as_settings(each, "device", "tensor_parallel", "policy")), choices=of_kind)
+        _fitted(change(alone, **as_settings(each, "device", "tensor_parallel", "policy")), of_kind)
         for each in said.fleet.kinds
     ]
     first, counts = built[0], [each.replicas for each in said.fleet.kinds]
@@ -280,9 +289,7 @@ def resolve_for(
     ------
     ConfigError : see `resolve` and `Load.offered`.
     """
-    is_auto = deployment.limits.max_num_batched_tokens == AUTO
-    first = change(deployment, max_num_batched_tokens=None) if is_auto else deployment
-    resolved = resolve(first)
+    resolved = _fitted(deployment)
     longest, overlong = resolved.config.max_model_len, deployment.overlong
     try:
         if isinstance(asked, Load):
@@ -291,8 +298,8 @@ def resolve_for(
             load = asked.check_lengths(longest, overlong=overlong)
             load = load.with_classes(classes, seed=deployment.seed) if classes else load
     except LongerThanContext as error:
-        raise what_binds(first, error) from None
-    if is_auto:
+        raise what_binds(deployment, error) from None
+    if _is_auto(deployment):
         context = decode_context(load, resolved.config.scheduler)
         resolved = _with_budget(resolved, tightest_tbt(classes), context)
     return resolved, load
@@ -305,7 +312,7 @@ def what_binds(deployment: Deployment, error: LongerThanContext, choices: Choice
         return ConfigError(f"{error}. The model was made for {longest} tokens")
     given = deployment.limits.max_model_len
     try:
-        resolve(change(deployment, max_model_len=error.num_tokens), choices=choices)
+        _fitted(change(deployment, max_model_len=error.num_tokens), choices)
     except ConfigError as cause:
         return type(cause)(f"{error}. A longer context: {cause}")
     return ConfigError(f"{error}. --max-model-len is {given}; give --max-model-len {error.num_tokens}")

@@ -67,8 +67,9 @@ def test_a_request_goes_through_no_more_files_than_it_did(policy, most):
     assert len(set(one_request(settings))) <= most
 
 
-@pytest.mark.parametrize(("policy", "most"), [("sarathi", 81), ("slo", 91)])
+@pytest.mark.parametrize(("policy", "most"), [("sarathi", 85), ("slo", 96)])
 def test_the_way_from_flags_to_what_is_simulated_is_no_longer_than_it_was(policy, most):
+    """The bounds are what was counted, and some 4 %: a function that moves elsewhere is a stay or two."""
     num_stays, _ = walk(arguments(policy))
     assert num_stays <= most
 
