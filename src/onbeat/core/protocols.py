@@ -50,6 +50,8 @@ class EngineInfo:
     """How embeddings are pooled."""
     embedding_size: int = 0
     """Numbers of an embedding."""
+    embeds: bool = True
+    """Whether the engine makes embeddings."""
     generates: bool = True
     """Whether the model has an output head, so that it can generate tokens."""
     sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)

@@ -152,6 +152,10 @@ class SchedulerOutput:
     """Time that the policy allowed the step, seconds; None where it plans by tokens, or nothing bound it."""
     budget_request_id: str | None = None
     """The request whose deadline set the budget."""
+    preempted_ids: tuple[str, ...] = ()
+    """Of `released_ids`, those that were preempted, and may come again."""
+    forgotten_ids: tuple[str, ...] = ()
+    """Requests that were preempted, in this step or before, and will not come again."""
 
 
 class GuidedRows(NamedTuple):

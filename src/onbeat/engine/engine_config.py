@@ -18,7 +18,7 @@ from onbeat.scheduler.scheduler_config import SchedulerLimits
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float64"]
 DTYPES: tuple[str, ...] = get_args(DTypeName)
-BackendName = Literal["auto", "native", "cuda", "torch"]
+BackendName = Literal["auto", "native", "cuda", "vllm", "torch"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 Quantization = Literal["auto", "none", "int8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
@@ -91,8 +91,9 @@ class EngineConfig:
     )
     backend: BackendName = _engine(
         "auto",
-        help="what computes steps; native: the CPU engine; cuda: the GPU engine; torch: the reference; auto: "
-        "the device's own engine if it supports the model, else torch",
+        help="what computes steps; native: the CPU engine; cuda: the GPU engine; vllm: vLLM's workers, for "
+        "any model that vLLM runs; torch: the reference; auto: the device's own engine if it supports the "
+        "model, else vllm or torch",
     )
     instruction_set: InstructionSet = _engine(
         "auto",

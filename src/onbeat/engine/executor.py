@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.engine.forward import Computes
+from onbeat.engine.guided_draw import Guides
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
 class PendingStep(Protocol):
@@ -40,6 +43,33 @@ class StepRunner(Protocol):
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Run a step, or see to it that it runs; called by one thread."""
+        ...
+
+
+class Runner(StepRunner, Protocol):
+    """What an engine runs its steps on."""
+
+    limits: SchedulerConfig
+    """What a scheduler may plan; KV blocks have the ids 0 to `limits.num_blocks` - 1."""
+    guides: Guides | None
+    """Where guides of grammars come from; set by whoever builds the engine. None: none is enforced."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it takes steps while one runs, so that to plan ahead keeps the device busy."""
+        ...
+
+    @property
+    def forward(self) -> Computes:
+        """What its steps are computed on."""
+        ...
+
+    def touch_ahead(self) -> bool:
+        """Take a little of the memory that later steps will need; return whether there was any to take."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what steps ran on; none may run any more."""
         ...
 
 

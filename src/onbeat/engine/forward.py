@@ -53,8 +53,8 @@ class RowProducts(Protocol):
         ...
 
 
-class ForwardPass(Protocol):
-    """A model with its KV cache: runs the new tokens of a step, one step after the other.
+class Computes(Protocol):
+    """A model with its KV cache, apart from how steps run on it.
 
     Those that inherit from it take no memory ahead and hold no threads, unless they say otherwise.
     """
@@ -63,20 +63,7 @@ class ForwardPass(Protocol):
     device: Device
     """Where steps are computed."""
     settings: Mapping[str, str]
-    """What a reader of measurements wants to know of this forward pass."""
-
-    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
-        """Store the keys and values of all tokens, and compute what is wanted of some.
-
-        That is the logits of the sampling rows, and the hidden states of `StepInputs.pooled_tokens`.
-
-        Parameters
-        ----------
-        inputs : the step.
-        wants_logits : False where each row's most likely token suffices; the logits may be returned all the
-            same.
-        """
-        ...
+    """What a reader of measurements wants to know of what computes."""
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored values of KV blocks finite."""
@@ -92,6 +79,23 @@ class ForwardPass(Protocol):
     def close(self) -> None:
         """Let go of threads; no step may run any more."""
         return
+
+
+class ForwardPass(Computes, Protocol):
+    """Runs the new tokens of a step, one step after the other."""
+
+    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
+        """Store the keys and values of all tokens, and compute what is wanted of some.
+
+        That is the logits of the sampling rows, and the hidden states of `StepInputs.pooled_tokens`.
+
+        Parameters
+        ----------
+        inputs : the step.
+        wants_logits : False where each row's most likely token suffices; the logits may be returned all the
+            same.
+        """
+        ...
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ from time import perf_counter, thread_time
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onbeat.core.errors import EngineError, InvalidRequest, RequestRejected
 from onbeat.core.request import Grammar, SamplingParams
@@ -159,7 +160,14 @@ def _guide_of(row: SamplingRow) -> Guide:
 
 
 def allowed_ids(rows: Sequence[SamplingRow], refused: Sequence[int], outcome: GuideOutcome) -> list[TokenIds]:
-    """Return the tokens that each row's grammar allows, stop tokens where it may end included.
+    """Return the tokens that each row's grammar allows, in ascending order; see `allowed_masks`."""
+    return list(map(ids_in, allowed_masks(rows, refused, outcome)))
+
+
+def allowed_masks(
+    rows: Sequence[SamplingRow], refused: Sequence[int], outcome: GuideOutcome
+) -> NDArray[np.uint32]:
+    """Return masks [G, W] of what each row's grammar allows, stop tokens where it may end included.
 
     Parameters
     ----------
@@ -188,7 +196,7 @@ def allowed_ids(rows: Sequence[SamplingRow], refused: Sequence[int], outcome: Gu
     tokens.clear_ends(words_GW)
     for line, token_id in ends:
         words_GW[line, token_id >> 5] |= np.uint32(1 << (token_id & 31))
-    return list(map(ids_in, words_GW))
+    return words_GW
 
 
 def redrawn(

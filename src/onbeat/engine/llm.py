@@ -151,6 +151,10 @@ class LLM:
         RequestRejected : a text cannot be served; none has been run.
         EngineError : the engine failed on a text.
         """
+        if not self.info.embeds:
+            raise InvalidRequest(
+                "this engine makes no embeddings; choose backend='native', 'cuda' or 'torch'"
+            )
         size, pooling = self.info.embedding_size, self.info.pooling
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidRequest(

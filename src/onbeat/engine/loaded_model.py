@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from onbeat.engine.backends.base import Backend
 from onbeat.engine.device import device_name
+from onbeat.engine.executor import Runner
 from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of
-from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.speculation.build import ProposerBuilder
 from onbeat.perfmodel.device_spec import Parallelism, known_device
 from onbeat.perfmodel.precision import Precision
@@ -22,7 +22,7 @@ class LoadedModel:
 
     backend: Backend
     limits: SchedulerConfig
-    runner: ModelRunner
+    runner: Runner
     proposer: ProposerBuilder | None = None
     """What proposes drafts; None where nothing does."""
 

@@ -42,11 +42,10 @@ class ModelRunner:
         sampler: TokenSampler,
         proposer: Proposer | None = None,
     ) -> None:
+        self.limits = limits
         self.forward = forward
         self.sampler = sampler
         self.proposer = proposer
-        self.max_model_len = limits.max_model_len
-        self.num_blocks = limits.num_blocks
         self.batch = InputBatch(
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
@@ -70,6 +69,16 @@ class ModelRunner:
     def overlaps(self) -> bool:
         """Whether it takes steps while one runs, so that to plan ahead keeps the device busy."""
         return self._launches is not None and self.proposer is None
+
+    def touch_ahead(self) -> bool:
+        """Take a little of the memory that later steps will need; return whether there was any to take."""
+        return self.forward.touch_ahead() or (self.proposer is not None and self.proposer.touch_ahead())
+
+    def close(self) -> None:
+        """Let go of what steps ran on."""
+        if self.proposer is not None:
+            self.proposer.close()
+        self.forward.close()
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step to its end."""
@@ -206,7 +215,7 @@ class ModelRunner:
         num_tokens : length of the chunk; less where the KV cache or `max_model_len` is smaller.
         """
         block_size = self.batch.block_size
-        num_tokens = min(num_tokens, self.max_model_len - 1, self.num_blocks * block_size - 1)
+        num_tokens = min(num_tokens, self.limits.max_model_len - 1, self.limits.num_blocks * block_size - 1)
         request = Request(
             request_id="warm-up",
             prompt_token_ids=(0,) * max(num_tokens, 1),
@@ -215,7 +224,7 @@ class ModelRunner:
         num_prompt_tokens = len(request.prompt_token_ids)
         num_blocks = num_prompt_tokens // block_size + 1
         admitted = AdmittedRequest(request, (), tuple(range(num_blocks)))
-        num_slots = min(num_blocks * block_size, self.max_model_len)
+        num_slots = min(num_blocks * block_size, self.limits.max_model_len)
         num_drafts = int(self.proposer is not None and num_prompt_tokens + 2 <= num_slots)
         chunk = ScheduledRequest(request.request_id, 0, num_prompt_tokens, (), samples=True)
         decode = ScheduledRequest(
@@ -227,7 +236,7 @@ class ModelRunner:
             num_draft_tokens=num_drafts,
         )
         self.execute(SchedulerOutput(-2, (chunk,), (admitted,), (), BatchShape()))
-        if num_prompt_tokens < self.max_model_len:
+        if num_prompt_tokens < self.limits.max_model_len:
             self.execute(SchedulerOutput(-1, (decode,), (), (), BatchShape()))
         self._release(request.request_id)
 

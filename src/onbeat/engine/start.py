@@ -10,24 +10,26 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.backends.base import Backend, Room, SettleLimits
 from onbeat.engine.backends.stand_in import StandInBackend
-from onbeat.engine.backends.table import choose_backend, open_weights
+from onbeat.engine.backends.table import choose_backend, open_weights, vllm_backend
 from onbeat.engine.core import EngineCore
 from onbeat.engine.device import detect_device
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.forward import ForwardPass
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.loaded_model import LoadedModel
 from onbeat.engine.memory import short_memory_in_words
-from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.speculation.build import ProposerBuilder, choose_proposer
+from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.step_time_spec import precision_of
 from onbeat.engine.step_times import StepTime, choose_step_time
 from onbeat.engine.weights.digests import unchanged
@@ -82,29 +84,16 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     )
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),
-        ThreadExecutor(runner, on_shutdown=partial(_close, runner)),
+        ThreadExecutor(runner, on_shutdown=runner.close),
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
-        idle_work=partial(_touch_ahead, runner),
+        idle_work=runner.touch_ahead,
         judge=step_time.watch,
         reports_load=config.reports_load,
         kv_memory=partial(loaded.kv_memory, config.activation_quantization) if info.moves_streams else None,
         grammars=grammars,
     )
     return core, info
-
-
-def _touch_ahead(runner: ModelRunner) -> bool:
-    """Take a little of the memory that later steps will need; return whether there was any to take."""
-    proposer = runner.proposer
-    return runner.forward.touch_ahead() or (proposer is not None and proposer.touch_ahead())
-
-
-def _close(runner: ModelRunner) -> None:
-    """Let go of what steps ran on."""
-    if runner.proposer is not None:
-        runner.proposer.close()
-    runner.forward.close()
 
 
 def _check_predictions(config: EngineConfig, loader: ModelLoader) -> None:
@@ -165,6 +154,7 @@ def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, s
         speculation=None if config.speculative is None else config.speculative.method,
         pooling=choose_pooling(config.pooling, loaded.backend.model),
         embedding_size=loaded.backend.model.hidden_size,
+        embeds=loaded.backend.embeds,
         generates=loaded.backend.model.has_head,
         moves_streams=loaded.gives_kv and not composition(limits.policy).holds_finished,
         file_digests=digests,
@@ -201,19 +191,14 @@ class ModelLoader:
         ------
         ConfigError : a weight is missing or cannot be read.
         """
-        backend, proposer = self.backend, None
+        backend, proposer = self.backend, self.proposer
         say(backend.headline())
         for line in backend.remarks(self.config):
             say(line)
-        draft = None if self.proposer is None else self.proposer.backend
-        forward, limits = backend.build(self.limits, say, Room(self.settle, draft))
-        if self.proposer is not None:
-            say(_describe_proposer(self.proposer, limits))
-            proposer = self.proposer.build(forward, limits)
+        room = Room(self.settle, None if proposer is None else proposer.backend)
+        propose = None if proposer is None else partial(_propose, proposer, say)
+        runner, limits = backend.start(self.limits, say, room, propose)
         _say_limits(limits, say)
-        runner = ModelRunner(limits, forward, backend.sampler(), proposer)
-        say(Detail("warming up"))
-        runner.warm_up()
         backend.tell_excess(say)
         return LoadedModel(backend, limits, runner, self.proposer)
 
@@ -236,7 +221,14 @@ def _choose(config: EngineConfig) -> Backend:
     if config.load_format == "stand-in":
         return StandInBackend(config)
     device = detect_device(config.device, config.dtype, config.threads)
-    checkpoint = open_weights(config)
+    if config.backend == "vllm":
+        return vllm_backend(config, device, "as asked for")
+    try:
+        checkpoint = open_weights(config)
+    except ModelLoadError as error:
+        if config.backend != "auto" or find_spec("vllm") is None:
+            raise
+        return vllm_backend(config, device, str(error))
     choose_pooling(config.pooling, checkpoint.config)
     return choose_backend(config, checkpoint, device)
 
@@ -274,6 +266,14 @@ def _settle(
         model=step_time,
         speculation=None if config.speculative is None else config.speculative.for_scheduler(),
     )
+
+
+def _propose(
+    proposer: ProposerBuilder, say: OnProgress, forward: ForwardPass, limits: SchedulerConfig
+) -> Proposer:
+    """Build what proposes drafts, and say what it is."""
+    say(_describe_proposer(proposer, limits))
+    return proposer.build(forward, limits)
 
 
 def _describe_proposer(proposer: ProposerBuilder, limits: SchedulerConfig) -> str:

@@ -105,6 +105,10 @@ async def embed(
     RequestRejected, EngineDead, EngineError : as the engine does.
     ClientGone : nobody waits for the answer any more.
     """
+    if not services.info.embeds:
+        raise InvalidRequest(
+            "this engine makes no embeddings; serve the model with --backend native, cuda or torch"
+        )
     body.check(services.config, services.info)
     context = context_of(http.scope)
     objectives = request_objectives(body, http.headers, context, services.config.slo)

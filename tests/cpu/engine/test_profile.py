@@ -44,7 +44,7 @@ from onbeat.engine.profiling.profiler import (
 )
 from onbeat.engine.start import prepare
 from onbeat.engine.step_time_spec import model_spec_of
-from onbeat.engine.torch.weights import LayerProducts
+from onbeat.engine.torch.weights import layer_products
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.device_spec import ROW_COUNTS, cpu_device, known_device
 from onbeat.perfmodel.fitted import FitTarget, fit_best
@@ -259,7 +259,7 @@ def test_rates_are_those_of_numbers_that_differ(monkeypatch):
     gpu_limits(DeviceConfig(CPU, FLOAT32, 1), "fp32", read_bytes=2**16, matrix_size=16)
     qkv_XD, o_DX, *feed_forward = (torch.randn(8, 8) for _ in range(4))
     layer = SimpleNamespace(qkv_XD=qkv_XD, o_DX=o_DX, feed_forward=feed_forward)
-    products = LayerProducts(SimpleNamespace(layers=[layer], device=torch.device("cpu")))
+    products = layer_products(SimpleNamespace(layers=[layer]))
     products.run(4)
     assert len(multiplied) > 8
     assert all(values.std() > 0.5 for values in multiplied)

@@ -15,6 +15,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.engine.backends.base import CheckpointBackend
 from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.speculation.build import first_difference
 from onbeat.engine.speculation.draft_model import DraftModelProposer
@@ -139,6 +140,7 @@ def test_a_draft_models_memory_is_said_and_counted(folder: Path) -> None:
     # One layer beside four: of the same memory a fifth is the draft model's.
     assert drafted.limits.num_blocks == plain.limits.num_blocks * 4 // 5
     loaded = drafted.load(said.append)
+    assert isinstance(loaded.runner, ModelRunner)
     assert isinstance(loaded.runner.proposer, DraftModelProposer)
     (sentence,) = (sentence for sentence in said if sentence.startswith("speculative"))
     assert "(0.0 million parameters, by torch (as asked for))" in sentence

@@ -9,11 +9,14 @@ from typing import NamedTuple, Protocol
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.device import DeviceConfig, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
+from onbeat.engine.executor import Runner
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.memory import Footprint, free_for, modest_kv_bytes
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.progress import OnProgress
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.sampler import Sampler
+from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.speculation.verifier import TokenSampler
 from onbeat.engine.step_time_spec import by_data_sheet, precision_of
 from onbeat.engine.weights import Checkpoint
@@ -22,6 +25,7 @@ from onbeat.perfmodel.models import StepTimeDescription
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
+Propose = Callable[[ForwardPass, SchedulerConfig], Proposer]
 SettleLimits = Callable[[int], SchedulerConfig]
 """From a number of KV blocks to limits that go with it."""
 
@@ -51,19 +55,21 @@ class Backend(Protocol):
     """Number format of most weights; None where they are of the device's type."""
     embedding_format: str | None = None
     """Of the LM head, likewise."""
+    embeds: bool = True
+    """Whether it makes embeddings."""
     stands_in_for: StepTimeDescription | None = None
     """What takes its time elsewhere; None where the model runs here."""
 
-    def build(
-        self, limits: SchedulerConfig, say: OnProgress, room: Room | None = None
-    ) -> tuple[ForwardPass, SchedulerConfig]:
-        """Load the weights and make the KV cache; return limits that go with it.
+    def start(
+        self, limits: SchedulerConfig, say: OnProgress, room: Room, propose: Propose | None
+    ) -> tuple[Runner, SchedulerConfig]:
+        """Load the weights and make the KV cache; return what steps run on, and limits that go with it.
 
         Parameters
         ----------
         limits : of what steps may be planned, and of the KV cache.
         say : told what was decided on the way.
-        room : None for a model that makes drafts: its limits stay as they are.
+        propose : makes what proposes drafts; None where nothing does.
 
         Raises
         ------
@@ -98,10 +104,6 @@ class Backend(Protocol):
         """
         ...
 
-    def sampler(self) -> TokenSampler:
-        """Return what chooses tokens on the host."""
-        return Sampler(self.model.vocab_size)
-
     def remarks(self, config: EngineConfig) -> Iterator[str]:  # noqa: ARG002
         """Yield lines on what is rounded or left out, and on options that change nothing here."""
         return iter(())
@@ -111,7 +113,37 @@ class Backend(Protocol):
         return
 
 
-class CheckpointBackend(Backend):
+class ForwardBackend(Backend, Protocol):
+    """One that makes a forward pass; requests and sampling are the model runner's."""
+
+    @abstractmethod
+    def build(
+        self, limits: SchedulerConfig, say: OnProgress, room: Room | None = None
+    ) -> tuple[ForwardPass, SchedulerConfig]:
+        """Load the weights and make the KV cache; see `start`.
+
+        Parameters
+        ----------
+        room : None for a model that makes drafts: its limits stay as they are.
+        """
+
+    def sampler(self) -> TokenSampler:
+        """Return what chooses tokens on the host."""
+        return Sampler(self.model.vocab_size)
+
+    def start(
+        self, limits: SchedulerConfig, say: OnProgress, room: Room, propose: Propose | None
+    ) -> tuple[Runner, SchedulerConfig]:
+        """Build it, and run a first step; see `Backend.start`."""
+        forward, limits = self.build(limits, say, room)
+        proposer = None if propose is None else propose(forward, limits)
+        runner = ModelRunner(limits, forward, self.sampler(), proposer)
+        say(Detail("warming up"))
+        runner.warm_up()
+        return runner, limits
+
+
+class CheckpointBackend(ForwardBackend):
     """One that reads the weights of a checkpoint."""
 
     checkpoint: Checkpoint

@@ -25,7 +25,7 @@ from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.engine.backends.base import Backend, CheckpointBackend, Room, SettleLimits
+from onbeat.engine.backends.base import CheckpointBackend, ForwardBackend, Room, SettleLimits
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.draw import Logits
 from onbeat.engine.dtypes import DTYPES
@@ -72,7 +72,7 @@ _PROCESS_BYTES = 128 << 20
 """Of a stand-in: its interpreter and tokenizer, as measured; its KV is a number a token."""
 
 
-class StandInBackend(Backend):
+class StandInBackend(ForwardBackend):
     """No model: steps take the time that the roofline predicts for another device.
 
     Parameters

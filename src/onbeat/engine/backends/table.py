@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
-from onbeat.engine.backends.base import CheckpointBackend
+from onbeat.engine.backends.base import Backend, CheckpointBackend
 from onbeat.engine.backends.native import NativeBackend
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig, native_settings
@@ -101,6 +101,23 @@ def _make_cuda(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfi
     return why_not(checkpoint, device, config.limits.block_size) or CudaBackend(
         checkpoint, device, config, fast_kernels
     )
+
+
+def vllm_backend(config: EngineConfig, device: DeviceConfig, reason: str) -> Backend:
+    """Return vLLM's workers.
+
+    Raises
+    ------
+    MissingExtra : vLLM is not installed.
+    ConfigError : vLLM does not run the model, with its own reason.
+    """
+    if setting := next(native_settings(config), None):
+        raise ConfigError(
+            f"{setting[0]} {setting[1]} needs the native engine; leave --{setting[0].replace('_', '-')} out"
+        )
+    from onbeat.engine.backends.vllm import VllmBackend
+
+    return VllmBackend(config, device, reason)
 
 
 class _Engine(NamedTuple):

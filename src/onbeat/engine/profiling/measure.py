@@ -11,7 +11,7 @@ import numpy as np
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.device import wait_for
-from onbeat.engine.executor import PendingStep, ThreadExecutor
+from onbeat.engine.executor import PendingStep, Runner, ThreadExecutor
 from onbeat.engine.forward import LaunchesSteps, Mark
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner
@@ -43,7 +43,7 @@ class _MarkedSteps:
     The host may notice an end late, while it queues the operators of the steps behind.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.ends: list[Mark] = []
 
@@ -72,18 +72,21 @@ class StepTimer:
     """
 
     def __init__(
-        self, runner: ModelRunner, *, num_blocks: int, sampling: SamplingParams | None = None, seed: int = 0
+        self, runner: Runner, *, num_blocks: int, sampling: SamplingParams | None = None, seed: int = 0
     ) -> None:
         self._runner = runner
         self._steps = _MarkedSteps(runner)
         self._executor = ThreadExecutor(self._steps)  # the hop to its thread is part of a live step
-        self._block_size = runner.batch.block_size
+        self._block_size = runner.limits.block_size
         self._rng = np.random.default_rng(seed)
-        self._blocks = np.arange(min(num_blocks, runner.num_blocks))
+        self._blocks = np.arange(min(num_blocks, runner.limits.num_blocks))
         self._sampling = sampling or SamplingParams()
         vocab_size = runner.forward.config.vocab_size
-        self._token_ids: list[int] = self._rng.integers(0, vocab_size, runner.max_model_len + 1).tolist()
-        self._own_proposer = runner.proposer
+        self._token_ids: list[int] = self._rng.integers(
+            0, vocab_size, runner.limits.max_model_len + 1
+        ).tolist()
+        self._proposing = runner if isinstance(runner, ModelRunner) else None
+        self._own_proposer = None if self._proposing is None else self._proposing.proposer
         self._given_drafts = GivenDrafts(self._token_ids)
         self._released: tuple[str, ...] = ()
         self.num_runs = 0
@@ -98,7 +101,7 @@ class StepTimer:
         rows, admitted = self._schedule(batch)
         # A runner that proposes does a little more for every row, which plain steps are not to be charged.
         has_drafts = any(row.num_drafts for row in batch.rows)
-        self._runner.proposer = self._given_drafts if has_drafts else None
+        self._propose_by(self._given_drafts if has_drafts else None)
         # A step without rows only takes requests in, which is no part of the measured time.
         self._run(SchedulerOutput(0, (), admitted, self._released, BatchShape()))
         self._released = tuple(row.request_id for row in rows)
@@ -114,12 +117,20 @@ class StepTimer:
         """Release the last batch and the thread."""
         self._run(SchedulerOutput(0, (), (), self._released, BatchShape()))
         self._executor.shutdown()
-        self._runner.proposer = self._own_proposer
+        self._propose_by(self._own_proposer)
+
+    def _propose_by(self, proposer: Proposer | None) -> None:
+        if self._proposing is not None:
+            self._proposing.proposer = proposer
 
     def _time_ahead(self, scheduled: SchedulerOutput) -> float:
         self._steps.ends.clear()
+        seen = []
         for step in [self._executor.submit(scheduled) for _ in range(TIMES_AT_ONCE)]:
             step.result()
+            seen.append(time.perf_counter())
+        if not self._steps.ends:  # nobody but the host knows
+            return (seen[-1] - seen[0]) / (TIMES_AT_ONCE - 1)
         first, *_, last = self._steps.ends
         last.wait()
         return last.seconds_since(first) / (TIMES_AT_ONCE - 1)
@@ -163,7 +174,7 @@ def num_blocks_for(batches: Sequence[MeasuredBatch], block_size: int) -> int:
     return max(batch.num_blocks(block_size) for batch in batches)
 
 
-def _touch_cache(runner: ModelRunner, num_blocks: int) -> None:
+def _touch_cache(runner: Runner, num_blocks: int) -> None:
     """Write the first blocks of every layer, with what is in them."""
     for start in range(0, num_blocks, _BLOCKS_AT_ONCE):
         blocks = np.arange(start, min(start + _BLOCKS_AT_ONCE, num_blocks))

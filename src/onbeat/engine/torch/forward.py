@@ -33,7 +33,7 @@ from onbeat.engine.torch.layer import (
     write_logits,
 )
 from onbeat.engine.torch.types import device_of, numpy_dtype
-from onbeat.engine.torch.weights import LayerProducts, TorchWeights
+from onbeat.engine.torch.weights import TorchWeights, layer_products
 
 
 class TorchForward(ForwardPass):
@@ -109,7 +109,7 @@ class TorchForward(ForwardPass):
 
     def products(self) -> RowProducts:
         """Return those of the model's first layer; see `GivesProducts`."""
-        return LayerProducts(self.weights)
+        return layer_products(self.weights)
 
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {

@@ -283,16 +283,21 @@ class Rotation(NamedTuple):
         return replace(norm, scale_D=self.ordered(norm.scale_D))
 
 
-class LayerProducts:
-    """All four matrices of a layer, times rows; see `RowProducts`."""
+def layer_products(weights: TorchWeights) -> MatrixProducts:
+    """Return all four matrices of the first layer, to be timed."""
+    layer = weights.layers[0]
+    feed_forward = layer.feed_forward
+    if isinstance(feed_forward, SparseFeedForward):
+        feed_forward = feed_forward.experts[0]
+    return MatrixProducts((layer.qkv_XD, layer.o_DX, *feed_forward))
 
-    def __init__(self, weights: TorchWeights) -> None:
-        layer = weights.layers[0]
-        feed_forward = layer.feed_forward
-        if isinstance(feed_forward, SparseFeedForward):
-            feed_forward = feed_forward.experts[0]
-        self._matrices = (layer.qkv_XD, layer.o_DX, *feed_forward)
-        self._device = device_of(weights.device)
+
+class MatrixProducts:
+    """Some matrices, times rows; see `RowProducts`."""
+
+    def __init__(self, matrices: Sequence[torch.Tensor]) -> None:
+        self._matrices = matrices
+        self._device = device_of(matrices[0].device)
         self.flops_per_row = 2.0 * sum(matrix.numel() for matrix in self._matrices)
         self.num_bytes = sum(matrix.nbytes for matrix in self._matrices)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from onbeat.core.step import AdmittedRequest
 from onbeat.scheduler.replica.kv import KVCacheManager
@@ -12,6 +13,15 @@ from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 from onbeat.scheduler.replica.tracker import SLOTracker
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+
+
+@dataclass(slots=True)
+class LeftRequests:
+    """What the model runner is told of requests that left; see `SchedulerOutput`."""
+
+    released_ids: list[str] = field(default_factory=list)
+    preempted_ids: list[str] = field(default_factory=list)
+    forgotten_ids: list[str] = field(default_factory=list)
 
 
 class RequestTable:
@@ -42,7 +52,9 @@ class RequestTable:
         """Of these, tokens found."""
         self.max_num_seqs = config.max_num_seqs
         self._tracker = tracker
-        self._released_ids: list[str] = []
+        self._left = LeftRequests()
+        self._preempted_ids: set[str] = set()
+        """Requests that ran, wait, and of which the model runner may know more than a new one tells it."""
         self._unannounced: dict[str, AdmittedRequest] = {}
         """Requests that have joined with their KV, and that no step has told the model runner of."""
 
@@ -67,6 +79,7 @@ class RequestTable:
     def admit(self, admission: PlannedAdmission, now: float, step_id: int) -> AdmittedRequest:
         """Take a request that has left the queue into the batch and give it its blocks."""
         state = admission.state
+        self._preempted_ids.discard(state.request_id)
         self.kv.admit(state, admission.cached_block_ids)
         self.kv.grow(state, admission.num_reserved_tokens)
         self._count_admission(state, now, step_id)
@@ -91,6 +104,9 @@ class RequestTable:
             self.running.remove(state)
             self.kv.free(state)
             self._leave_runner(state)
+        if state.request_id in self._preempted_ids:
+            self._preempted_ids.remove(state.request_id)
+            self._left.forgotten_ids.append(state.request_id)
         state.status = RequestStatus.FINISHED
 
     def take_out(self, state: RequestState) -> None:
@@ -123,10 +139,10 @@ class RequestTable:
         self._unannounced.clear()
         return admitted
 
-    def take_released_ids(self) -> tuple[str, ...]:
+    def take_left(self) -> LeftRequests:
         """Return the requests that the model runner is to drop with the next step."""
-        released_ids, self._released_ids = tuple(self._released_ids), []
-        return released_ids
+        left, self._left = self._left, LeftRequests()
+        return left
 
     def check_invariants(self, kept_block_ids: Iterable[int] = (), *, num_slots_kept: int = 0) -> None:
         """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment.
@@ -168,7 +184,9 @@ class RequestTable:
         self.num_preemptions += 1
         self.running.remove(state)
         self.kv.free(state)
-        self._leave_runner(state)
+        if self._leave_runner(state):
+            self._preempted_ids.add(state.request_id)
+            self._left.preempted_ids.append(state.request_id)
         self.queue(state)
 
     def queue(self, state: RequestState) -> None:
@@ -212,7 +230,9 @@ class RequestTable:
             if self._tracker is not None:
                 self._tracker.on_start(state)
 
-    def _leave_runner(self, state: RequestState) -> None:
-        """Tell the model runner with the next step to drop a request, unless it never heard of it."""
-        if self._unannounced.pop(state.request_id, None) is None:
-            self._released_ids.append(state.request_id)
+    def _leave_runner(self, state: RequestState) -> bool:
+        """Tell the model runner with the next step to drop a request; return whether it has heard of it."""
+        has_heard = self._unannounced.pop(state.request_id, None) is None
+        if has_heard:
+            self._left.released_ids.append(state.request_id)
+        return has_heard

@@ -1,0 +1,320 @@
+"""Every call of vLLM that the engine uses, in one place: what else its versions change does not matter.
+
+Read from versions 0.30, 0.32 and 0.33.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.extras import require
+from onbeat.core.request import Request, SamplingParams
+from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import NO_ROPE, Experts
+
+_CPU_BLOCK = 32
+"""Tokens: vLLM's attention on CPUs takes blocks of multiples of this."""
+
+
+class Settings:
+    """How vLLM is to run a model: its own configuration, of which nothing large is loaded yet.
+
+    Parameters
+    ----------
+    arguments : fields of vLLM's `EngineArgs`.
+    threads : CPU threads; None leaves them to vLLM.
+
+    Raises
+    ------
+    MissingExtra : vLLM is not installed.
+    ConfigError : vLLM does not take the model, or an argument; with its own reason.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], threads: int | None) -> None:
+        require("vllm", extra="vllm", purpose="--backend vllm")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if threads is not None:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        self.version = _version()
+        self._arguments = {"disable_hybrid_kv_cache_manager": True, **arguments}
+        self.config = self._made()
+        if self.config.model_config.is_hybrid:  # whose layers without attention have blocks of their own
+            self.take(disable_hybrid_kv_cache_manager=False)
+
+    def take(self, **arguments: Any) -> None:
+        """Change some arguments, and check them together with the others."""
+        self._arguments |= arguments
+        self.config = self._made()
+
+    def _made(self) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+
+        try:
+            return EngineArgs(**self._arguments).create_engine_config()
+        except (ValueError, TypeError, NotImplementedError, AssertionError, RuntimeError) as error:
+            raise ConfigError(f"vLLM {self.version} does not run this: {_reason(error)}") from error
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _reason(error: Exception) -> str:
+    """Return what vLLM says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
+    return (told or lines or [type(error).__name__])[0]
+
+
+def start_executor(settings: Settings) -> Surface:
+    """Make vLLM's executor with its KV cache.
+
+    Raises
+    ------
+    ConfigError : vLLM cannot load the model; with its own reason.
+    """
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    config = settings.config
+    try:
+        # Its constructor measures the memory, makes the KV cache of each kind of layer and warms up: there is
+        # no other way. Its scheduler stays idle.
+        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    except Exception as error:
+        raise ConfigError(f"vLLM {settings.version} cannot start: {_reason(error)}") from error
+    return Surface(core, config)
+
+
+class Surface:
+    """vLLM's executor, as a runner of steps needs it.
+
+    Parameters
+    ----------
+    core : vLLM's engine core, of which the executor is used.
+    config : its `VllmConfig`.
+    """
+
+    def __init__(self, core: Any, config: Any) -> None:
+        self._core, self.config = core, config
+        self.version = _version()
+        self._executor = core.model_executor
+        self.is_second_runner = bool(getattr(config, "use_v2_model_runner", False))
+        self.overlaps = bool(config.scheduler_config.async_scheduling)
+        self.num_blocks = int(config.cache_config.num_gpu_blocks)
+        self.block_size = int(config.cache_config.block_size)
+        self.takes_seeds = config.device_config.device_type != "cpu"
+        self.kinds = _kinds(core.scheduler.kv_cache_config)
+        self.num_slots = int(config.scheduler_config.max_num_seqs) if False in self.kinds else 0
+        """Requests that have state beside their KV blocks."""
+
+    def begin(self, step: Any) -> bool:
+        """Begin a step; return whether tokens are to be sampled then."""
+        begun = self._executor.execute_model(step, non_block=True)
+        if not step.total_num_scheduled_tokens:
+            begun.result()
+            return False
+        return True
+
+    def sample(self, grammar: Any = None) -> Any:
+        """Let tokens of the step that was begun be sampled; return the future of what comes of it."""
+        return self._executor.sample_tokens(grammar, non_block=True)
+
+    @property
+    def num_state_blocks(self) -> int:
+        """Blocks that hold the state of layers without attention, behind those that are given out."""
+        return self.num_slots * self.kinds.count(False)
+
+    def blocks(
+        self, block_ids: Sequence[int], slot: int | None, *, is_new: bool = True
+    ) -> tuple[list[int], ...]:
+        """Return a request's blocks for each group of layers.
+
+        Parameters
+        ----------
+        slot : of its state; None where there is none.
+        is_new : whether vLLM has not been told of its state.
+        """
+        first = self.num_blocks - self.num_state_blocks + (slot or 0)
+        states = iter(range(first, self.num_blocks, max(self.num_slots, 1)))
+        return tuple(
+            list(block_ids) if has_kv else ([next(states)] if is_new else []) for has_kv in self.kinds
+        )
+
+    def close(self) -> None:
+        """End the workers."""
+        self._core.shutdown()
+
+    def no_cached_requests(self) -> Any:
+        """Return vLLM's list of requests that it knows, empty."""
+        from vllm.v1.core.sched.output import CachedRequestData
+
+        return CachedRequestData.make_empty()
+
+    def new_request(
+        self,
+        request: Request,
+        output_token_ids: Sequence[int],
+        blocks: tuple[list[int], ...],
+        num_computed_tokens: int,
+    ) -> Any:
+        """Return what vLLM is told of a request that it does not know."""
+        from vllm.v1.core.sched.output import NewRequestData
+
+        prompt = list(request.prompt_token_ids)
+        tokens = [*prompt, *output_token_ids]
+        return NewRequestData(
+            req_id=request.request_id,
+            # The first runner has no field for tokens that came elsewhere: they are a prompt to it.
+            prompt_token_ids=prompt if self.is_second_runner else tokens,
+            mm_features=[],
+            sampling_params=sampling_params(
+                request.sampling, request.num_prompt_logprobs, takes_seeds=self.takes_seeds
+            ),
+            pooling_params=None,
+            block_ids=blocks,
+            num_computed_tokens=num_computed_tokens,
+            lora_request=None,
+            prefill_token_ids=tokens,
+        )
+
+    def step(
+        self,
+        new: Sequence[Any],
+        cached: Any,
+        num_tokens: dict[str, int],
+        finished: set[str],
+        preempted: set[str],
+    ) -> Any:
+        """Return vLLM's `SchedulerOutput`."""
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        step = SchedulerOutput.make_empty()
+        step.scheduled_new_reqs, step.scheduled_cached_reqs = list(new), cached
+        step.num_scheduled_tokens, step.total_num_scheduled_tokens = num_tokens, sum(num_tokens.values())
+        step.finished_req_ids, step.preempted_req_ids = finished, preempted
+        return step
+
+    def grammar(self, names: Sequence[str], bitmask: Any) -> Any:
+        """Return masks of some rows, in vLLM's words."""
+        from vllm.v1.core.sched.output import GrammarOutput
+
+        return GrammarOutput(list(names), bitmask)
+
+
+def sampling_params(
+    params: SamplingParams, num_prompt_logprobs: int | None, *, takes_seeds: bool = True
+) -> Any:
+    """Return how tokens are chosen, in vLLM's words; where a request ends is onbeat's to say.
+
+    Parameters
+    ----------
+    takes_seeds : False where vLLM fails with a seed: on a CPU, at a chunk of a prompt.
+    """
+    from vllm import SamplingParams as Theirs
+
+    theirs = Theirs(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed if takes_seeds else None,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias) or None,
+        allowed_token_ids=list(params.allowed_token_ids) or None,
+        min_tokens=params.min_tokens,
+        max_tokens=params.max_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        logprobs=params.num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
+        logprob_token_ids=list(params.logprob_token_ids) or None,
+    )
+    theirs._bad_words_token_ids = [list(each) for each in params.bad_words] or None
+    return theirs
+
+
+def _kinds(kv_cache_config: Any) -> tuple[bool, ...]:
+    """Return for each group of layers whether its blocks hold keys and values; False: they hold a state.
+
+    Raises
+    ------
+    ConfigError : several groups have keys and values, with blocks of their own.
+    """
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    kinds = tuple(not isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups)
+    if kinds.count(True) > 1:
+        raise ConfigError(
+            f"vLLM keeps {kinds.count(True)} groups of KV blocks for this model; onbeat gives out one kind"
+        )
+    return kinds
+
+
+def settings_of(config: EngineConfig, device: DeviceConfig) -> Settings:
+    """Return vLLM's configuration of what the user asked for; raises as `Settings`."""
+    limits, is_cpu = config.limits, device.device.type == "cpu"
+    least = _CPU_BLOCK if is_cpu else 1
+    arguments = {
+        "model": str(config.model.path),
+        "served_model_name": config.model.name,
+        "skip_tokenizer_init": True,
+        "dtype": device.dtype.name,
+        "load_format": "dummy" if config.load_format == "dummy" else "auto",
+        "seed": config.seed,
+        "max_model_len": limits.max_model_len,
+        "block_size": -(-limits.block_size // least) * least,
+        "max_num_seqs": limits.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": False,  # onbeat's own
+        "async_scheduling": not is_cpu if config.async_scheduling is None else config.async_scheduling,
+    }
+    if not is_cpu:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+    return Settings(arguments, device.num_threads if is_cpu else None)
+
+
+def model_config_of(settings: Settings) -> ModelConfig:
+    """Return the sizes of a model, as far as step times and requests are about them."""
+    model, parallel = settings.config.model_config, settings.config.parallel_config
+    text = model.hf_text_config
+    hidden, heads = int(model.get_hidden_size()), int(model.get_num_attention_heads(parallel))
+    num_experts = int(model.get_num_experts() or 0)
+    width = getattr(text, "intermediate_size", None) or 4 * hidden
+    experts = None
+    if num_experts:
+        experts = Experts(
+            num_experts=num_experts,
+            num_per_token=int(model.get_num_experts_per_tok()),
+            intermediate_size=int(getattr(text, "moe_intermediate_size", None) or width),
+        )
+    return ModelConfig(
+        family="vllm",
+        architecture=model.architecture,
+        vocab_size=int(model.get_vocab_size()),
+        hidden_size=hidden,
+        num_layers=int(model.get_num_layers(parallel)),
+        num_heads=heads * parallel.tensor_parallel_size,
+        num_kv_heads=int(model.get_total_num_kv_heads()),
+        head_dim=int(model.get_head_size()),
+        intermediate_size=int(width),
+        max_position_embeddings=int(model.max_model_len),
+        rms_norm_eps=1e-6,
+        rope=NO_ROPE,
+        tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+        experts=experts,
+        dtype=str(model.dtype).removeprefix("torch."),
+        has_head=model.runner_type == "generate",
+    )
