@@ -16,6 +16,7 @@ from types import TracebackType
 import zmq
 import zmq.asyncio
 
+from onbeat.cluster.client import OwnedFolder, check_length_of_socket_paths
 from onbeat.cluster.local_launcher import sigint_ignored
 from onbeat.core.errors import (
     ConfigError,
@@ -42,7 +43,6 @@ from onbeat.engine.messages import (
     decode_from_engine,
     encode,
 )
-from onbeat.engine.owned_folder import OwnedFolder, check_length_of_socket_paths
 from onbeat.engine.process import BuildEngine, EngineLink, run_engine_process
 
 logger = logging.getLogger("onbeat.engine")

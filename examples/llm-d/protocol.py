@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from onbeat.metrics.declare import counter, gauge, histogram, samples
-from onbeat.metrics.families import families
+from onbeat.metrics.exporter import families
 from onbeat.metrics.histogram import ERROR_RATIOS, Histogram
 
 MODEL_TYPE = "lightgbm"

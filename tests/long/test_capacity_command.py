@@ -17,7 +17,7 @@ import orjson
 import pytest
 
 from onbeat.cli.args import INFEASIBLE
-from onbeat.cli.capacity_cases import parse_vary
+from onbeat.cli.capacity import parse_vary
 from onbeat.cli.capacity_output import CapacityReport, capacity_result
 from onbeat.cli.main import COMMANDS, main
 from onbeat.core.errors import ConfigError

@@ -12,7 +12,7 @@ import yaml
 
 from onbeat.cli.args import INFEASIBLE
 from onbeat.cli.main import main
-from onbeat.cli.plan_options import parse_degrees, parse_gpus
+from onbeat.cli.plan import parse_degrees, parse_gpus
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import parse_pools
 from onbeat.planner.plan_file import read_promise

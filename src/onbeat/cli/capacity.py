@@ -1,20 +1,23 @@
-"""`onbeat capacity`: the highest rate that a configuration serves within an objective."""
+"""`onbeat capacity`: the highest rate that a configuration serves within an objective.
+
+From the flags of `onbeat capacity` to the cases and loads that it compares.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from onbeat.cli.answers import promise_text
 from onbeat.cli.args import INFEASIBLE, INTERRUPTED
-from onbeat.cli.capacity_cases import VARIABLE_NAMES, PlannedCase, plan_cases
 from onbeat.cli.capacity_output import CapacityReport, capacity_result
-from onbeat.cli.options import add_options, read_options
+from onbeat.cli.options import add_options, read_options, read_value
 from onbeat.cli.outputs import (
     ResultOptions,
     StudyOptions,
@@ -24,16 +27,210 @@ from onbeat.cli.outputs import (
     progress_bar,
     shown_settings,
 )
-from onbeat.cli.simulate_options import add_simulation_arguments
+from onbeat.cli.simulate_options import add_simulation_arguments, replica_settings
+from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
-from onbeat.core.options import option, part
+from onbeat.core.hints import likely_meant
+from onbeat.core.options import Setting, change, changed, option, part, settings_of
+from onbeat.core.slo import SLO
 from onbeat.metrics.distribution import LEVEL
 from onbeat.planner.capacity import Capacity, CapacityTask, Repeat, combine_repeats, find_capacity
-from onbeat.planner.cases import case_name
+from onbeat.planner.cases import TBT, ReplicaCase, case_name, settings_grid
+from onbeat.planner.objectives import Objective, parse_objective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions, Trial
 from onbeat.report.objectives import classes_text
 from onbeat.report.units import significant
+from onbeat.simulator.deployment import AUTO, Deployment
+from onbeat.simulator.resolve import decode_context, resolve, resolve_for, step_times_text, what_binds
+from onbeat.workload.load import Load, tightest_tbt
+from onbeat.workload.offered import LongerThanContext, OfferedLoad
+from onbeat.workload.slo_classes import SLOClass
+
+_PLENTY_OF_BLOCKS = 1 << 24
+_VARIED = frozenset(
+    {
+        *("tensor_parallel", "pipeline_parallel", "replicas", "router", "device", "dtype", "policy"),
+        *("max_num_seqs", "max_num_batched_tokens", "shed", "shed_order", "tbt"),
+    }
+)
+VARIABLES: Mapping[str, Setting] = {
+    flag.lstrip("-"): setting
+    for setting in (*settings_of(Deployment), *settings_of(Load))
+    if setting.name in _VARIED
+    for flag in (setting.flag, *setting.option.aliases)
+}
+"""What may take several values: its flags -> its setting."""
+VARIABLE_NAMES = ", ".join(dict.fromkeys(setting.flag.lstrip("-") for setting in VARIABLES.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCase:
+    """A configuration, what it is judged by, and the load of each repeat."""
+
+    case: ReplicaCase
+    objective: Objective
+    loads: tuple[OfferedLoad, ...]
+    step_times: str
+    """What predicts them; empty where the configuration cannot run."""
+    error: str = ""
+    """Why the configuration cannot run at all: its memory, as a rule."""
+
+    @property
+    def objectives(self) -> dict[str, SLO]:
+        """Of its requests, by the name of their class."""
+        return {each.name: each.slo for each in self.loads[0].classes}
+
+
+def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of each setting that varies, in the order given.
+
+    Raises
+    ------
+    ConfigError : an unknown name, one that is given twice, or a value that cannot be read.
+    """
+    axes: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name = name.lstrip("-").replace("_", "-")
+        if name not in VARIABLES:
+            near = likely_meant(name, VARIABLES)
+            hint = f"did you mean {near}?" if near else f"choose of {VARIABLE_NAMES}"
+            raise ConfigError(f"--vary {text}: {name!r} cannot vary; {hint}")
+        words = [word.strip() for word in values.split(",")]
+        if not equals or not all(words):
+            raise ConfigError(f"--vary {text}: expected NAME=VALUE,VALUE, such as tp=1,2")
+        if len(set(words)) < len(words):
+            raise ConfigError(f"--vary {text}: a value is given twice")
+        setting = VARIABLES[name]
+        if setting.name in axes:
+            raise ConfigError(f"--vary {name} is given twice; put all its values into one")
+        try:
+            axes[setting.name] = [read_value(setting, word) for word in words]
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"--vary {text}: {error}") from error
+    return axes
+
+
+def plan_cases(
+    args: argparse.Namespace, vary: Sequence[str], *, objective: str, repeats: int
+) -> list[PlannedCase]:
+    """Return every configuration that the flags name.
+
+    Parameters
+    ----------
+    vary, objective, repeats : values of these flags.
+
+    Raises
+    ------
+    ConfigError : bad input. A model that does not fit its devices is not: that is a case which cannot run.
+    """
+    if args.request_rate is not None:
+        raise ConfigError(
+            "capacity searches for the rate: leave out --request-rate. onbeat simulate runs one rate; "
+            "--arrivals gamma draws Poisson arrivals for a trace"
+        )
+    axes = parse_vary(vary)
+    tbts = axes.pop("tbt", [])
+    base = replica_settings(args)
+    for each, value in changed(base).items():
+        if value not in axes.get(each.name, [value]) and each.name != "device":  # which must be given
+            raise ConfigError(f"--vary does not try {each.flag} {value}: add it to --vary, or leave it out")
+    cases = [ReplicaCase(settings=settings, labels=labels) for labels, settings in settings_grid(base, axes)]
+    contexts = _contexts(cases)
+    asked = read_options(args, Load)
+    planned: list[PlannedCase] = []
+    for own in [change(asked, tbt=tbt) for tbt in tbts] or [asked]:
+        goal = parse_objective(objective, tbt=tightest_tbt(own.classes()), mode=args.slo_mode)
+        loads = _loads(own, repeats, cases, contexts)
+        goal.allowances(loads[0])  # refuses a load that it cannot judge
+        label = ((TBT, f"{own.slo.tbt * 1e3:g}"),) if tbts and own.slo.tbt is not None else ()
+        planned += [
+            _planned(replace(case, labels=case.labels + label), own.classes(), goal, loads) for case in cases
+        ]
+    return planned
+
+
+def _planned(
+    case: ReplicaCase, classes: Sequence[SLOClass], objective: Objective, loads: tuple[OfferedLoad, ...]
+) -> PlannedCase:
+    """Return a case with what chooses its token budget, or why it cannot run."""
+    try:
+        found, _ = resolve_for(replace(case.settings, overlong="error"), loads[0], classes)
+    except ConfigError as error:
+        return PlannedCase(case=case, objective=objective, loads=loads, step_times="", error=str(error))
+    context = decode_context(loads[0], found.config.scheduler)
+    return PlannedCase(
+        case=replace(case, tbt=tightest_tbt(classes), context_tokens=context),
+        objective=objective,
+        loads=loads,
+        step_times=step_times_text(case.settings, found.errors),
+    )
+
+
+def _contexts(cases: Sequence[ReplicaCase]) -> dict[int, Deployment]:
+    """Return the longest requests that some configuration takes, tokens, with the configuration.
+
+    Raises
+    ------
+    ConfigError : bad input: no configuration can be built, whatever memory there is.
+    """
+    contexts: dict[int, Deployment] = {}
+    refusals = []
+    for case in cases:
+        # What an automatic budget needs to know of the load is not known yet.
+        is_auto = case.settings.limits.max_num_batched_tokens == AUTO
+        settings = change(case.settings, max_num_batched_tokens=None) if is_auto else case.settings
+        try:
+            contexts[resolve(settings).config.max_model_len] = settings
+        except ConfigError as error:
+            if not _fits_with_plenty_of_memory(settings):
+                refusals.append(error)
+    if len(refusals) == len(cases):
+        raise refusals[0]
+    return contexts
+
+
+def _fits_with_plenty_of_memory(settings: Deployment) -> bool:
+    try:
+        resolve(replace(settings, num_blocks=_PLENTY_OF_BLOCKS))
+    except ConfigError:
+        return False
+    return True
+
+
+def _loads(
+    asked: Load, num_repeats: int, cases: Sequence[ReplicaCase], contexts: Mapping[int, Deployment]
+) -> tuple[OfferedLoad, ...]:
+    """Return the load of each repeat; one for all where the seed changes nothing.
+
+    Raises
+    ------
+    ConfigError : it has no rate to search, or requests that no configuration takes.
+    """
+    longest = max(contexts, default=_PLENTY_OF_BLOCKS)
+    try:
+        loads = tuple(
+            replace(asked, seed=asked.seed + repeat).offered(
+                max_model_len=longest, overlong=cases[0].settings.overlong
+            )
+            for repeat in range(num_repeats)
+        )
+    except LongerThanContext as error:
+        raise what_binds(contexts[longest], error) from None
+    first = loads[0]
+    if first.rate is None or not np.isfinite(first.rate):
+        raise ConfigError(
+            f"the {first.name} load has no rate to search: it is a closed loop, or all its requests arrive "
+            "at once; give --arrivals gamma, or leave out --max-concurrency"
+        )
+    return loads[:1] if all(_are_equal(first, load) for load in loads[1:]) else loads
+
+
+def _are_equal(a: OfferedLoad, b: OfferedLoad) -> bool:
+    columns = ("arrivals", "num_prompt_tokens", "num_output_tokens", "class_ids")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in columns)
+
 
 _capacity = partial(option, group="capacity")
 

@@ -1,14 +1,18 @@
-"""Show the counts: as Prometheus reads them, and as JSON. Both are one loop over what is declared."""
+"""Show the counts: as Prometheus reads them, and as JSON. Both are one loop over what is declared.
+
+Declared metrics as Prometheus' client writes them.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.process_collector import ProcessCollector
@@ -17,11 +21,34 @@ from prometheus_client.registry import Collector
 from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.metrics.counts import EngineCounts, RunCounts, ServerCounts
 from onbeat.metrics.declare import VLLM, Labels, Metric, by_label, declared, gauge, info, samples
-from onbeat.metrics.families import families
 from onbeat.metrics.fleet_counts import FleetCounts, FleetGauges
 from onbeat.metrics.slo_counts import RecentObjectives
 from onbeat.metrics.speculation_counts import SpeculationCounts
 from onbeat.version import __version__
+
+_FAMILIES: dict[str, type[Any]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+    "info": GaugeMetricFamily,
+}
+
+
+def families(shown: Iterable[tuple[str, Metric, Labels, Any]]) -> Iterable[Family]:
+    """Return the families of samples: names in `/metrics`, metrics, labels before their own, and values."""
+    found: dict[str, Any] = {}
+    for name, metric, outer, value in shown:
+        if (family := found.get(name)) is None:
+            labels = [*(label for label, _ in outer), *metric.labels]
+            found[name] = family = _FAMILIES[metric.kind](name, metric.text, labels=labels)
+        before = [word for _, word in outer]
+        for words, own in by_label(metric, value):
+            if metric.kind == "histogram":
+                family.add_metric([*before, *words], own.cumulative(), own.sum)
+            else:
+                family.add_metric([*before, *words], own)
+    return found.values()
+
 
 ALIASES = {
     own: VLLM + theirs

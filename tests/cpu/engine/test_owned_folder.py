@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.engine.owned_folder import OwnedFolder, remove_abandoned
+from onbeat.cluster.client import OwnedFolder, remove_abandoned
 
 OWNER = """
 import sys, time
-from onbeat.engine.owned_folder import OwnedFolder
+from onbeat.cluster.client import OwnedFolder
 folder = OwnedFolder()
 (folder.path / "to-engine").touch()
 print(folder.path, flush=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
-from onbeat.engine.vllm.steps import Translator
+from onbeat.engine.vllm.runner import Translator
 from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import make_config, make_request

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
-from onbeat.engine.weights.gguf_file import SUPPORTED_TYPES, dequantize_rows
+from onbeat.engine.weights.open import SUPPORTED_TYPES, dequantize_rows
 from tests.cpu.weights.ggml_blocks import DECODERS
 
 
@@ -67,6 +67,6 @@ def test_pieces_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     shape, kind = (num_rows, blocks_per_row * block_size), gguf.GGMLQuantizationType[name]
     whole = dequantize_rows(rows, shape, kind, FLOAT32, minus=1.0)
-    monkeypatch.setattr("onbeat.engine.weights.gguf_file._PIECE_NUMBERS", 5 * shape[1])
+    monkeypatch.setattr("onbeat.engine.weights.open._PIECE_NUMBERS", 5 * shape[1])
     assert np.array_equal(dequantize_rows(rows, shape, kind, FLOAT32, minus=1.0), whole)
     assert np.array_equal(whole, gguf.quants.dequantize(rows, kind) - np.float32(1))

@@ -2,7 +2,6 @@
 
 ==========  ======================================================================
 `surface`   every call of vLLM that is used, and its configuration
-`steps`     a planned step in vLLM's words, and what came of it in ours
-`runner`    launches steps on the executor, in the order in which they are planned
+`runner`    a planned step in vLLM's words, launched in order, and what came of it in ours
 ==========  ======================================================================
 """

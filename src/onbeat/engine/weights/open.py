@@ -1,20 +1,439 @@
-"""Open what the hub found: the one entry to the kinds of checkpoints."""
+"""Open what the hub found: the one entry to the kinds of checkpoints.
+
+Weights of a GGUF file as the Hugging Face checkpoint would have them.
+
+Weights of a Hugging Face directory: one safetensors file, or shards with an index.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config import ModelConfig, model_config_from_hf
-from onbeat.engine.weights.checkpoint import Checkpoint
-from onbeat.engine.weights.gguf_file import GgufCheckpoint
-from onbeat.engine.weights.safetensors_dir import SafetensorsCheckpoint
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
+from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
+from onbeat.engine.model_config.families import FAMILIES, GgufRules
+from onbeat.engine.model_config.values import Values
+from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows
+from onbeat.engine.weights.parameters import PARTS
 from onbeat.files import read
-from onbeat.hub.files import ModelFiles
+from onbeat.hub.files import WEIGHT_INDEX, ModelFiles, indexed_files
+from onbeat.hub.gguf_files import parts_of
+from onbeat.text.gguf_header import GgufTensor, Metadata, read_gguf_header
+
+_PREFIX = "model."
+"""Of all parameters but the head's. Files of a model that was saved without its head lack it, as those of
+embedding models do."""
+_SINGLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
+_FLOAT_TYPES = {"F64": FLOAT64, "F32": FLOAT32, "F16": np.dtype(np.float16), "BF16": BFLOAT16}
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+"""Tensors that old versions of transformers saved although the configuration gives them."""
+_TEXT_PART = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
+"""Before a name of the text part of a multimodal checkpoint, whichever version of transformers saved it."""
+_VISION_PART = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+
+
+class _Stored(NamedTuple):
+    """A tensor of a file."""
+
+    values: NDArray[Any]
+    """In the mapped file."""
+    dtype: str
+    """As the format calls it."""
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """Memory-mapped weights of a directory.
+
+    Parameters
+    ----------
+    directory : holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+    config : what the weights must fit.
+
+    Raises
+    ------
+    ModelLoadError : a file is missing or damaged, a tensor is missing or of the wrong shape or type, or the
+        weights are pickled.
+    """
+
+    def __init__(self, directory: Path, config: ModelConfig) -> None:
+        self._family = FAMILIES[config.architecture]
+        self._stored: dict[str, _Stored] = {}
+        self._num_left_out = 0
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in weight_files(directory):
+            shapes |= self._open(path)
+        if shapes and not any(name.startswith(_PREFIX) for name in shapes) and "lm_head.weight" not in shapes:
+            shapes = {_PREFIX + name: shape for name, shape in shapes.items()}
+            self._stored = {_PREFIX + name: stored for name, stored in self._stored.items()}
+            config = replace(config, tie_word_embeddings=True, has_head=False)
+        super().__init__(config)
+        self._rows = self._find(self._used(shapes), f"the checkpoint {directory}")
+        if self._num_left_out:
+            self.left_out = f"its vision part ({self._num_left_out} tensors)"
+
+    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a parameter; see `Checkpoint.get`."""
+        self.shape_of(name)
+        tensor_name, first, end = self._rows[name]
+        values = self._stored[tensor_name].values
+        if tensor_name != name:
+            values = values.reshape(-1, values.shape[-1])[first:end]
+        return values.astype(dtype, copy=False)
+
+    def stored_type(self, name: str) -> str:
+        """Return a parameter's type in its file; see `Checkpoint.stored_type`."""
+        return self._stored[self._rows[name].tensor].dtype
+
+    def _open(self, path: Path) -> dict[str, tuple[int, ...]]:
+        try:
+            with safe_open(
+                path, framework="numpy"
+            ):  # which checks sizes and places; it would copy what it reads
+                data = np.memmap(path, np.uint8, "c").view(np.ndarray)
+        except FileNotFoundError:
+            raise ModelLoadError(f"the weight file {path} is missing; fetch the model again") from None
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(
+                f"the weight file {path} is cut short or damaged ({error}); fetch the model again"
+            ) from error
+        shapes = {}
+        start = 8 + int(data[:8].view("<u8")[0])
+        for stored_name, about in json.loads(data[8:start].tobytes()).items():
+            if stored_name == "__metadata__":
+                continue
+            if self._family.multimodal and _VISION_PART.match(stored_name):
+                self._num_left_out += 1
+                continue
+            if about["dtype"] not in _FLOAT_TYPES:
+                raise ModelLoadError(
+                    f"{path}: tensor {stored_name} is of type {about['dtype']}, which is not supported; "
+                    f"supported: {', '.join(sorted(_FLOAT_TYPES))}"
+                )
+            name, (first, end) = self._own_name(stored_name), about["data_offsets"]
+            shapes[name] = tuple(about["shape"])
+            values = data[start + first : start + end].view(_FLOAT_TYPES[about["dtype"]])
+            self._stored[name] = _Stored(values.reshape(shapes[name]), about["dtype"])
+        return shapes
+
+    def _own_name(self, stored_name: str) -> str:
+        """Return what a tensor is called here, where its family's files have other names."""
+        for theirs, ours in self._family.hf_names:
+            stored_name = stored_name.replace(theirs, ours)
+        prefix = _TEXT_PART.match(stored_name) if self._family.multimodal else None
+        if prefix is None:
+            return stored_name
+        name = stored_name[prefix.end() :]
+        return name if name == "lm_head.weight" else f"model.{name}"
+
+    def _used(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        unused = {name for name in shapes if _DERIVED.search(name)}
+        if self.config.tie_word_embeddings:
+            unused.add("lm_head.weight")  # a copy of the embedding
+        return {name: shape for name, shape in shapes.items() if name not in unused}
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files that make up a directory's weights.
+
+    Raises
+    ------
+    ModelLoadError : there are none, or only pickled ones.
+    """
+    if (directory / WEIGHT_INDEX).exists():
+        return [directory / name for name in indexed_files(directory / WEIGHT_INDEX)]
+    if (directory / _SINGLE).exists():
+        return [directory / _SINGLE]
+    found = sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise ModelLoadError(
+            f"{directory} has {len(found)} safetensors files but no {WEIGHT_INDEX} to say what is in them"
+        )
+    pickles = [path.name for pattern in _PICKLES for path in sorted(directory.glob(pattern))]
+    if pickles:
+        raise ModelLoadError(
+            f"{directory} has pickled weights only ({pickles[0]}). Unpickling can run any code, so "
+            "onbeat refuses; convert them to safetensors (transformers: load the model, then save_pretrained)"
+        )
+    raise ModelLoadError(f"{directory} has no weights: neither {_SINGLE} nor {WEIGHT_INDEX}")
+
+
+SUPPORTED_TYPES = frozenset(
+    GGMLQuantizationType[name]
+    for name in (
+        *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+    )
+)
+PLAIN_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
+"""Those of them that quantize nothing."""
+_PIECE_NUMBERS = 1 << 17
+"""A piece and its intermediate results stay in the processor's cache."""
+
+
+def dequantize_rows(
+    rows: NDArray[Any],
+    shape: tuple[int, ...],
+    quantization: GGMLQuantizationType,
+    dtype: np.dtype[Any],
+    *,
+    minus: float = 0.0,
+) -> NDArray[Any]:
+    """Return a tensor of a GGUF file as plain numbers.
+
+    The arithmetic is in float32, whatever the result's type.
+
+    Parameters
+    ----------
+    rows : the file's own data, `[rows, bytes of a row]` or one row.
+    shape : of the result.
+    quantization : one of `SUPPORTED_TYPES`.
+    dtype : of the result.
+    minus : is subtracted from every number, in float32.
+    """
+    rows = rows.reshape(-1, rows.shape[-1])
+    result = np.empty((rows.shape[0], shape[-1]), dtype)
+    step = max(1, _PIECE_NUMBERS // shape[-1])
+    for start in range(0, rows.shape[0], step):
+        # As one long row, for blocks do not know where rows end: of rows, gguf takes only 16 at once.
+        piece = rows[start : start + step].reshape(1, -1)
+        values = dequantize(piece, quantization).reshape(-1, shape[-1])
+        if minus:
+            values = values - np.float32(minus)
+        result[start : start + step] = values
+    return result.reshape(shape)
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a mapped file."""
+
+    shape: tuple[int, ...]
+    """Rows first."""
+    kind: GGMLQuantizationType
+    rows: NDArray[np.uint8]
+    """[rows, bytes of a row]"""
+
+
+def _map_tensor(path: Path, tensor: GgufTensor, data: NDArray[np.uint8]) -> _Tensor:
+    """Return a tensor once its type is one of ours and all of it is there."""
+    name, shape, number, start = tensor
+    if number not in SUPPORTED_TYPES:
+        known = {kind.value: kind.name for kind in GGMLQuantizationType}
+        raise ModelLoadError(
+            f"{path}: tensor {name} is of GGUF type {known.get(number, f'number {number}')}, which is not "
+            f"supported; supported: {', '.join(sorted(kind.name for kind in SUPPORTED_TYPES))}"
+        )
+    kind = GGMLQuantizationType(number)
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    if shape[-1] % block_size:
+        raise ModelLoadError(
+            f"{path}: tensor {name} has rows of {shape[-1]} numbers, which blocks of {block_size} "
+            f"({kind.name}) do not divide; fetch the file again"
+        )
+    row_bytes = shape[-1] // block_size * block_bytes
+    end = start + math.prod(shape[:-1]) * row_bytes
+    if end > len(data):
+        raise ModelLoadError(
+            f"{path} is cut short: tensor {name} ends at byte {end}, the file at {len(data)}; fetch the file "
+            "again"
+        )
+    return _Tensor(shape, kind, data[start:end].reshape(-1, row_bytes))
+
+
+ROPE_FREQS = "rope_freqs.weight"
+ROPE_SHORT, ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_TENSORS = frozenset({ROPE_FREQS, ROPE_SHORT, ROPE_LONG})
+"""No parameters: frequency factors, which the configuration takes in."""
+
+_FUSED = {part: whole for whole, parts in PARTS.items() for part in parts}
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def rules_of(config: ModelConfig) -> GgufRules:
+    """Return how files of a model's family are written; several architectures may share a family's."""
+    return next(
+        family.gguf
+        for family in FAMILIES.values()
+        if family.name == config.family and family.gguf is not None
+    )
+
+
+def hf_names(config: ModelConfig, parameters: Iterable[str]) -> dict[str, str]:
+    """Return what tensors of a file are called here: like a parameter, or like several that are in one."""
+    rules = rules_of(config)
+    architecture = next(each for each, name in MODEL_ARCH_NAMES.items() if name == rules.architecture)
+    table = get_tensor_name_map(architecture, config.num_layers)
+    names = {}
+    for parameter in parameters:
+        stem, _, kind = _EXPERT.sub(".experts.", parameter).rpartition(".")
+        prefix, _, module = stem.rpartition(".")
+        if rules.fuses and module in _FUSED:
+            stem = f"{prefix}.{_FUSED[module]}"
+        names[f"{table.get_name(stem)}.{kind}"] = f"{stem}.{kind}"
+    return names
+
+
+def unpermute_rows(name: str, values: NDArray[Any], config: ModelConfig) -> NDArray[Any]:
+    """Return a tensor's rows in the order of the Hugging Face checkpoint.
+
+    Parameters
+    ----------
+    name : Hugging Face name of the tensor.
+    values : `[rows, ...]`.
+    """
+    if not rules_of(config).permutes or ".self_attn." not in name:
+        return values
+    if ".q_proj." in name:
+        num_heads = config.num_heads
+    elif ".k_proj." in name:
+        num_heads = config.num_kv_heads
+    else:
+        return values
+    # Within a head, GGUF's row 2i + j stands for Hugging Face's row j * head_dim / 2 + i.
+    by_pair = values.reshape(num_heads, config.head_dim // 2, 2, *values.shape[1:])
+    return by_pair.swapaxes(1, 2).reshape(values.shape)
+
+
+def stored_offset(name: str, config: ModelConfig) -> float:
+    """Return what the converter added to a tensor."""
+    return config.norm_weight_offset if name.endswith("norm.weight") else 0.0
+
+
+def _read_parts(path: Path) -> tuple[Metadata, dict[str, _Tensor]]:
+    """Return the metadata of a GGUF file's first part, and the tensors of all parts by name.
+
+    Raises
+    ------
+    ModelLoadError : a part is missing, damaged, or of another file.
+    """
+    paths = [path.with_name(name) for name in parts_of(path.name)]
+    headers = [read_gguf_header(part) for part in paths]
+    tensors: dict[str, _Tensor] = {}
+    for index, (part, header) in enumerate(zip(paths, headers, strict=True)):
+        _check_part(part, header.metadata, index, len(paths))
+        # Slices of a memory map are memory maps too, and take longer to make.
+        data = np.memmap(part, np.uint8, "r").view(np.ndarray)
+        for tensor in header.tensors:
+            if tensor.name in tensors:
+                raise ModelLoadError(
+                    f"{part} has the tensor {tensor.name}, which a part before it has too: these are "
+                    "parts of different models; fetch them again"
+                )
+            tensors[tensor.name] = _map_tensor(part, tensor, data)
+    for part, header in zip(paths, headers, strict=True):
+        expected = header.metadata.get("split.tensors.count", len(tensors))
+        if expected != len(tensors):
+            raise ModelLoadError(
+                f"{part} is of a model of {expected} tensors, but its {len(paths)} parts have "
+                f"{len(tensors)}: these are parts of different models; fetch them again"
+            )
+    return headers[0].metadata, tensors
+
+
+def _check_part(path: Path, metadata: Metadata, index: int, count: int) -> None:
+    """Check that a file is the part that its name says; parts are counted from 0 inside, from 1 in names."""
+    values = Values(metadata, source=str(path))
+    said_index, said_count = values.count("split.no", 0), values.count("split.count", 1)
+    if count == 1 and said_count > 1:
+        raise ModelLoadError(
+            f"{path} is part {said_index + 1} of {said_count}, but its name does not say so; name the "
+            f"parts NAME-{said_index + 1:05}-of-{said_count:05}.gguf, or merge them (llama.cpp: "
+            "llama-gguf-split --merge)"
+        )
+    if (said_index, said_count) != (index, count) and count > 1:
+        raise ModelLoadError(
+            f"{path} says that it is part {said_index + 1} of {said_count}, not {index + 1} of "
+            f"{count} as its name does; fetch the file again"
+        )
+
+
+class GgufCheckpoint(Checkpoint):
+    """Memory-mapped weights of one file or its parts, dequantized when they are read.
+
+    Parameters
+    ----------
+    path : the file, or a part of it.
+    served_len : see `model_config_from_gguf`.
+
+    Raises
+    ------
+    ModelLoadError : the file is missing or damaged, its architecture or a tensor's type is not supported, or
+        a tensor is missing or of the wrong shape.
+    """
+
+    def __init__(self, path: Path, served_len: int | None = None) -> None:
+        metadata, by_gguf_name = _read_parts(path)
+        super().__init__(_read_config(metadata, by_gguf_name, served_len))
+        names = hf_names(self.config, self.names())
+        self._tensors = {
+            names.get(name, name): tensor for name, tensor in by_gguf_name.items() if name not in ROPE_TENSORS
+        }
+        found = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._rows = self._find(found, f"the GGUF file {path}")
+
+    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a parameter; see `Checkpoint.get`."""
+        data, kind = self._stored(name)
+        shape, minus = self.shape_of(name), stored_offset(name, self.config)
+        values = dequantize_rows(data, shape, kind, dtype, minus=minus)
+        return unpermute_rows(name, values, self.config)
+
+    def stored_type(self, name: str) -> str:
+        """Return a parameter's GGUF type; see `Checkpoint.stored_type`."""
+        return self._stored(name)[1].name
+
+    def quantized_rows(self, name: str) -> QuantizedRows | None:
+        """Return a matrix as it is in the file; see `Checkpoint.quantized_rows`."""
+        (data, kind), shape = self._stored(name), self.shape_of(name)
+        if kind in PLAIN_TYPES or len(shape) != 2:
+            return None
+        from_rows = unpermute_rows(name, np.arange(shape[0]), self.config)
+        return QuantizedRows(kind.name, data, np.argsort(from_rows))
+
+    def _stored(self, name: str) -> tuple[NDArray[np.uint8], GGMLQuantizationType]:
+        """Return a parameter's rows as the file has them, and their type."""
+        self.shape_of(name)
+        rows = self._rows[name]
+        tensor = self._tensors[rows.tensor]
+        return tensor.rows[rows.first : rows.end], tensor.kind
+
+
+def _read_config(metadata: Metadata, tensors: Mapping[str, _Tensor], served_len: int | None) -> ModelConfig:
+    vocab_key = f"{metadata.get('general.architecture')}.vocab_size"
+    if "token_embd.weight" in tensors:
+        # The embedding's rows count: many files leave the key out.
+        metadata = {vocab_key: tensors["token_embd.weight"].shape[0], **metadata}
+    return model_config_from_gguf(
+        metadata,
+        tensor_names=tensors.keys(),
+        rope_factors=RopeFactors(
+            *(_factors(tensors.get(name)) for name in (ROPE_FREQS, ROPE_SHORT, ROPE_LONG))
+        ),
+        served_len=served_len,
+    )
+
+
+def _factors(tensor: _Tensor | None) -> tuple[float, ...]:
+    if tensor is None:
+        return ()
+    return tuple(dequantize_rows(tensor.rows, tensor.shape, tensor.kind, FLOAT32).ravel().tolist())
+
 
 _HINT = "; fetch the file again"
 _NAMES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
