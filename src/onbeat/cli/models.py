@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRem
 from rich.progress import Progress as ProgressBar
 
 from onbeat.cli.outputs import result_console
-from onbeat.hub.files import FetchStatus, Progress
+from onbeat.hub.files import FetchStatus, OnFetch
 from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, cached_file, models_dir
 from onbeat.hub.resolve import resolve_model
 from onbeat.report.result import Column, filled_table
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def show_progress() -> Iterator[Progress]:
+def show_progress() -> Iterator[OnFetch]:
     """Show a fetch on standard error: a line for each new message, a bar while bytes arrive."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:>12}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

@@ -36,8 +36,7 @@ from onbeat.report.run_report import runs_result
 from onbeat.report.units import exact_percent, significant, whole_percent
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.idle import IdleReplica
-from onbeat.simulator.observer import Progress as OnProgress
-from onbeat.simulator.observer import StepsWanted
+from onbeat.simulator.observer import OnRequests, StepsWanted
 from onbeat.simulator.resolve import Resolved, resolve_for, step_times_text
 from onbeat.simulator.result import RunOutcomes, SimulationResult, tell_outcomes
 from onbeat.simulator.simulate import simulate
@@ -139,7 +138,7 @@ def _simulate(
 
 
 @contextmanager
-def _progress(console: Console, *, is_quiet: bool, num_requests: int) -> Iterator[OnProgress]:
+def _progress(console: Console, *, is_quiet: bool, num_requests: int) -> Iterator[OnRequests]:
     """Show how many requests have ended, and how much virtual time has passed."""
     bar = progress_bar(console, is_quiet=is_quiet or not console.is_terminal)
     task = bar.add_task("simulating", total=num_requests, note="")

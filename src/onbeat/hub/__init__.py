@@ -1,6 +1,6 @@
 """Find model files: a path, a known model, or a hub id. No torch."""
 
-from onbeat.hub.files import FetchStatus, ModelFiles, Progress
+from onbeat.hub.files import FetchStatus, ModelFiles, OnFetch
 from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel
 from onbeat.hub.resolve import resolve_model
 
@@ -10,6 +10,6 @@ __all__ = [
     "FetchStatus",
     "KnownModel",
     "ModelFiles",
-    "Progress",
+    "OnFetch",
     "resolve_model",
 ]

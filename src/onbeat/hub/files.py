@@ -39,7 +39,7 @@ class FetchStatus:
     bytes_total: int | None = None
 
 
-Progress: TypeAlias = Callable[[FetchStatus], None]
+OnFetch: TypeAlias = Callable[[FetchStatus], None]
 """Called often while a model is fetched; the first call with a new message says what begins."""
 
 

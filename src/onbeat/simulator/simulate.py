@@ -13,7 +13,7 @@ from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.simulator.deliveries import Collector
 from onbeat.simulator.fleet_loop import FleetLoop, run_alone, run_until_end
-from onbeat.simulator.observer import Progress, SimulationObserver
+from onbeat.simulator.observer import OnRequests, SimulationObserver
 from onbeat.simulator.replica import make_replica
 from onbeat.simulator.result import FleetSize, ReplicaCounters, SimulationResult
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
@@ -30,7 +30,7 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     config: SimulationConfig,
     step_time: StepTimeModel,
     *,
-    on_progress: Progress | None = None,
+    on_progress: OnRequests | None = None,
     observer: SimulationObserver | None = None,
     on_decision: Decided | None = None,
     on_record: Callable[[RequestRecord], None] | None = None,
@@ -165,7 +165,7 @@ class ProgressMeter:
     """Calls back at most ten times a second, and once at the end."""
 
     def __init__(
-        self, callback: Progress | None, num_requests: int, *, clock: Callable[[], float] = time.monotonic
+        self, callback: OnRequests | None, num_requests: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._callback = callback
         self._num_requests = num_requests

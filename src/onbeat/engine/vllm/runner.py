@@ -35,7 +35,7 @@ from onbeat.engine.guided_draw import (
 from onbeat.engine.input_batch import IntArray
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampling_row import SamplingRow
-from onbeat.engine.vllm.surface import Surface
+from onbeat.engine.vllm.surface import VllmExecutor
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
@@ -66,7 +66,7 @@ class Translator:
     surface : of vLLM.
     """
 
-    def __init__(self, surface: Surface) -> None:
+    def __init__(self, surface: VllmExecutor) -> None:
         self._surface = surface
         self.told: dict[str, Told] = {}
         self.guides: Guides | None = None
@@ -203,7 +203,7 @@ class VllmRunner:
     """
 
     def __init__(
-        self, limits: SchedulerConfig, surface: Surface, model: ModelConfig, device: DeviceConfig
+        self, limits: SchedulerConfig, surface: VllmExecutor, model: ModelConfig, device: DeviceConfig
     ) -> None:
         self.limits = limits
         self.surface = surface
@@ -313,7 +313,7 @@ class VllmRunner:
 class _Workers(Computes):
     """What steps are computed on."""
 
-    def __init__(self, surface: Surface, model: ModelConfig, device: DeviceConfig) -> None:
+    def __init__(self, surface: VllmExecutor, model: ModelConfig, device: DeviceConfig) -> None:
         self.config, self.device, self._dtype = model, device.device, device.dtype
         self.settings = {"backend": "vllm", "vllm": surface.version}
 

@@ -75,7 +75,7 @@ def _reason(error: Exception) -> str:
     return (told or lines or [type(error).__name__])[0]
 
 
-def start_executor(settings: Settings) -> Surface:
+def start_executor(settings: Settings) -> VllmExecutor:
     """Make vLLM's executor with its KV cache.
 
     Raises
@@ -92,10 +92,10 @@ def start_executor(settings: Settings) -> Surface:
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
     except Exception as error:
         raise ConfigError(f"vLLM {settings.version} cannot start: {_reason(error)}") from error
-    return Surface(core, config)
+    return VllmExecutor(core, config)
 
 
-class Surface:
+class VllmExecutor:
     """vLLM's executor, as a runner of steps needs it.
 
     Parameters
