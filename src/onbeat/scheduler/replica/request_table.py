@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from onbeat.core.step import AdmittedRequest
 from onbeat.scheduler.replica.kv import KVCacheManager
@@ -13,15 +12,6 @@ from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 from onbeat.scheduler.replica.tracker import SLOTracker
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-
-
-@dataclass(slots=True)
-class LeftRequests:
-    """What the model runner is told of requests that left; see `SchedulerOutput`."""
-
-    released_ids: list[str] = field(default_factory=list)
-    preempted_ids: list[str] = field(default_factory=list)
-    forgotten_ids: list[str] = field(default_factory=list)
 
 
 class RequestTable:
@@ -52,7 +42,9 @@ class RequestTable:
         """Of these, tokens found."""
         self.max_num_seqs = config.max_num_seqs
         self._tracker = tracker
-        self._left = LeftRequests()
+        self._released_ids: list[str] = []
+        self._just_preempted_ids: list[str] = []
+        self._forgotten_ids: list[str] = []
         self._preempted_ids: set[str] = set()
         """Requests that ran, wait, and of which the model runner may know more than a new one tells it."""
         self._unannounced: dict[str, AdmittedRequest] = {}
@@ -106,7 +98,7 @@ class RequestTable:
             self._leave_runner(state)
         if state.request_id in self._preempted_ids:
             self._preempted_ids.remove(state.request_id)
-            self._left.forgotten_ids.append(state.request_id)
+            self._forgotten_ids.append(state.request_id)
         state.status = RequestStatus.FINISHED
 
     def take_out(self, state: RequestState) -> None:
@@ -139,9 +131,10 @@ class RequestTable:
         self._unannounced.clear()
         return admitted
 
-    def take_left(self) -> LeftRequests:
-        """Return the requests that the model runner is to drop with the next step."""
-        left, self._left = self._left, LeftRequests()
+    def take_left(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Return who left, was preempted and comes no more, for the next step; see `SchedulerOutput`."""
+        left = tuple(self._released_ids), tuple(self._just_preempted_ids), tuple(self._forgotten_ids)
+        self._released_ids, self._just_preempted_ids, self._forgotten_ids = [], [], []
         return left
 
     def check_invariants(self, kept_block_ids: Iterable[int] = (), *, num_slots_kept: int = 0) -> None:
@@ -186,7 +179,7 @@ class RequestTable:
         self.kv.free(state)
         if self._leave_runner(state):
             self._preempted_ids.add(state.request_id)
-            self._left.preempted_ids.append(state.request_id)
+            self._just_preempted_ids.append(state.request_id)
         self.queue(state)
 
     def queue(self, state: RequestState) -> None:
@@ -234,5 +227,5 @@ class RequestTable:
         """Tell the model runner with the next step to drop a request; return whether it has heard of it."""
         has_heard = self._unannounced.pop(state.request_id, None) is None
         if has_heard:
-            self._left.released_ids.append(state.request_id)
+            self._released_ids.append(state.request_id)
         return has_heard

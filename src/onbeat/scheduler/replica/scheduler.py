@@ -389,17 +389,17 @@ class Scheduler:
         )
         if self.config.num_micro_batches > 1:
             self.table.mark_in_flight(states, is_in_flight=True)
-        left = self.table.take_left()
+        released_ids, preempted_ids, forgotten_ids = self.table.take_left()
         return SchedulerOutput(
             step_id,
             step.rows,
             tuple(admitted),
-            tuple(left.released_ids),
+            released_ids,
             shape,
             plan.budget,
             plan.budget_request_id,
-            tuple(left.preempted_ids),
-            tuple(left.forgotten_ids),
+            preempted_ids,
+            forgotten_ids,
         )
 
     def _accept(self, request: Request, now: float) -> RequestState:
