@@ -36,7 +36,6 @@ LACKING = {
     r"path/to/directory$": "needs a Hugging Face directory with weights",
     r"-00001-of-00003": "needs a file in several parts",
     r"^onbeat profile$": "keeps a profile, which later servers would take; test_profile_command.py has it",
-    r"^[A-Z_]+=\S+$": "the environment of llm-d's endpoint picker",
 }
 SLOW = r"^onbeat (serve|bench|capacity|plan)\b|--(replicas|disaggregate) |-name agents"
 ASKING = {
