@@ -42,13 +42,23 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
             "device; leave --tensor-parallel-size out, or give --load-format stand-in"
         )
     backend = _chosen(config, checkpoint, device)
-    setting = None if isinstance(backend, NativeBackend) else next(native_settings(config), None)
-    if setting is not None:
-        raise ConfigError(
-            f"{setting[0]} {setting[1]} needs the native engine, but the model would run "
-            f"{backend.description}; leave --{setting[0].replace('_', '-')} out"
-        )
+    if not isinstance(backend, NativeBackend):
+        _refuse_native_settings(config, backend.description)
     return backend
+
+
+def _refuse_native_settings(config: EngineConfig, runs: str) -> None:
+    """Raise ConfigError where something is asked for that the native engine alone does.
+
+    Parameters
+    ----------
+    runs : how the model would run.
+    """
+    for name, value in native_settings(config):
+        raise ConfigError(
+            f"{name} {value} needs the native engine, but the model would run {runs}; leave "
+            f"--{name.replace('_', '-')} out"
+        )
 
 
 def _chosen(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> CheckpointBackend:
@@ -111,10 +121,7 @@ def vllm_backend(config: EngineConfig, device: DeviceConfig, reason: str) -> Bac
     MissingExtra : vLLM is not installed.
     ConfigError : vLLM does not run the model, with its own reason.
     """
-    if setting := next(native_settings(config), None):
-        raise ConfigError(
-            f"{setting[0]} {setting[1]} needs the native engine; leave --{setting[0].replace('_', '-')} out"
-        )
+    _refuse_native_settings(config, f"by vLLM ({reason})")
     from onbeat.engine.backends.vllm import VllmBackend
 
     return VllmBackend(config, device, reason)

@@ -44,17 +44,23 @@ class Settings:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         self.version = _version()
         self._arguments = {"disable_hybrid_kv_cache_manager": True, **arguments}
-        self.config = self._made()
+        self.config = self.make()
+        """As it is before anything is taken on."""
         if self.config.model_config.is_hybrid:  # whose layers without attention have blocks of their own
             # With two steps in flight some answers of Qwen3-Next were wrong from their first token on.
             self.take(disable_hybrid_kv_cache_manager=False, async_scheduling=False)
 
     def take(self, **arguments: Any) -> None:
-        """Change some arguments, and check them together with the others."""
+        """Change some arguments of the configuration that is made next."""
         self._arguments |= arguments
-        self.config = self._made()
 
-    def _made(self) -> Any:
+    def make(self) -> Any:
+        """Return a `VllmConfig`, which takes vLLM up to a second.
+
+        Raises
+        ------
+        ConfigError : vLLM does not take the arguments; with its own reason.
+        """
         from vllm.engine.arg_utils import EngineArgs
 
         try:
@@ -81,12 +87,12 @@ def start_executor(settings: Settings) -> VllmExecutor:
 
     Raises
     ------
-    ConfigError : vLLM cannot load the model; with its own reason.
+    ConfigError : vLLM does not take the settings, or cannot load the model; with its own reason.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    config = settings.config
+    config = settings.make()
     try:
         # Its constructor measures the memory, makes the KV cache of each kind of layer and warms up: there is
         # no other way. Its scheduler stays idle.
