@@ -49,8 +49,8 @@ logger = logging.getLogger("onbeat.vllm")
 
 MOST_FAULTS = 3
 """Faults in a row after which onbeat plans no more in this process."""
-_TRIAL, _MOST_DIFFERENT = 50, 0.1
-"""Planned steps after which a version that nobody has tried is judged, and rows for each that may differ."""
+_TRIAL, _MOST_DIFFERENT = 50, 5
+"""First steps by which a version that nobody has tried is judged, and rows of them that may differ."""
 _SEED = 1
 """Of the tokens of made-up requests."""
 _SAY_EVERY = 60.0
@@ -89,8 +89,8 @@ class Plugin:
             return
         if surface.is_untried:
             logger.warning(
-                "onbeat was not tried inside vLLM %d.%d; it stops planning if vLLM does not carry out its "
-                "first %d plans",
+                "onbeat was not tried inside vLLM %d.%d; it stops planning if steps are not as planned, the "
+                "measured ones or the first %d",
                 *(*surface.version, _TRIAL),
             )
         self.config, self.defaults = read_config(surface.options, os.environ)
@@ -150,9 +150,9 @@ class Plugin:
             if imposed is not None and (different := mismatch(imposed, output, self.steps.table)):
                 self.num_mismatches += len(different)
                 self._say_different(different, now)
-            is_judged = self.surface.is_untried and self.num_planned == _TRIAL
-            if is_judged and self.num_mismatches > _TRIAL * _MOST_DIFFERENT:
-                self._plan_no_more("vLLM did not carry its plans out")
+                is_trial = self.num_planned <= _TRIAL and self.num_mismatches > _MOST_DIFFERENT
+                if self.surface.is_untried and (is_trial or any(map(is_made_up, different))):
+                    self._plan_no_more("vLLM did not carry its plans out")
 
     def take(self, output: Any, now: float) -> None:
         """Learn from a step whose results vLLM has taken."""

@@ -423,7 +423,6 @@ class Imposed:
     quota : request id -> tokens of the step, likewise.
     admitted : who joins the batch, in this order.
     with_prefix : of these, those that the prefix cache has a part of.
-    total : tokens of the step at most; None where vLLM plans some requests itself.
     known : ids of requests that plans admit.
     """
 
@@ -432,7 +431,6 @@ class Imposed:
     quota: dict[str, int]
     admitted: list[EngineRequest] = field(default_factory=list)
     with_prefix: list[EngineRequest] = field(default_factory=list)
-    total: int | None = None
     known: Container[str] = ()
 
     def limit(self, request_id: str, num_computed: int, num_new: int) -> int:
@@ -448,13 +446,9 @@ class Imposed:
     def during(self, surface: Surface, kv: VLLMKVView) -> Iterator[None]:
         """Hold vLLM to it for one call of `schedule`."""
         waiting = surface.only_waiting(self.admitted, self.known)
-        with kv.holding(self.with_prefix), waiting, surface.keeping_loras():
-            if surface.has_quota:
-                with surface.limiting(self.limit) if self.quota else nullcontext():
-                    yield
-            else:
-                with nullcontext() if self.total is None else surface.total(self.total):
-                    yield
+        limiting = surface.limiting(self.limit) if self.quota else nullcontext()
+        with kv.holding(self.with_prefix), waiting, surface.keeping_loras(), limiting:
+            yield
 
 
 def impose(
@@ -484,14 +478,12 @@ def impose(
     for admission in admissions:
         name, num = admission.state.request_id, admission.num_new_tokens
         quota[name], ends[name] = num, len(admission.cached_block_ids) * block_size + num
-    total = len(plan.decodes) * (1 + surface.num_drafts) + sum(quota.values())
     return Imposed(
         frozenset([state.request_id for state in plan.decodes]),
         ends,
         quota,
         [requests[each.state.request_id] for each in admissions],
         [requests[each.state.request_id] for each in admissions if each.cached_block_ids],
-        None if own else total,
         table.states,
     )
 

@@ -229,6 +229,7 @@ def check_settings(scheduler: Any) -> None:
 _NEEDED = (
     *("running", "waiting", "requests", "current_step", "max_num_scheduled_tokens", "kv_cache_manager"),
     *("_pause_state", "_preempt_request", "finish_requests"),
+    *("need_mamba_block_aligned_split", "_mamba_block_aligned_split"),
 )
 """Attributes of vLLM's scheduler without which no plan can be imposed."""
 _QUEUES = ("waiting", "skipped_waiting")
@@ -283,7 +284,6 @@ class Surface:
     Attributes
     ----------
     is_untried : whether the version is newer than those that were tried.
-    has_quota : whether vLLM asks for each request's tokens; else order and total alone say how many they are.
     num_drafts : most drafts that a decode verifies.
     num_lookahead : KV slots beyond its tokens that a row needs.
     """
@@ -298,7 +298,6 @@ class Surface:
                 f"a scheduler class that is derived from vLLM's own, {HINT}"
             )
         self._queues = [name for name in _QUEUES if hasattr(scheduler, name)]
-        self.has_quota = hasattr(scheduler, "_reserve_prefill_lookahead")
         self.num_drafts = getattr(scheduler, "num_spec_tokens", 0)
         self.num_lookahead = getattr(scheduler, "num_lookahead_tokens", 0)
         check_settings(scheduler)
@@ -391,10 +390,10 @@ class Surface:
     def preempt(self, request: EngineRequest) -> None:
         """Take a running request out of the batch; its tokens are computed again later."""
         scheduler = self.scheduler
-        scheduler.running.remove(request)
         # Schedulers that deliver no KV may not know the word: that of 0.26 does not.
         drop = {"drop_stale_output": True} if getattr(scheduler, "requires_kv_delivery", False) else {}
         scheduler._preempt_request(request, time.monotonic(), **drop)
+        scheduler.running.remove(request)  # last: whatever fails, it is in one of the queues
 
     @contextmanager
     def only_waiting(self, planned: list[EngineRequest], known: Container[str]) -> Iterator[None]:
@@ -436,27 +435,31 @@ class Surface:
 
     @contextmanager
     def limiting(self, limit: Callable[[str, int, int], int]) -> Iterator[None]:
-        """Have each row of one call of `schedule` limited, where vLLM asks what its drafts leave of it.
+        """Have each row of one call of `schedule` limited, where vLLM aligns the chunks of Mamba layers.
+
+        Told to, it asks so for any model, and since 0.28 before it looks for pictures.
 
         Parameters
         ----------
         limit : from a request's id, its computed tokens and those that vLLM would give it, to what it gets.
         """
         scheduler = self.scheduler
-        own = scheduler._reserve_prefill_lookahead
+        is_aligned, own = scheduler.need_mamba_block_aligned_split, scheduler._mamba_block_aligned_split
 
-        def limited(request: EngineRequest, num_computed_tokens: int, num_new_tokens: int) -> int:
-            num = num_new_tokens
-            if num <= request.num_tokens - num_computed_tokens:  # else it has drafts, or room for them
-                num = limit(request.request_id, num_computed_tokens, num)
-                num = self._whole_items(request, num_computed_tokens, num, num_new_tokens)
-            return int(own(request, num_computed_tokens, num))
+        def limited(request: EngineRequest, num_new_tokens: int, *found: int) -> int:
+            most = num = own(request, num_new_tokens, *found) if is_aligned else num_new_tokens
+            num_computed = request.num_computed_tokens + sum(found)
+            if num <= request.num_tokens - num_computed:  # else it has drafts, or room for them
+                num = limit(request.request_id, num_computed, num)
+                num = self._whole_items(request, num_computed, num, most)
+            return num
 
-        scheduler._reserve_prefill_lookahead = limited
+        scheduler.need_mamba_block_aligned_split, scheduler._mamba_block_aligned_split = True, limited
         try:
             yield
         finally:
-            del scheduler._reserve_prefill_lookahead
+            scheduler.need_mamba_block_aligned_split = is_aligned
+            del scheduler._mamba_block_aligned_split
 
     def _whole_items(self, request: EngineRequest, num_computed: int, num: int, most: int) -> int:
         """Return the tokens of a row that cuts no picture in two, where its parts have to see each other.
@@ -493,17 +496,6 @@ class Surface:
             yield
         finally:
             scheduler.lora_config = own
-
-    @contextmanager
-    def total(self, num_tokens: int) -> Iterator[None]:
-        """Bound the tokens of one call of `schedule`."""
-        scheduler = self.scheduler
-        before = scheduler.max_num_scheduled_tokens
-        scheduler.max_num_scheduled_tokens = min(before, max(num_tokens, 1))
-        try:
-            yield
-        finally:
-            scheduler.max_num_scheduled_tokens = before
 
     @staticmethod
     def rows(output: Any) -> Iterable[tuple[str, int]]:

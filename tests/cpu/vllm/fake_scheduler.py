@@ -92,6 +92,7 @@ class FakeScheduler:
         self.current_step, self.max_num_scheduled_tokens = 0, 512
         self.kv_cache_manager = FakeBlocks(200)
         self._pause_state = SimpleNamespace(name="UNPAUSED")
+        self.need_mamba_block_aligned_split = False
 
     def add_request(self, request):
         self.requests[request.request_id] = request
@@ -120,7 +121,9 @@ class FakeScheduler:
 
     def _take(self, request, left, rows):
         computed = request.num_computed_tokens
-        num = self._reserve_prefill_lookahead(request, computed, min(request.num_tokens - computed, left))
+        num = min(request.num_tokens - computed, left)
+        if self.need_mamba_block_aligned_split:
+            num = self._mamba_block_aligned_split(request, num)
         if num:
             rows[request.request_id] = num
             self.kv_cache_manager.held[request.request_id] = [
@@ -150,8 +153,8 @@ class FakeScheduler:
     def _preempt_request(self, request, timestamp, drop_stale_output=False):
         raise AssertionError("memory is plenty")
 
-    def _reserve_prefill_lookahead(self, request, num_computed, num_new):
-        return num_new
+    def _mamba_block_aligned_split(self, request, num_new, num_found=0, num_loaded=0):
+        raise AssertionError("the model has no Mamba layers")
 
     def shutdown(self):
         pass

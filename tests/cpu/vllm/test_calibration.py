@@ -130,14 +130,24 @@ def test_a_request_has_the_machine_at_once_and_measuring_goes_on_later(make):
     assert scheduler.onbeat.steps.model.errors is not None
 
 
-def test_where_vllm_has_no_bound_for_single_prompts_steps_are_measured_too(make, monkeypatch):
-    """As on 0.26 and 0.27: order and the total of a step stand in for it."""
+@pytest.mark.parametrize(("version", "is_on"), [("0.33.1", True), ("0.34.0", False), ("1.0", False)])
+def test_on_a_newer_version_one_measured_row_that_is_not_as_planned_is_enough(
+    make, monkeypatch, version, is_on
+):
+    monkeypatch.setattr(plugin_module, "engine_version", lambda: version)
     scheduler = make()
-    scheduler.onbeat.surface.has_quota = False
-    monkeypatch.setattr(make, "_reserve_prefill_lookahead", lambda self, request, computed, num: num)
+
+    def differs_once(imposed, *_):
+        names = list(imposed.decodes)[: not scheduler.onbeat.num_mismatches]
+        return dict.fromkeys(names[:1], (1, 2))
+
+    monkeypatch.setattr(plugin_module, "mismatch", differs_once)
     run(scheduler)
-    assert scheduler.onbeat._calibration is None
-    assert seconds_of(scheduler.onbeat.steps.model, 4, 200) == pytest.approx(0.01 + 2e-4 * 204, rel=0.02)
+    assert (scheduler.onbeat.num_mismatches, scheduler.onbeat.is_on) == (1, is_on)
+    requests = add_some(scheduler, 4)
+    run(scheduler)
+    assert all(request.is_finished() for request in requests)
+    assert not scheduler.has_requests()
 
 
 def test_a_fault_in_measuring_ends_it_and_no_step(make, monkeypatch, caplog):

@@ -81,7 +81,7 @@ class TestWhatStaysVLLMs:
         scheduler = make()
         (request,) = add_some(scheduler, 1)
         with scheduler.onbeat.surface.limiting(lambda *_: 1):
-            assert scheduler._reserve_prefill_lookahead(request, num_computed, num_given) == num
+            assert scheduler._mamba_block_aligned_split(request, num_given, num_computed) == num
 
     @pytest.mark.parametrize(
         ("num_computed", "quota", "num"), [(0, 5, 5), (0, 25, 10), (10, 5, 30), (0, 40, 40), (0, 45, 45)]
@@ -92,7 +92,9 @@ class TestWhatStaysVLLMs:
         request = FakeRequest("picture", 60, 1)
         request.mm_features = [SimpleNamespace(mm_position=SimpleNamespace(offset=10, length=30))]
         with scheduler.onbeat.surface.limiting(lambda *_: quota):
-            given = scheduler._reserve_prefill_lookahead(request, num_computed, 60 - num_computed)
+            assert scheduler.need_mamba_block_aligned_split
+            given = scheduler._mamba_block_aligned_split(request, 60 - num_computed, num_computed)
+        assert not scheduler.need_mamba_block_aligned_split
         assert given == (num if keeps_whole else quota)
 
     @pytest.mark.parametrize(("skipped", "num_left"), [("", 2), ("a", 2), ("ac", 2), ("b", 1), ("abc", 0)])
@@ -166,14 +168,17 @@ def test_settings_under_which_no_plan_can_be_kept_are_refused(make, setting, nam
         make(**setting)
 
 
-def test_without_the_quota_order_and_total_do(make, monkeypatch):
+def test_chunks_that_vllm_aligns_by_itself_are_cut_behind_that(make, monkeypatch):
+    """As those of Mamba layers, which are cached at the ends of blocks."""
     scheduler = make()
-    scheduler.onbeat.surface.has_quota = False
-    monkeypatch.setattr(make, "_reserve_prefill_lookahead", lambda self, request, computed, num: num)
-    requests = add_some(scheduler)
-    run(scheduler)
-    assert all(request.is_finished() for request in requests)
-    assert scheduler.onbeat.num_mismatches == 0
+    scheduler.need_mamba_block_aligned_split = True
+    monkeypatch.setattr(make, "_mamba_block_aligned_split", lambda self, request, num, *_: num // 16 * 16)
+    (request,) = add_some(scheduler, 1)
+    request.num_tokens = 100
+    for quota, num in ((200, 80), (20, 20)):
+        with scheduler.onbeat.surface.limiting(lambda name, computed, num, quota=quota: min(num, quota)):
+            assert scheduler._mamba_block_aligned_split(request, 90, 4, 0) == num
+    assert scheduler.need_mamba_block_aligned_split
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0", "dev", ""])
@@ -211,9 +216,21 @@ def test_a_scheduler_that_knows_no_stale_output_preempts(make, monkeypatch):
     assert not scheduler.running
 
 
-def test_a_lever_that_is_missing_is_named(make, monkeypatch):
-    monkeypatch.delattr(FakeScheduler, "_preempt_request")
-    with pytest.raises(ConfigError, match="_preempt_request"):
+def test_a_request_whose_preemption_fails_goes_on(make):
+    scheduler = make()
+    (request,) = add_some(scheduler, 1)
+    scheduler.running.append(request)
+    with pytest.raises(AssertionError):
+        scheduler.onbeat.surface.preempt(request)
+    assert scheduler.running == [request]
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.34.0"])
+@pytest.mark.parametrize("name", ["_preempt_request", "_mamba_block_aligned_split"])
+def test_a_lever_that_is_missing_is_named(make, monkeypatch, name, version):
+    monkeypatch.setattr(plugin_module, "engine_version", lambda: version)
+    monkeypatch.delattr(FakeScheduler, name)
+    with pytest.raises(ConfigError, match=name):
         make()
 
 
