@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import (
     CacheConfig,
@@ -62,6 +63,19 @@ def model_folder(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(CONFIG))
     return path
+
+
+def runner(name: str, **how: bool) -> Any:
+    return pytest.param(how, id=name)
+
+
+BOTH_RUNNERS = [
+    runner("sync", is_async=False),
+    runner("sync, second runner", is_async=False, is_second_runner=True),
+    runner("async, second runner", is_async=True, is_second_runner=True),
+]
+"""With drafts: there, steps overlap on vLLM's second model runner alone, which a CPU does not have."""
+ALL_RUNNERS = [*BOTH_RUNNERS, runner("async", is_async=True)]
 
 
 class Clock:
@@ -186,6 +200,41 @@ def make_request(
     )
 
 
+class Workers:
+    """Keep what the workers of vLLM's model runners keep of each request, and check what they are told.
+
+    The first runner keeps a request that is preempted, and hears of all its blocks when it goes on. The
+    second forgets it, and takes it in as a new one, with all its tokens.
+    """
+
+    def __init__(self, scheduler) -> None:
+        self.scheduler, self.blocks = scheduler, {}
+
+    def hear(self, output) -> None:
+        is_second, blocks = self.scheduler.use_v2_model_runner, self.blocks
+        preempted = set(output.preempted_req_ids or ()) if is_second else set()
+        for name in preempted | output.finished_req_ids:
+            blocks.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in blocks, "it was not forgotten"
+            blocks[new.req_id] = [list(each) for each in new.block_ids]
+            if is_second:
+                assert new.prefill_token_ids == self.scheduler.requests[new.req_id]._all_token_ids
+        cached = output.scheduled_cached_reqs
+        for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                assert not is_second, "it is to come as a new one"
+                blocks[name] = [[] for _ in blocks[name]]
+            for held, new in zip(blocks[name], more or (), strict=more is not None):
+                held.extend(new)
+        for name in output.num_scheduled_tokens:
+            theirs = self.scheduler.kv_cache_manager.get_block_ids(name)
+            for held, known in zip(blocks[name], theirs, strict=True):
+                assert len(held) == len(known), name
+                # Blocks out of a window become null ones (0), which workers are not told.
+                assert all(block in (0, own) for own, block in zip(held, known, strict=True)), name
+
+
 class Engine:
     """Steps a scheduler as vLLM's `EngineCore` does, with up to `depth` steps in flight.
 
@@ -196,6 +245,7 @@ class Engine:
 
     def __init__(self, scheduler, clock: Clock, *, depth: int = 1, noise: float = 0.0) -> None:
         self.scheduler, self.clock, self.depth = scheduler, clock, depth
+        self.workers = Workers(scheduler)
         self.rng = random.Random(7)
         self.noise = noise
         self.drafts_most = False
@@ -226,6 +276,7 @@ class Engine:
         scheduler, clock = self.scheduler, self.clock
         if scheduler.has_requests():
             output = scheduler.schedule()
+            self.workers.hear(output)
             self.num_cached += sum(each.num_computed_tokens for each in output.scheduled_new_reqs)
             begin = max(clock.now, self.free_at)
             self.free_at = begin + self._seconds(output)

@@ -9,20 +9,13 @@ from onbeat.core.step import BatchShape
 
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 
-from tests.vllm.harness import Clock, Engine, check_ended, make_scheduler, model_folder
+from tests.vllm.harness import BOTH_RUNNERS, Clock, Engine, check_ended, make_scheduler, model_folder
 from tests.vllm.test_plans import OBJECTIVES, check_planned, workload
 
 pytestmark = pytest.mark.vllm
 
 
-HOW = [
-    pytest.param({"is_async": False}, id="sync"),
-    pytest.param({"is_async": False, "is_second_runner": True}, id="sync, second runner"),
-    pytest.param({"is_async": True, "is_second_runner": True}, id="async, second runner"),
-]
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", BOTH_RUNNERS)
 def test_decodes_are_measured_with_the_drafts_that_a_model_makes(tmp_path, monkeypatch, how):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     clock, folder = Clock(), model_folder(tmp_path / "model")

@@ -8,7 +8,7 @@ from onbeat.core.errors import ConfigError
 
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 
-from tests.vllm.harness import Clock, check_ended, make_request, make_scheduler, model_folder
+from tests.vllm.harness import BOTH_RUNNERS, Clock, check_ended, make_request, make_scheduler, model_folder
 from tests.vllm.test_plans import OBJECTIVES, check_any_plan, check_planned, serve, workload
 
 pytestmark = pytest.mark.vllm
@@ -19,15 +19,7 @@ def folder(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
-HOW = [
-    pytest.param({"is_async": False}, id="sync"),
-    pytest.param({"is_async": False, "is_second_runner": True}, id="sync, second runner"),
-    pytest.param({"is_async": True, "is_second_runner": True}, id="async, second runner"),
-]
-"""Steps overlap on vLLM's second model runner alone where there are drafts."""
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", BOTH_RUNNERS)
 @pytest.mark.parametrize("mode", ["stream", "gap"])
 def test_every_step_is_as_planned(folder, how, mode):
     requests = workload(60, 4.0, **OBJECTIVES)
@@ -37,7 +29,7 @@ def test_every_step_is_as_planned(folder, how, mode):
     assert engine.num_accepted > 500
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", BOTH_RUNNERS)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_where_memory_is_short_streams_are_preempted_and_end(folder, how, prefix_caching):
     requests = workload(60, 20.0, long_every=0, **OBJECTIVES)
@@ -47,7 +39,7 @@ def test_where_memory_is_short_streams_are_preempted_and_end(folder, how, prefix
     assert sum(request.num_preemptions for request in requests) > 0
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", BOTH_RUNNERS)
 def test_a_small_budget_holds_tokens_and_drafts(folder, how):
     requests = workload(40, 10.0, long_every=4, **OBJECTIVES)
     engine = serve(folder, requests, **how, num_drafts=3, max_num_seqs=16, max_num_batched_tokens=80)
@@ -55,7 +47,7 @@ def test_a_small_budget_holds_tokens_and_drafts(folder, how):
     check_planned(engine)
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", BOTH_RUNNERS)
 def test_a_prompt_that_is_cached_but_for_a_token_gets_room_for_drafts(folder, how):
     requests = [make_request(f"r{index}", 33, 20, 1000.0 + 0.1 * index, **OBJECTIVES) for index in range(8)]
     for request in requests:
@@ -67,7 +59,7 @@ def test_a_prompt_that_is_cached_but_for_a_token_gets_room_for_drafts(folder, ho
     assert engine.num_cached == 7 * 32
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", BOTH_RUNNERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_plan_is_carried_out(folder, how, seed):
     check_any_plan(folder, seed, shares_prefixes=False, **how, num_blocks=400, num_drafts=3)
