@@ -208,7 +208,8 @@ class Workers:
     """
 
     def __init__(self, scheduler) -> None:
-        self.scheduler, self.blocks = scheduler, {}
+        self.scheduler = scheduler
+        self.blocks: dict[str, list[list[int]]] = {}
 
     def hear(self, output) -> None:
         is_second, blocks = self.scheduler.use_v2_model_runner, self.blocks
