@@ -5,6 +5,7 @@ OnbeatError
 │   ├── DoesNotFit              memory holds no model and request of this size; a search exits with 3
 │   ├── MissingExtra            an optional dependency is not installed
 │   └── ModelLoadError          a model cannot be found, read or supported
+│       └── NeedsVllm           it is beyond onbeat's own engines
 ├── RequestRejected             the caller's request; an HTTP 4xx
 │   ├── InvalidRequest          a field or value is wrong
 │   ├── PromptTooLong           prompt (+ max_tokens) does not fit the context or the KV cache
@@ -41,6 +42,10 @@ class MissingExtra(ConfigError):
 
 class ModelLoadError(ConfigError):
     """A model cannot be found, read, or is of a kind that onbeat does not support."""
+
+
+class NeedsVllm(ModelLoadError):
+    """A model, or how it is to run, is beyond onbeat's own engines; vLLM's workers may run it."""
 
 
 class RequestRejected(OnbeatError):

@@ -136,7 +136,7 @@ class EngineConfig:
         aliases=("-tp",),
         at_least=1,
         metavar="N",
-        help="devices that share the model, for a stand-in of them (--load-format stand-in)",
+        help="devices that share each layer: by vLLM, or as a stand-in of them",
     )
     step_time_profile: str = _engine(
         "auto",

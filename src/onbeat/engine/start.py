@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
 
-from onbeat.core.errors import ConfigError, ModelLoadError
+from onbeat.core.errors import ConfigError, NeedsVllm
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.backends.base import Backend, Room, SettleLimits
 from onbeat.engine.backends.stand_in import StandInBackend
-from onbeat.engine.backends.table import choose_backend, open_weights, vllm_backend
+from onbeat.engine.backends.table import choose_backend, open_weights, vllm_backend, vllm_commands
 from onbeat.engine.core import EngineCore
 from onbeat.engine.device import detect_device
 from onbeat.engine.engine_config import EngineConfig
@@ -225,12 +225,16 @@ def _choose(config: EngineConfig) -> Backend:
         return vllm_backend(config, device, "as asked for")
     try:
         checkpoint = open_weights(config)
-    except ModelLoadError as error:
-        if config.backend != "auto" or find_spec("vllm") is None:
+        choose_pooling(config.pooling, checkpoint.config)
+        return choose_backend(config, checkpoint, device)
+    except NeedsVllm as error:
+        if config.backend != "auto" or config.model.kind == "gguf":  # which vLLM does not read
             raise
-        return vllm_backend(config, device, str(error))
-    choose_pooling(config.pooling, checkpoint.config)
-    return choose_backend(config, checkpoint, device)
+        if find_spec("vllm") is None:
+            cure = f"vLLM's workers may run it: {vllm_commands(config, device)}"
+            raise NeedsVllm(f"{error}. {cure}") from error
+        why = str(error).partition(";")[0]
+        return vllm_backend(config, device, f"not by onbeat's own engines: {why}")
 
 
 def _say_limits(limits: SchedulerConfig, say: OnProgress) -> None:

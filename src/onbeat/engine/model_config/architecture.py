@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from onbeat.core.errors import ModelLoadError
+from onbeat.core.errors import ModelLoadError, NeedsVllm
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 RopeKind = Literal["none", "default", "linear", "llama3", "factors"]
@@ -209,7 +209,7 @@ class ModelConfig:
         return self.local_rope if self.local_rope is not None and self.is_sliding(layer_index) else self.rope
 
 
-def unsupported_architecture(name: object, supported: Iterable[str], *, source: str) -> ModelLoadError:
+def unsupported_architecture(name: object, supported: Iterable[str], *, source: str) -> NeedsVllm:
     """Return the error for an architecture that onbeat does not run.
 
     Parameters
@@ -219,7 +219,7 @@ def unsupported_architecture(name: object, supported: Iterable[str], *, source: 
     """
     plain = re.sub(r"[^a-z0-9]", "", str(name).lower())
     needs = [f": it needs {need}" for need, starts in _NEEDS.items() if plain.startswith(starts)]
-    return ModelLoadError(
+    return NeedsVllm(
         f"{source}'s architecture {name!r} is not supported{''.join(needs)}; "
         f"supported: {', '.join(sorted(supported))} (github.com/onbeat/onbeat: docs/models.md#families)"
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import ModelLoadError
+from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.engine.model_config.architecture import RopeConfig
 from onbeat.engine.model_config.values import Values
 
@@ -127,7 +127,7 @@ def _rope(table: dict[str, Any], rules: RopeRules, sizes: RopeSizes) -> RopeConf
     values = Values(table, source="config.json's rope parameters")
     kind = values.raw("rope_type") or values.raw("type") or "default"
     if kind not in rules.kinds:
-        raise ModelLoadError(
+        raise NeedsVllm(
             f"config.json asks for RoPE scaling of kind {kind!r}, which is not supported; "
             f"supported: {', '.join(rules.kinds)}"
             + ", and longrope in Phi-3"

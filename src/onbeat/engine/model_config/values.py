@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from onbeat.core.errors import ConfigError, ModelLoadError
+from onbeat.core.errors import ConfigError, ModelLoadError, NeedsVllm, quoted
 from onbeat.typed import Count, Positive, Size, take
 
 _MAX_LAYERS = 4096
@@ -83,9 +83,10 @@ class Values:
         value = self.raw(key)
         if value is not None and value not in neutral:
             wanted = " or ".join(["absent", *(repr(choice) for choice in neutral)])
+            shown = value.get("quant_method", value) if isinstance(value, dict) else value
             cure = "; serve a GGUF file of the model instead" * key.startswith(("quantiz", "compression"))
-            raise ModelLoadError(
-                f"{self._source} sets {self._name(key)} to {value!r}, which onbeat does not support "
+            raise NeedsVllm(
+                f"{self._source} sets {self._name(key)} to {quoted(shown)}, which onbeat does not support "
                 f"(it must be {wanted}){cure}"
             )
 

@@ -22,7 +22,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from onbeat.core.errors import ModelLoadError
+from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
 from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
 from onbeat.engine.model_config.families import FAMILIES, GgufRules
@@ -120,7 +120,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._num_left_out += 1
                 continue
             if about["dtype"] not in _FLOAT_TYPES:
-                raise ModelLoadError(
+                raise NeedsVllm(
                     f"{path}: tensor {stored_name} is of type {about['dtype']}, which is not supported; "
                     f"supported: {', '.join(sorted(_FLOAT_TYPES))}"
                 )

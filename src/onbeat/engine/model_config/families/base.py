@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from onbeat.core.errors import ModelLoadError
+from onbeat.core.errors import NeedsVllm
 from onbeat.engine.model_config.architecture import Activation, Experts, ModelConfig, RopeConfig
 from onbeat.engine.model_config.rope import RopeRules, RopeSizes
 from onbeat.engine.model_config.values import Values
@@ -166,7 +166,7 @@ def listed_layers(values: Values, num_layers: int) -> tuple[bool, ...]:
         raise values.wrong("layer_types", types, f"a list of {num_layers} layer types")
     for layer_type in types:
         if layer_type not in ("sliding_attention", "full_attention"):
-            raise ModelLoadError(
+            raise NeedsVllm(
                 f"config.json: layer type {layer_type!r} is not supported; "
                 "supported: full_attention, sliding_attention"
             )

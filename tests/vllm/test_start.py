@@ -1,0 +1,38 @@
+"""`onbeat serve` where vLLM is installed: what it takes for a model, and says at its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm.v1.executor")
+
+from tests.cpu.e2e.program import environment, starting
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.vllm
+SMALL = ("--load-format", "dummy", "--threads", "1", "--max-model-len", "256", "--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    ("model", "by"),
+    [
+        ({"head_dim": 32}, "by the native engine"),
+        ({"head_dim": 32, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "kind 'yarn'"),
+    ],
+)
+def test_the_start_says_which_engine_runs_and_why(tmp_path: Path, model: dict[str, Any], by: str) -> None:
+    path = write_tiny_directory(tmp_path / "model", max_position_embeddings=1024, **model)
+    with starting(path, *SMALL, env=environment(VLLM_LOGGING_LEVEL="ERROR")) as server:
+        wait_for(lambda: server.url or server.process.poll() is not None, 280)
+        assert server.url, server.lines
+        (headline,) = [line for line in server.lines if "loading" in line and "LlamaForCausalLM" in line]
+        assert by in headline
+        assert ("by vLLM" in headline) is ("native" not in by)
+        body = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+        assert answer["usage"]["completion_tokens"] == 4
