@@ -26,7 +26,6 @@ os.environ |= {
 }
 
 import torch
-import transformers
 
 from onbeat.core.request import Grammar, Request, SamplingParams
 from onbeat.engine.core import EngineCore
@@ -39,69 +38,11 @@ from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
 from tests.fake_step_time import LinearStepTime
+from tests.vllm.tiny_models import FAMILIES, SIZES, make_model
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "Llama": {},
-    "Qwen3": {},
-    "Gemma3": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
-    "Qwen3Next": {
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
-    "Qwen3Moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-    },
-}
-BFLOAT16 = {"Qwen3Next"}
-"""Families whose kernels compute in bfloat16 alone: held to vLLM's own scheduler, over the same executor."""
 MAX_LEN = 512
 BLOCK = 32
 NUM_BLOCKS = 80
-
-
-def make_model(family: str, folder: Path) -> Any:
-    """Save a random model in float32, and return it."""
-    config_class = getattr(transformers, f"{family}Config")
-    if family == "Gemma3":
-        config_class = transformers.Gemma3TextConfig
-    model_class = getattr(transformers, f"{family}ForCausalLM")
-    config = config_class(**{**SIZES, **FAMILIES[family]}, dtype="float32")
-    torch.manual_seed(len(family))
-    model = model_class(config).to(torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(0.0, parameter.shape[-1] ** -0.5 if parameter.dim() >= 2 else 0.3)
-            if "norm" in name:
-                parameter.add_(1.0)
-        model.model.embed_tokens.weight.normal_(0.0, 1.0)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
-    return model.eval()
 
 
 def prompts(number: int) -> list[tuple[int, ...]]:
@@ -137,7 +78,7 @@ class Bench:
             threads=1,
         )
         self.surface, self.model = start_executor(settings), model_config_of(settings)
-        self.num_blocks = self.surface.num_blocks - self.surface.num_state_blocks
+        self.num_blocks = self.surface.num_kv_blocks
         self._run = 0
 
     def serve(
@@ -160,6 +101,7 @@ class Bench:
         engine = EngineCore(scheduler, ThreadExecutor(runner), max_in_flight_steps=1 if alone else self.depth)
         got: dict[str, list[Any]] = {}
         left = list(enumerate(asked))
+        aborted = [f"{self._run}-{index}" for index in options.get("aborted", ())]
         num_steps = 0
         while left or engine.has_work:
             if left and (not engine.has_work if alone else num_steps % 3 == 0):
@@ -178,6 +120,7 @@ class Bench:
             made = engine.step()
             for output in () if made is None else made.outputs:
                 got[output.request_id].append(output)
+            engine.abort(name for name in aborted if len(got.get(name, ())) == 1)
         scheduler.check_invariants()
         engine.shutdown()
         return list(got.values()), scheduler
@@ -230,13 +173,12 @@ def own(bench: Bench, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]) -
     return answers
 
 
-def main(family: str, folder: Path) -> dict[str, Any]:
-    model = make_model(family, folder)
-    is_exact = family not in BFLOAT16
-    bench = Bench(folder, 2, "float32") if is_exact else Bench(folder, 1, "bfloat16")
+def main(name: str, folder: Path) -> dict[str, Any]:
+    family, model = FAMILIES[name], make_model(name, folder)
+    bench = Bench(folder, 1 if family.has_state else 2, family.dtype)
     rng = random.Random(2)
     plain = [(each, SamplingParams(temperature=0.0, max_tokens=rng.randrange(5, 60))) for each in prompts(12)]
-    expected = greedy(model, plain) if is_exact else own(bench, plain)
+    expected = greedy(model, plain) if family.is_exact else own(bench, plain)
     found: dict[str, Any] = {"prefix_hits": 0, "preemptions": 0, "has_state": bool(bench.surface.num_slots)}
 
     def ways(asked: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> dict[str, list[list[int]]]:
@@ -263,11 +205,11 @@ def main(family: str, folder: Path) -> dict[str, Any]:
     found["drawn"] = sum(
         len(ids) == sampling.max_tokens for ids, (_, sampling) in zip(tokens(outputs), asked, strict=True)
     )
-    if is_exact:
-        scored = SamplingParams(temperature=0.0, max_tokens=6, num_logprobs=3)
-        asked = [(prompt, scored) for prompt in prompts(4)]
-        outputs, _ = bench.serve(asked, num_prompt_logprobs=2)
-        found["logprob_errors"] = errors(model, asked, outputs)
+    scored = SamplingParams(temperature=0.0, max_tokens=6, num_logprobs=3)
+    asked = [(prompt, scored) for prompt in prompts(4)]
+    outputs, _ = bench.serve(asked, num_prompt_logprobs=2)
+    found["logprob_errors"] = errors(model, asked, outputs)
+    found["choices"], found["stopped"] = choices(bench, plain[:3], expected), stopped(bench, plain, expected)
     words = Grammar.of("start: /(a|b)(c|d)(e|f)/")
     guided, free = (SamplingParams(seed=3, max_tokens=12, grammar=each) for each in (words, None))
     asked = [
@@ -280,6 +222,26 @@ def main(family: str, folder: Path) -> dict[str, Any]:
         [*ids, outputs[index][-1].finish_reason] for index, ids in enumerate(tokens(outputs)) if index % 2
     ]
     return found
+
+
+def choices(bench: Bench, asked: Any, expected: list[list[int]]) -> list[int]:
+    """Ask each thing four times at once, as `n` does; return how many of the answers are as expected."""
+    outputs, scheduler = bench.serve([each for each in asked for _ in range(4)])
+    wanted = [each for each in expected[: len(asked)] for _ in range(4)]
+    return [sum(map(list.__eq__, tokens(outputs), wanted)), len(wanted), scheduler.num_prefix_hits]
+
+
+def stopped(bench: Bench, asked: Any, expected: list[list[int]]) -> list[bool]:
+    """End answers at their fourth token, and each third request after its first; return what is as it was."""
+    stops = [
+        (prompt, replace(each, stop_token_ids=(ids[3],)))
+        for (prompt, each), ids in zip(asked, expected, strict=True)
+    ]
+    outputs, _ = bench.serve(stops, aborted=range(0, len(stops), 3))
+    return [
+        len(ids) <= 2 if index % 3 == 0 else (ids == wanted[: wanted.index(wanted[3]) + 1])
+        for index, (ids, wanted) in enumerate(zip(tokens(outputs), expected, strict=True))
+    ]
 
 
 def errors(model: Any, asked: Any, outputs: Any) -> tuple[float, float]:

@@ -160,8 +160,9 @@ class WholeRequest(NamedTuple):
         )
 
 
-Pooling = Literal["last", "mean"]
-"""How a prompt becomes one vector: the last token's hidden state, or the mean of all tokens'."""
+Pooling = Literal["last", "mean", "cls"]
+"""How a prompt becomes one vector: the last token's hidden state, the mean of all tokens', or the first one's
+(`cls`), which vLLM's workers alone do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

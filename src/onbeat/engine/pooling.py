@@ -17,9 +17,18 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.request import Pooling
 from onbeat.engine.model_config import ModelConfig
 
+OWN_POOLINGS: tuple[Pooling, ...] = ("last", "mean")
+"""What the engines here do."""
 
-def choose_pooling(asked: Literal["auto"] | Pooling, model: ModelConfig) -> Pooling:
+
+def choose_pooling(
+    asked: Literal["auto"] | Pooling, model: ModelConfig, known: Sequence[Pooling] = OWN_POOLINGS
+) -> Pooling:
     """Return how the embeddings of a model are pooled.
+
+    Parameters
+    ----------
+    known : what the backend does.
 
     Raises
     ------
@@ -27,14 +36,14 @@ def choose_pooling(asked: Literal["auto"] | Pooling, model: ModelConfig) -> Pool
     """
     if asked != "auto":
         return asked
-    if model.pooling == "mean":
-        return "mean"
-    if model.pooling not in (None, "last"):
+    if model.pooling is None:
+        return "last"
+    if (found := next((each for each in known if each == model.pooling), None)) is None:
         raise ConfigError(
             f"the model's files say that its embeddings are pooled by {model.pooling!r}, which is not "
             "supported; choose --pooling last or --pooling mean to have others"
         )
-    return "last"
+    return found
 
 
 class PooledPrompt:

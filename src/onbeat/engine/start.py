@@ -152,7 +152,7 @@ def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, s
         dtype=loaded.backend.device.dtype.name,
         priority_scheduling=limits.scheduling_policy == "priority",
         speculation=None if config.speculative is None else config.speculative.method,
-        pooling=choose_pooling(config.pooling, loaded.backend.model),
+        pooling=choose_pooling(config.pooling, loaded.backend.model, loaded.backend.poolings),
         embedding_size=loaded.backend.model.hidden_size,
         embeds=loaded.backend.embeds,
         generates=loaded.backend.model.has_head,

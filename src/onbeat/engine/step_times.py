@@ -79,10 +79,12 @@ def choose_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) 
     if loaded.backend.stands_in_for is not None:
         return _of_stand_in(loaded.backend.stands_in_for)
     precision = loaded.backend.precision()
-    if precision is None:
+    if precision is None or loaded.backend.why_whole is not None:
         reason = f"no step-time model knows {loaded.backend.device.dtype.name}"
+        if loaded.backend.why_whole is not None:
+            reason = f"prompts are computed whole, since {loaded.backend.why_whole}"
         if source != "auto":
-            raise ConfigError(f"{reason}; choose --step-time-profile none, or another dtype")
+            raise ConfigError(f"{reason}; choose --step-time-profile none")
         on_progress(f"step times: not predicted, {reason}")
         return StepTime(None, None)
     return _Chooser(loaded, precision, on_progress).choose(source)

@@ -107,7 +107,8 @@ async def embed(
     """
     if not services.info.embeds:
         raise InvalidRequest(
-            "this engine makes no embeddings; serve the model with --backend native, cuda or torch"
+            "this server makes no embeddings; serve the model with --backend native, cuda or torch, or with "
+            "--backend vllm -- --convert embed"
         )
     body.check(services.config, services.info)
     context = context_of(http.scope)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from onbeat.core.request import Pooling
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.device import DeviceConfig, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
@@ -14,6 +15,7 @@ from onbeat.engine.forward import ForwardPass
 from onbeat.engine.memory import Footprint, free_for, modest_kv_bytes
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.pooling import OWN_POOLINGS
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
@@ -57,6 +59,10 @@ class Backend(Protocol):
     """Of the LM head, likewise."""
     embeds: bool = True
     """Whether it makes embeddings."""
+    poolings: Sequence[Pooling] = OWN_POOLINGS
+    """How it can make them."""
+    why_whole: str | None = None
+    """Why it cannot compute a prompt in chunks; None where it can."""
     stands_in_for: StepTimeDescription | None = None
     """What takes its time elsewhere; None where the model runs here."""
 

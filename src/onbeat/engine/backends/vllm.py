@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.request import Pooling
 from onbeat.engine.backends.base import Backend, CheckpointBackend, Propose, Room, SettleLimits
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
@@ -13,8 +15,9 @@ from onbeat.engine.executor import Runner
 from onbeat.engine.memory import free_for, modest_kv_bytes
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.vllm.runner import VllmRunner
-from onbeat.engine.vllm.surface import model_config_of, settings_of, start_executor
-from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.engine.vllm.surface import model_config_of, settings_of, start_executor, why_whole
+from onbeat.scheduler.replica.policies import composition
+from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig
 
 _MANY = 2**31
 """KV blocks: as many as one may want, until vLLM has counted what there is room for."""
@@ -34,7 +37,7 @@ class VllmBackend(Backend):
     ConfigError : vLLM does not run the model, or not so; with vLLM's own reason.
     """
 
-    embeds = False
+    poolings = get_args(Pooling)
 
     def __init__(self, config: EngineConfig, device: DeviceConfig, reason: str) -> None:
         if config.speculative is not None:
@@ -42,6 +45,14 @@ class VllmBackend(Backend):
         self.name, self.device = config.model.name, device
         self._settings = settings_of(config, device)
         self.model = model_config_of(self._settings)
+        self.embeds = not self.model.has_head
+        policy = config.limits.policy or DEFAULT_POLICY
+        self.why_whole = why_whole(self._settings)
+        if self.why_whole is not None and not composition(policy).whole_prompts:
+            raise ConfigError(
+                f"vLLM computes the prompts of {self.name} whole, since {self.why_whole}; policy {policy!r} "
+                "cuts them, so add --policy prefill-first"
+            )
         self.description = f"by vLLM {self._settings.version} ({reason})"
 
     def fit(
@@ -63,7 +74,7 @@ class VllmBackend(Backend):
         assert propose is None, "drafts are refused above"
         self._settings.take(max_num_batched_tokens=limits.max_num_batched_tokens)
         surface = start_executor(self._settings)
-        num_blocks, block_size = surface.num_blocks - surface.num_state_blocks, surface.block_size
+        num_blocks, block_size = surface.num_kv_blocks, surface.block_size
         limits = room.settle(num_blocks)
         if block_size != limits.block_size:
             say(f"KV blocks have {block_size} tokens, as vLLM needs them for this model")

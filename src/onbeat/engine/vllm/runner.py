@@ -183,6 +183,24 @@ def _logprobs(
     )
 
 
+def embeddings(theirs: Any, failed: dict[str, str]) -> dict[str, bytes]:
+    """Return the embeddings of prompts that a step has completed.
+
+    Parameters
+    ----------
+    failed : is told of those that are not finite.
+    """
+    done = {}
+    for name, index in theirs.req_id_to_index.items():
+        if (tensor := theirs.pooler_output[index]) is None:
+            continue
+        if tensor.isfinite().all():
+            done[name] = tensor.float().numpy().astype("<f4").tobytes()
+        else:
+            failed[name] = "the model produced an embedding that is not finite"
+    return done
+
+
 def sampled(token_ids: Sequence[int]) -> list[int]:
     """Return a row's tokens as plain integers, without vLLM's placeholders."""
     return [int(each) for each in token_ids if each >= 0]
@@ -282,10 +300,12 @@ class VllmRunner:
             for row, new in zip(step.sampling_rows, token_ids, strict=True):
                 row.output_token_ids += new
             reports = _prompt_reports(step, theirs.prompt_logprobs_dict)
+        done = embeddings(theirs, failed) if theirs.pooler_output else None
         return ModelRunnerOutput(
             token_ids,
             logprobs if any(logprobs) else None,
             failed or None,
+            embeddings=done,
             prompt_logprobs=reports or None,
             guided=guided,
         )

@@ -76,7 +76,9 @@ def _reason(error: Exception) -> str:
     """Return what vLLM says, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
-    return (told or lines or [type(error).__name__])[0]
+    reason = (told or lines or [""])[0].partition(" [type=")[0]
+    # A key or a name that is missing says nothing without its kind.
+    return reason if " " in reason else f"{type(error).__name__} {reason}"
 
 
 def start_executor(settings: Settings) -> VllmExecutor:
@@ -110,6 +112,7 @@ class VllmExecutor:
 
     def __init__(self, core: Any, config: Any) -> None:
         self._core, self.config = core, config
+        self._begun: Any = None
         self.version = _version()
         self._executor = core.model_executor
         self.is_second_runner = bool(getattr(config, "use_v2_model_runner", False))
@@ -117,26 +120,40 @@ class VllmExecutor:
         self.num_blocks = int(config.cache_config.num_gpu_blocks)
         self.block_size = int(config.cache_config.block_size)
         self.takes_seeds = config.device_config.device_type != "cpu"
+        self.pools = config.model_config.runner_type == "pooling"
+        """Whether requests become embeddings."""
+        if self.pools and "embed" not in (tasks := self._executor.supported_tasks):
+            raise ConfigError(
+                f"vLLM makes no embeddings with this model; it does: {', '.join(tasks) or 'nothing'}"
+            )
         self.kinds = _kinds(core.scheduler.kv_cache_config)
         self.num_slots = int(config.scheduler_config.max_num_seqs) if False in self.kinds else 0
         """Requests that have state beside their KV blocks."""
 
     def begin(self, step: Any) -> bool:
-        """Begin a step; return whether tokens are to be sampled then."""
-        begun = self._executor.execute_model(step, non_block=True)
+        """Begin a step; return whether it has tokens."""
+        self._begun = self._executor.execute_model(step, non_block=True)
         if not step.total_num_scheduled_tokens:
-            begun.result()
+            self._begun.result()
             return False
         return True
 
     def sample(self, grammar: Any = None) -> Any:
         """Let tokens of the step that was begun be sampled; return the future of what comes of it."""
-        return self._executor.sample_tokens(grammar, non_block=True)
+        return self._begun if self.pools else self._executor.sample_tokens(grammar, non_block=True)
 
     @property
     def num_state_blocks(self) -> int:
         """Blocks that hold the state of layers without attention, behind those that are given out."""
         return self.num_slots * self.kinds.count(False)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks that are given out: each group of layers with keys and values has so many of its own."""
+        if not self.kinds:  # no layer keeps anything: as many as one may want
+            longest = -(-int(self.config.model_config.max_model_len) // self.block_size)
+            return int(self.config.scheduler_config.max_num_seqs) * longest
+        return (self.num_blocks - self.num_state_blocks) // max(self.kinds.count(True), 1)
 
     def blocks(
         self, block_ids: Sequence[int], slot: int | None, *, is_new: bool = True
@@ -148,11 +165,16 @@ class VllmExecutor:
         slot : of its state; None where there is none.
         is_new : whether vLLM has not been told of its state.
         """
-        first = self.num_blocks - self.num_state_blocks + (slot or 0)
-        states = iter(range(first, self.num_blocks, max(self.num_slots, 1)))
-        return tuple(
-            list(block_ids) if has_kv else ([next(states)] if is_new else []) for has_kv in self.kinds
-        )
+        start, state = 0, self.num_blocks - self.num_state_blocks + (slot or 0)
+        found: list[list[int]] = []
+        for has_kv in self.kinds:
+            if has_kv:
+                found.append([start + each for each in block_ids] if start else list(block_ids))
+                start += self.num_kv_blocks
+            else:
+                found.append([state] if is_new else [])
+                state += self.num_slots
+        return tuple(found)
 
     def close(self) -> None:
         """End the workers."""
@@ -172,6 +194,7 @@ class VllmExecutor:
         num_computed_tokens: int,
     ) -> Any:
         """Return what vLLM is told of a request that it does not know."""
+        from vllm import PoolingParams
         from vllm.v1.core.sched.output import NewRequestData
 
         prompt = list(request.prompt_token_ids)
@@ -181,10 +204,11 @@ class VllmExecutor:
             # The first runner has no field for tokens that came elsewhere: they are a prompt to it.
             prompt_token_ids=prompt if self.is_second_runner else tokens,
             mm_features=[],
-            sampling_params=sampling_params(
-                request.sampling, request.num_prompt_logprobs, takes_seeds=self.takes_seeds
-            ),
-            pooling_params=None,
+            sampling_params=None
+            if self.pools
+            else sampling_params(request.sampling, request.num_prompt_logprobs, takes_seeds=self.takes_seeds),
+            # Neither cut nor normalised, which onbeat does.
+            pooling_params=PoolingParams(task="embed", use_activation=False) if self.pools else None,
             block_ids=blocks,
             num_computed_tokens=num_computed_tokens,
             lora_request=None,
@@ -253,14 +277,16 @@ def _kinds(kv_cache_config: Any) -> tuple[bool, ...]:
 
     Raises
     ------
-    ConfigError : several groups have keys and values, with blocks of their own.
+    ConfigError : groups have blocks of other sizes.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    kinds = tuple(not isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups)
-    if kinds.count(True) > 1:
+    groups = kv_cache_config.kv_cache_groups
+    kinds = tuple(not isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+    sizes = {group.kv_cache_spec.block_size for group, has_kv in zip(groups, kinds, strict=True) if has_kv}
+    if len(sizes) > 1:
         raise ConfigError(
-            f"vLLM keeps {kinds.count(True)} groups of KV blocks for this model; onbeat gives out one kind"
+            f"vLLM keeps this model's KV in blocks of {sorted(sizes)} tokens, but onbeat has one size"
         )
     return kinds
 
@@ -287,7 +313,18 @@ def settings_of(config: EngineConfig, device: DeviceConfig) -> Settings:
     if not is_cpu:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+    if config.pooling != "auto":
+        arguments["pooler_config"] = {"seq_pooling_type": config.pooling.upper()}
     return Settings(arguments, device.num_threads if is_cpu else None)
+
+
+def why_whole(settings: Settings) -> str | None:
+    """Return why prompts cannot be computed in chunks; None where they can."""
+    model = settings.config.model_config
+    pooler = model.pooler_config
+    if pooler is None or model.is_chunked_prefill_supported:
+        return None
+    return f"it pools their tokens by {pooler.seq_pooling_type} over {model.attn_type} attention"
 
 
 def model_config_of(settings: Settings) -> ModelConfig:
@@ -321,4 +358,5 @@ def model_config_of(settings: Settings) -> ModelConfig:
         experts=experts,
         dtype=str(model.dtype).removeprefix("torch."),
         has_head=model.runner_type == "generate",
+        pooling=None if model.pooler_config is None else str(model.pooler_config.seq_pooling_type).lower(),
     )

@@ -264,8 +264,8 @@ class KVCacheManager:
         At least one token is left to compute: without a forward pass there would be no logits to sample. For
         the same reason a prompt whose log-probabilities are reported is computed whole.
         """
-        if not self.enable_prefix_caching or state.scores_prompt or state.request.pooling == "mean":
-            return []  # a mean needs the hidden states of all tokens
+        if not self.enable_prefix_caching or state.scores_prompt or state.request.pooling in ("mean", "cls"):
+            return []  # a mean needs the hidden states of all tokens, and `cls` that of the first
         num_usable_blocks = (state.num_tokens - 1) // self.block_size
         block_ids: list[int] = []
         for index in range(num_usable_blocks):
