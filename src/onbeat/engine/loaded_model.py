@@ -87,5 +87,9 @@ def _what_computes(settings: Mapping[str, str]) -> str | None:
     name = settings.get("instruction_set")
     if name is not None and "batch_invariant" in settings:
         name += " (batch-invariant)"
+    if "vllm" in settings:
+        name = f"vLLM {settings['vllm']}, {settings['model_runner']} runner"
     graphs = settings.get("graphs", "cuda").partition(",")[0]
-    return name if graphs == "cuda" else f"graphs: {graphs}"
+    if graphs != "cuda":
+        name = ", ".join((*([] if name is None else [name]), f"graphs: {graphs}"))
+    return name

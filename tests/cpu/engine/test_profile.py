@@ -360,6 +360,19 @@ def test_a_profile_is_measured_fitted_and_read_again(loaded, tmp_path):
         read_profile(path, replace(profile.key, threads=7))
 
 
+def test_steps_with_drafts_are_measured_only_where_the_timer_gives_the_drafts(loaded):
+    class Other:
+        """A runner of another engine."""
+
+        def __getattr__(self, name):
+            return getattr(loaded.runner, name)
+
+    result = profile_model(replace(loaded, runner=Other()), SHORT)
+    assert result.held_back
+    assert not any(step.shape.num_draft_tokens for step in result.profile.steps)
+    assert any(step.shape.num_decodes and step.shape.num_chunks for step in result.held_back)
+
+
 def test_too_little_time_is_an_error(loaded):
     with pytest.raises(ConfigError, match="too few for a fit"):
         profile_model(loaded, replace(SHORT, seconds=1e-9))
@@ -388,12 +401,22 @@ def test_gpus_are_known_by_the_drivers_name(name, expected):
     assert known_device(name) == expected
 
 
+VLLM = {"backend": "vllm", "vllm": "0.32.0", "model_runner": "second"}
+
+
 @pytest.mark.parametrize(
-    ("graphs", "kind"),
-    [("cuda", None), ("cuda and pieces", "graphs: cuda and pieces"), ("none", "graphs: none")],
+    ("engine", "graphs", "kind"),
+    [
+        ({}, "cuda", None),
+        ({}, "cuda and pieces", "graphs: cuda and pieces"),
+        ({}, "none", "graphs: none"),
+        (VLLM, "cuda", "vLLM 0.32.0, second runner"),
+        (VLLM | {"model_runner": "first"}, "none", "vLLM 0.32.0, first runner, graphs: none"),
+    ],
 )
-def test_a_profile_of_a_gpu_says_what_was_captured(graphs, kind):
-    forward = SimpleNamespace(settings={"backend": "cuda", "graphs": f"{graphs}, up to 8 rows"})
+def test_a_profile_of_a_gpu_says_what_was_captured_and_by_which_runner(engine, graphs, kind):
+    settings = {"backend": "cuda", **engine, "graphs": f"{graphs}, up to 8 rows"}
+    forward = SimpleNamespace(settings=settings)
     backend = SimpleNamespace(name="tiny", device=DeviceConfig(CPU, FLOAT32, num_threads=1))
     loaded = SimpleNamespace(backend=backend, runner=SimpleNamespace(forward=forward))
     assert profile_key_of(loaded, Precision()).instruction_set == kind

@@ -34,12 +34,12 @@ def test_the_best_budget_is_that_of_each_load_by_the_median_of_its_rounds():
 
 
 def test_ratios_are_taken_within_a_round_and_none_divides_by_zero():
-    assert ratios(RUNS, "vLLM 128", "8", "attainment") == [0.9 / 0.3, 0.8 / 0.4, 1.0 / 0.5]
-    assert ratios(RUNS, "vLLM 128", "16", "attainment") == [50.0] * 3
+    assert ratios(RUNS, "onbeat", "vLLM 128", "8", "attainment") == [0.9 / 0.3, 0.8 / 0.4, 1.0 / 0.5]
+    assert ratios(RUNS, "onbeat", "vLLM 128", "16", "attainment") == [50.0] * 3
 
 
 def test_what_is_worse_is_said():
-    fewer, gain, output = criteria(RUNS, BEST)
+    fewer, gain, output = criteria(RUNS, BEST, "onbeat")
     assert fewer == "onbeat has fewer good requests at concurrency 16."
     assert "2.00 times as many (geometric mean; concurrency 8)" in gain
     assert "0.90 times" in output

@@ -147,6 +147,16 @@ def verify_batches(limits: BatchLimits, num_levels: int) -> list[MeasuredBatch]:
     return _distinct(batches)
 
 
+def without_drafts(batch: MeasuredBatch) -> MeasuredBatch:
+    """Return a batch whose decodes have the same contexts, and verify nothing."""
+    return MeasuredBatch(
+        tuple(
+            BatchRow(row.num_cached_tokens + row.num_drafts, 1) if row.num_drafts else row
+            for row in batch.rows
+        )
+    )
+
+
 def mixed_batches(limits: BatchLimits, number: int) -> list[MeasuredBatch]:
     """Return mixes of decodes and chunks that fill the space: a Sobol sequence, logarithmic in sizes.
 

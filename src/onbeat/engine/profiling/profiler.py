@@ -20,6 +20,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.device import DeviceConfig, free_memory, wait_for
 from onbeat.engine.forward import GivesProducts, RowProducts
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
+from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import (
     BatchLimits,
     MeasuredBatch,
@@ -27,6 +28,7 @@ from onbeat.engine.profiling.batches import (
     mixed_batches,
     random_batches,
     verify_batches,
+    without_drafts,
 )
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of
@@ -164,8 +166,11 @@ def _measure(
     batches = dict.fromkeys(corner_batches(limits, settings.num_levels))
     batches |= dict.fromkeys(verify_batches(limits, settings.num_levels))
     batches |= dict.fromkeys(mixed_batches(limits, settings.num_mixed))
+    to_test = dict.fromkeys(random_batches(limits, settings.num_held_back, settings.seed))
+    if not isinstance(loaded.runner, ModelRunner):  # nobody can give drafts of the timer's to another one
+        batches, to_test = (dict.fromkeys(map(without_drafts, each)) for each in (batches, to_test))
     num_to_fit = len(batches)
-    batches |= dict.fromkeys(random_batches(limits, settings.num_held_back, settings.seed))
+    batches |= to_test
     timer = StepTimer(loaded.runner, num_blocks=num_blocks_for([*batches], loaded.limits.block_size))
     try:
         steps = Campaign(settings.seconds).measure(timer.time, [*batches], on_run)

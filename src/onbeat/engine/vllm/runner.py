@@ -335,7 +335,10 @@ class _Workers(Computes):
 
     def __init__(self, surface: VllmExecutor, model: ModelConfig, device: DeviceConfig) -> None:
         self.config, self.device, self._dtype = model, device.device, device.dtype
-        self.settings = {"backend": "vllm", "vllm": surface.version}
+        runner = "second" if surface.is_second_runner else "first"
+        self.settings = {"backend": "vllm", "vllm": surface.version, "model_runner": runner}
+        if surface.graphs is not None:
+            self.settings["graphs"] = surface.graphs
 
     def products(self) -> RowProducts:
         """Return those of a layer of the model's sizes; vLLM's own weights lie elsewhere."""

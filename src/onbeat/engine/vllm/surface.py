@@ -119,6 +119,8 @@ class VllmExecutor:
         self.overlaps = bool(config.scheduler_config.async_scheduling)
         self.num_blocks = int(config.cache_config.num_gpu_blocks)
         self.block_size = int(config.cache_config.block_size)
+        self.graphs = None if config.device_config.device_type == "cpu" else _graphs(config.compilation_config)
+        """What is captured of steps; None where nothing can be."""
         self.takes_seeds = config.device_config.device_type != "cpu"
         self.pools = config.model_config.runner_type == "pooling"
         """Whether requests become embeddings."""
@@ -270,6 +272,12 @@ def sampling_params(
     )
     theirs._bad_words_token_ids = [list(each) for each in params.bad_words] or None
     return theirs
+
+
+def _graphs(compilation: Any) -> str:
+    """Return whether steps are captured, and the numbers of tokens that they are padded to."""
+    sizes = sorted(compilation.cudagraph_capture_sizes or ())
+    return f"cuda, steps of {' '.join(map(str, sizes))} tokens" if sizes else "none"
 
 
 def _kinds(kv_cache_config: Any) -> tuple[bool, ...]:
