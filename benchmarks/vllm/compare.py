@@ -1,11 +1,11 @@
-"""onbeat inside vLLM beside plain vLLM at several token budgets, on this machine, in interleaved rounds.
+"""onbeat and vLLM together, beside plain vLLM at several token budgets, in interleaved rounds.
 
     python -m benchmarks.vllm.compare --vllm .vllm/env-0.32.0/bin/vllm --model FOLDER [--quick] [--write]
 
 Every server gets the same prompts: closed loops at several concurrencies, with one long prompt in eight. A
 request is good if its first token comes within 1 s and its own P99 gap is within 2.5 times the gap that the
-machine has at this concurrency without long prompts, which is measured first. onbeat is held against the
-budget of vLLM that is best at this concurrency.
+machine has at this concurrency without long prompts, which is measured first. onbeat, as the plug-in and as
+the server of vLLM's workers (`--ours`), is held against the budget of vLLM that is best at this concurrency.
 
 All servers stay up, suspended but for the one whose turn it is. Three rounds take an hour on two cores that
 have nothing else to do; `--minutes` ends them between two rounds. `--quick` tries it out. `--write` writes
@@ -31,7 +31,7 @@ from benchmarks.serve.peers.order import order_of_turns
 from benchmarks.serve.peers.rounds import Loads, Runs
 from benchmarks.serve.peers.stage import Stage, open_stage
 from benchmarks.serve.peers.workload import LONG_SHARE, Cell
-from benchmarks.vllm.compare_page import OURS, TBT_OVER_GAP, page
+from benchmarks.vllm.compare_page import BACKEND, OURS, PLUG_IN, TBT_OVER_GAP, page
 from onbeat.core.protocols import Tokenizer
 from onbeat.text.tokenizer import load_tokenizer
 
@@ -40,8 +40,13 @@ REQUESTS = {8: 80, 16: 120, 32: 160}
 """Concurrency -> requests of a run: about as long each on two cores."""
 QUICK = {2: 6}
 TTFT = 1.0
+KV_GIB = 2
+OWN_FLAGS = (
+    "--served-model-name default --dtype bfloat16 --host 127.0.0.1 --port {port} --max-model-len 2048 "
+    "--max-num-seqs 32"
+)
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
     "VLLM_CPU_OMP_THREADS_BIND": "0-{last_core}",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -51,7 +56,8 @@ ENVIRONMENT = {
 
 def main() -> None:
     args = parse_args()
-    entries = [our_entry(args), *(vllm_entry(args, budget) for budget in args.budgets)]
+    ours = [OUR_ENTRIES[name](args) for name in args.ours]
+    entries = [*ours, *(vllm_entry(args, budget) for budget in args.budgets)]
     cells = [
         Cell(name=f"{level}", concurrency=level, long_share=LONG_SHARE, num_requests=num)
         for level, num in args.requests.items()
@@ -124,7 +130,7 @@ class Campaign:
             print(f"round {index + 1} of {num}", flush=True)
             turns = order_of_turns(self._names, cells, index, changes_with_load=self._stage.keeps_up)
             for name, loads in turns:
-                how = "body" if name == OURS else "none"
+                how = "body" if name in OURS else "none"
                 for cell in loads:
                     client = clients[cell.name, how]
                     runs += [
@@ -152,15 +158,30 @@ class Campaign:
             return loads.take_turn(turn, name, [cell], f"{label}/{cell.name}")
 
 
-def our_entry(args: argparse.Namespace) -> Entry:
+def plug_in_entry(args: argparse.Namespace) -> Entry:
     python = args.vllm.with_name("python")
     profile = "" if args.profile is None else f" --profile {args.profile.absolute()}"
     return Entry(
-        name=OURS,
+        name=PLUG_IN,
         about="vLLM under onbeat's scheduler",
         command=f"{python} -m onbeat vllm serve {args.model} --slo-mode gap{profile} -- {_flags(args)}",
         environment=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY / "src")},
     )
+
+
+def backend_entry(args: argparse.Namespace) -> Entry:
+    python = args.vllm.with_name("python")
+    profile = "" if args.profile is None else f" --step-time-profile {args.profile.absolute()}"
+    return Entry(
+        name=BACKEND,
+        about="vLLM's workers under onbeat's server",
+        command=f"{python} -m onbeat serve {args.model} --backend vllm --slo-mode gap "
+        f"--kv-cache-memory-bytes {KV_GIB * 2**30}{profile} {OWN_FLAGS}",
+        environment=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY / "src")},
+    )
+
+
+OUR_ENTRIES = {"plug-in": plug_in_entry, "backend": backend_entry}
 
 
 def vllm_entry(args: argparse.Namespace, budget: int) -> Entry:
@@ -173,8 +194,7 @@ def vllm_entry(args: argparse.Namespace, budget: int) -> Entry:
 
 
 def _flags(args: argparse.Namespace) -> str:
-    own = "--served-model-name default --dtype bfloat16 --host 127.0.0.1 --port {port} --max-model-len 2048"
-    return f"{own} --max-num-seqs 32 {args.vllm_flags}".strip()
+    return f"{OWN_FLAGS} {args.vllm_flags}".strip()
 
 
 def shown(args: argparse.Namespace) -> list[str]:
@@ -201,6 +221,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vllm", type=Path, required=True, help="its command, in an environment of its own")
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model")
     parser.add_argument("--profile", type=Path, help="step times that onbeat plans with (default: its own)")
+    parser.add_argument(
+        "--ours", nargs="+", choices=OUR_ENTRIES, default=[*OUR_ENTRIES], help="of onbeat (default: both)"
+    )
     parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS, help="of plain vLLM")
     parser.add_argument("--requests", type=levels, help=f"LEVEL:NUMBER,... of a run (default: {REQUESTS})")
     parser.add_argument("--tbt-ms", type=levels, default={}, help="LEVEL:MS,... (default: measured)")
@@ -221,7 +244,8 @@ def parse_args() -> argparse.Namespace:
     counts = args.requests or (QUICK if args.quick else REQUESTS)
     args.requests = {level: int(num) for level, num in counts.items()}
     args.rounds = args.rounds or (1 if args.quick else 3)
-    args.stem = RESULTS / f"{time.strftime('%Y-%m-%d')}-vllm-plugin" if args.write else args.out
+    name = "plugin" if args.ours == ["plug-in"] else "backend"
+    args.stem = RESULTS / f"{time.strftime('%Y-%m-%d')}-vllm-{name}" if args.write else args.out
     return args
 
 

@@ -1,4 +1,4 @@
-"""The page of `benchmarks.vllm.compare`: onbeat inside vLLM beside vLLM's best budget of each load."""
+"""The page of `benchmarks.vllm.compare`: onbeat and vLLM together beside vLLM's best budget of each load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from benchmarks.harness.intervals import geometric_mean
 from benchmarks.harness.pages import markdown_table, percent
 from benchmarks.serve.peers.pairs import by_round, spread
 
-OURS = "onbeat"
+PLUG_IN, BACKEND = OURS = ("onbeat", "onbeat --backend vllm")
+"""onbeat inside vLLM's server, and vLLM's workers under onbeat's server."""
 TBT_OVER_GAP = 2.5
 ROOM = 0.9
 """Where vLLM's best share of good requests is below, there is something to gain."""
@@ -20,10 +21,11 @@ def page(document: Mapping[str, Any]) -> str:
     runs, names = document["runs"], list(document["servers"])
     num_rounds = 1 + max(run["round"] for run in runs)
     best = {load: best_of(runs, names, load) for load in document["objectives"]}
+    ours = [name for name in names if name in OURS]
     return (
         "\n\n".join(
             (
-                "# onbeat inside vLLM beside vLLM's best token budget",
+                "# onbeat and vLLM together, beside vLLM's best token budget",
                 f"{document['at']}, commit {document['commit']}; {document['machine']}.",
                 f"    {document['command']}",
                 f"Interleaved rounds: {num_rounds}. Closed loops; one prompt in eight has 1,500 tokens, "
@@ -33,8 +35,11 @@ def page(document: Mapping[str, Any]) -> str:
                 "(unless it was given). "
                 "Values are medians over the rounds, with least and most in brackets. Ratios are taken "
                 "within a round, to the budget of vLLM with the most good requests at this concurrency.",
-                summary(document, best),
-                *criteria(runs, best),
+                *(
+                    text
+                    for own in ours
+                    for text in (summary(document, best, own), *criteria(runs, best, own))
+                ),
                 table(document),
                 others(runs),
                 commands(document),
@@ -50,17 +55,17 @@ def best_of(runs: Sequence[Mapping[str, Any]], names: Sequence[str], load: str) 
     def score(name: str) -> tuple[float, float]:
         return _median(runs, name, load, "attainment"), _median(runs, name, load, "output_throughput")
 
-    return max((name for name in names if name != OURS), key=score)
+    return max((name for name in names if name not in OURS), key=score)
 
 
-def ratios(runs: Sequence[Mapping[str, Any]], its: str, load: str, key: str) -> list[float]:
+def ratios(runs: Sequence[Mapping[str, Any]], ours: str, its: str, load: str, key: str) -> list[float]:
     """Return our value over its, of each round; a share of none counts as one request of a hundred."""
     floor = 0.01 if key == "attainment" else 1e-9
-    own, other = by_round(runs, OURS, load, key), by_round(runs, its, load, key)
+    own, other = by_round(runs, ours, load, key), by_round(runs, its, load, key)
     return [max(own[index], floor) / max(other[index], floor) for index in sorted(own) if index in other]
 
 
-def summary(document: Mapping[str, Any], best: Mapping[str, str]) -> str:
+def summary(document: Mapping[str, Any], best: Mapping[str, str], ours: str) -> str:
     runs = document["runs"]
     rows = [
         [
@@ -68,36 +73,36 @@ def summary(document: Mapping[str, Any], best: Mapping[str, str]) -> str:
             f"{tbt:.0f}",
             best[load],
             _text(runs, best[load], load, "attainment"),
-            _text(runs, OURS, load, "attainment"),
-            _spread_text(ratios(runs, best[load], load, "attainment")),
-            _spread_text(ratios(runs, best[load], load, "output_throughput")),
+            _text(runs, ours, load, "attainment"),
+            _spread_text(ratios(runs, ours, best[load], load, "attainment")),
+            _spread_text(ratios(runs, ours, best[load], load, "output_throughput")),
         ]
         for load, tbt in document["objectives"].items()
     ]
-    header = ["concurrency", "TBT objective, ms", "best vLLM", "good: its", "ours", "ours over its"]
+    header = ["concurrency", "TBT objective, ms", "best vLLM", "good: its", ours, "ours over its"]
     return markdown_table([*header, "tokens/s, ours over its"], rows)
 
 
-def criteria(runs: Sequence[Mapping[str, Any]], best: Mapping[str, str]) -> list[str]:
+def criteria(runs: Sequence[Mapping[str, Any]], best: Mapping[str, str], ours: str) -> list[str]:
     """Return sentences: what share of good requests and output came to."""
     good = {
-        load: (_median(runs, OURS, load, "attainment"), _median(runs, its, load, "attainment"))
+        load: (_median(runs, ours, load, "attainment"), _median(runs, its, load, "attainment"))
         for load, its in best.items()
     }
     lower = [load for load, (own, other) in good.items() if own < other]
     lines = [
-        f"onbeat has fewer good requests at concurrency {', '.join(lower)}."
+        f"{ours} has fewer good requests at concurrency {', '.join(lower)}."
         if lower
-        else "onbeat has at least as many good requests at every concurrency."
+        else f"{ours} has at least as many good requests at every concurrency."
     ]
     room = [load for load, (_, other) in good.items() if other < ROOM]
     if room:
-        gains = [_middle(ratios(runs, best[load], load, "attainment")) for load in room]
+        gains = [_middle(ratios(runs, ours, best[load], load, "attainment")) for load in room]
         lines.append(
-            f"Where vLLM's best keeps fewer than {ROOM:.0%} good, onbeat has "
+            f"Where vLLM's best keeps fewer than {ROOM:.0%} good, {ours} has "
             f"{geometric_mean(gains):.2f} times as many (geometric mean; concurrency {', '.join(room)})."
         )
-    output = [_middle(ratios(runs, its, load, "output_throughput")) for load, its in best.items()]
+    output = [_middle(ratios(runs, ours, its, load, "output_throughput")) for load, its in best.items()]
     lines.append(f"Its output is {min(output):.2f} times vLLM's or more.")
     return lines
 

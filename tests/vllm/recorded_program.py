@@ -1,6 +1,8 @@
 """Serves a tiny model on vLLM's workers with step times that are measured at start, and keeps a record.
 
     python -m tests.vllm.recorded_program FOLDER
+
+The record is that of FOLDER/record.
 """
 
 from __future__ import annotations

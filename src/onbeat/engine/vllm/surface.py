@@ -119,7 +119,9 @@ class VllmExecutor:
         self.overlaps = bool(config.scheduler_config.async_scheduling)
         self.num_blocks = int(config.cache_config.num_gpu_blocks)
         self.block_size = int(config.cache_config.block_size)
-        self.graphs = None if config.device_config.device_type == "cpu" else _graphs(config.compilation_config)
+        self.graphs = (
+            None if config.device_config.device_type == "cpu" else _graphs(config.compilation_config)
+        )
         """What is captured of steps; None where nothing can be."""
         self.takes_seeds = config.device_config.device_type != "cpu"
         self.pools = config.model_config.runner_type == "pooling"
