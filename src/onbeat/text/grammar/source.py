@@ -15,6 +15,8 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 from onbeat.core.errors import InvalidRequest
@@ -158,9 +160,18 @@ class JsonStyle:
     def options(self) -> dict[str, Any]:
         """Return llguidance's options."""
         white_space: dict[str, Any] = {"whitespace_flexible": False}
-        if self.white_space is not None:
+        if self.white_space is not None and bounds_white_space():
             white_space = {"whitespace_pattern": self.white_space}
+        elif self.white_space is not None:
+            space = f"(?:{self.white_space})?"
+            white_space |= {"item_separator": f"{space},{space}", "key_separator": f"{space}:{space}"}
         return {**white_space, "lenient": self.is_lenient, "coerce_one_of": self.is_lenient}
+
+
+@cache
+def bounds_white_space() -> bool:
+    """Return whether the library keeps to a pattern of white space; before 1.9 one may follow another."""
+    return tuple(map(int, version("llguidance").split(".")[:2])) >= (1, 9)
 
 
 COMPACT = JsonStyle(white_space=None)

@@ -44,9 +44,17 @@ def accepts(grammar: Grammar, text: str) -> bool:
 
 def test_json_has_white_space_up_to_a_bound():
     grammar = json_grammar(POINT)
-    assert accepts(grammar, '{ "x":\n 1}')
+    assert accepts(grammar, '{ "x":\n 1}') is source.bounds_white_space()
+    assert accepts(grammar, '{"x":\n 1}')
     assert not accepts(grammar, '{"x":' + " " * 17 + "1}")
     assert not accepts(grammar, '{"y": 1}')
+
+
+def test_white_space_has_a_bound_with_an_older_library_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(source, "bounds_white_space", lambda: False)
+    grammar = json_grammar({"type": "array", "items": {"type": "integer"}})
+    assert accepts(grammar, "[1 ,\n 2]")
+    assert not accepts(grammar, "[1," + " " * 17 + "2]")
 
 
 def test_compact_json_has_none():
