@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from onbeat import LLM
+from onbeat.core.errors import ConfigError
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.vllm.executor_program import prompts
 from tests.vllm.tiny_models import SIZES
@@ -59,7 +60,14 @@ def main(base: str, pooling: str, folder: Path) -> dict[str, Any]:
     whole: dict[str, Any] = {"policy": "prefill-first"} if pooling != "last" or base == "Bert" else {}
     asked = [tuple(token % 256 for token in prompt) for prompt in prompts(8)]
     errors = []
-    with LLM(str(folder), backend="vllm", dtype="float32", max_model_len=512, max_num_seqs=4, **whole) as llm:
+    options: dict[str, Any] = {"backend": "vllm", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
+    refused = ""
+    if whole:
+        try:
+            LLM(str(folder), **options)
+        except ConfigError as error:
+            refused = str(error)
+    with LLM(str(folder), **options, **whole) as llm:
         found = llm.embed(asked, normalize=False)
         with torch.inference_mode():
             for prompt, vector in zip(asked, found, strict=True):
@@ -71,6 +79,7 @@ def main(base: str, pooling: str, folder: Path) -> dict[str, Any]:
             "size": len(found[0]),
             "pooling": llm.info.pooling,
             "generates": llm.info.generates,
+            "refused": refused,
         }
 
 

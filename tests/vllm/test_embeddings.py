@@ -16,3 +16,4 @@ def test_embeddings_are_the_models(base: str, pooling: str, tmp_path: Path) -> N
     found = run("embed_program", base, pooling, str(tmp_path / "model"))
     assert max(found["errors"]) < 1e-3
     assert (found["pooling"], found["size"], found["generates"]) == (pooling, 128, False)
+    assert ("--policy prefill-first" in found["refused"]) is (pooling != "last")
