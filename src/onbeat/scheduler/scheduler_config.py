@@ -50,6 +50,9 @@ class SpeculationConfig:
     max_catch_up_tokens: int = 0
     """Most tokens of a step that the model which makes the drafts reads because it has not seen them, over
     all rows that are more than a block behind; 0 where it has nothing to read."""
+    num_lookahead_tokens: int = 0
+    """KV slots that each request needs behind its tokens: drafts are made at the end of a step, before it is
+    known how many the next one verifies."""
     initial_acceptance: float = 0.7
     """Share of drafts taken to be accepted, of those whose predecessors are, before anything is known;
     in (0, 1)."""
@@ -172,10 +175,16 @@ class SchedulerConfig(SchedulerLimits):
                 f"({self.max_num_seqs}); every running request needs one token a step: raise the first or "
                 "lower the second"
             )
-        if self.max_model_len > self.num_blocks * self.block_size:
+        room = self.num_blocks * self.block_size - self.num_lookahead_tokens
+        if self.max_model_len > room:
+            needed = -(-(self.max_model_len + self.num_lookahead_tokens) // self.block_size)
             raise ConfigError(
-                f"max_model_len is {self.max_model_len} tokens but the KV cache holds "
-                f"{self.num_blocks * self.block_size} ({self.num_blocks} blocks of {self.block_size}); lower "
-                f"max_model_len, or make it {-(-self.max_model_len // self.block_size)} blocks (--num-blocks "
-                "of a simulation; a server takes --kv-cache-memory-bytes)"
+                f"max_model_len is {self.max_model_len} tokens but the KV cache holds {room} "
+                f"({self.num_blocks} blocks of {self.block_size}); lower max_model_len, or make it {needed} "
+                "blocks (--num-blocks of a simulation; a server takes --kv-cache-memory-bytes)"
             )
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """KV slots that each request has behind its tokens, for drafts."""
+        return 0 if self.speculation is None else self.speculation.num_lookahead_tokens

@@ -247,16 +247,25 @@ class KVCacheManager:
     num_blocks : blocks in the cache.
     block_size : tokens a block holds.
     enable_prefix_caching : whether full blocks can be found again by their content.
+    num_lookahead_tokens : slots that each request has behind its tokens.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_lookahead_tokens: int = 0,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._num_lookahead = num_lookahead_tokens
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that hold so many tokens."""
-        return -(-num_tokens // self.block_size)
+        """Return the blocks that hold so many tokens, and the slots behind them."""
+        return -(-(num_tokens + self._num_lookahead) // self.block_size)
 
     def match(self, state: RequestState) -> list[int]:
         """Return the longest cached prefix as block ids, without taking a reference.
@@ -292,17 +301,17 @@ class KVCacheManager:
         assert not state.block_ids, "it has blocks"
         assert num_computed <= len(block_ids) * self.block_size
         state.block_ids = block_ids
-        state.num_allocated_tokens = len(block_ids) * self.block_size
+        state.num_allocated_tokens = len(block_ids) * self.block_size - self._num_lookahead
         state.restart(num_computed)
 
     def grow(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
         """Extend the block table to hold `num_tokens`; return the new ids."""
-        num_new_blocks = -(-num_tokens // self.block_size) - len(state.block_ids)
+        num_new_blocks = self.num_blocks_for(num_tokens) - len(state.block_ids)
         if num_new_blocks <= 0:
             return ()
         new_block_ids = self.pool.allocate(num_new_blocks)
         state.block_ids += new_block_ids
-        state.num_allocated_tokens = len(state.block_ids) * self.block_size
+        state.num_allocated_tokens = len(state.block_ids) * self.block_size - self._num_lookahead
         return tuple(new_block_ids)
 
     def register_full_blocks(self, state: RequestState, num_valid_tokens: int) -> None:

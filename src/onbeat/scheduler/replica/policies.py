@@ -352,7 +352,7 @@ def settle(
     settled["policy"] = policy = limits.policy or DEFAULT_POLICY
     # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
     settled["max_model_len"] = longest = limits.max_model_len or min(
-        model_len, num_blocks * limits.block_size
+        model_len, num_blocks * limits.block_size - (speculation.num_lookahead_tokens if speculation else 0)
     )
     if limits.max_num_batched_tokens == "auto":
         raise ConfigError("max_num_batched_tokens is 'auto', which is for simulations; give a number")

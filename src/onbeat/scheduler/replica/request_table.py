@@ -25,7 +25,10 @@ class RequestTable:
 
     def __init__(self, config: SchedulerConfig, tracker: SLOTracker | None) -> None:
         self.kv = KVCacheManager(
-            config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+            config.num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_lookahead_tokens=config.num_lookahead_tokens,
         )
         self.running = RunningList()
         self.waiting = WaitingQueue()

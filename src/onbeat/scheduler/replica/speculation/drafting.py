@@ -258,8 +258,9 @@ def fit_blocks(plan: StepPlan, state: RequestState, num_drafts: int, *, num_kept
     ----------
     num_kept : free blocks that drafts leave to others.
     """
-    size = plan.block_size
-    num_allocated = max(state.num_allocated_tokens, -(-(state.num_computed_tokens + 1) // size) * size)
+    size, num_allocated = plan.block_size, state.num_allocated_tokens
+    if state.num_computed_tokens >= num_allocated:
+        num_allocated += size
     while state.num_computed_tokens + 1 + num_drafts > num_allocated:
         if plan.num_blocks_left <= num_kept or not plan.take_block():
             return num_allocated - state.num_computed_tokens - 1
