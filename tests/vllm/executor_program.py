@@ -32,8 +32,9 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import DTYPES
 from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.vllm.arguments import sampling_params
 from onbeat.engine.vllm.runner import VllmRunner
-from onbeat.engine.vllm.surface import Settings, model_config_of, sampling_params, start_executor
+from onbeat.engine.vllm.surface import Settings, model_config_of, start_executor
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
@@ -58,7 +59,7 @@ def prompts(number: int) -> list[tuple[int, ...]]:
 class Bench:
     """Serves requests on one executor, each time by an engine of its own."""
 
-    def __init__(self, folder: Path, depth: int, dtype: str) -> None:
+    def __init__(self, folder: Path, depth: int, dtype: str, **options: Any) -> None:
         self.depth, self.dtype = depth, dtype
         settings = Settings(
             {
@@ -74,6 +75,7 @@ class Bench:
                 "enforce_eager": True,
                 "num_gpu_blocks_override": NUM_BLOCKS,
                 "kv_cache_memory_bytes": 2**28,
+                **options,
             },
             threads=1,
         )
@@ -94,6 +96,7 @@ class Bench:
             max_model_len=MAX_LEN,
             max_num_seqs=1 if alone else 6,
             max_num_batched_tokens=options.get("budget", 64),
+            speculation=options.get("speculation"),
         )
         scheduler = Scheduler(limits, LinearStepTime())
         runner = VllmRunner(limits, self.surface, self.model, DeviceConfig(CPU, DTYPES[self.dtype], 1))

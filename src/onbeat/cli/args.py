@@ -25,7 +25,8 @@ JSON = "JSON"
 """Metavar of flags whose value is a JSON object: a configuration file may give them a mapping."""
 
 PASSED_ON = "passed_on"
-"""Default that commands set which pass on what stands behind `--`, as it is."""
+"""Default that commands set which pass on what stands behind `--`, as it is. In a configuration file the
+group `vllm` has its flags."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,7 +79,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     arguments = _with_repeated_flags(insert_config_file(arguments, command), command)
     namespace, unknown = parser.parse_known_args(arguments)
     if passed_on is not None:
-        setattr(namespace, PASSED_ON, passed_on)
+        setattr(namespace, PASSED_ON, [*getattr(namespace, PASSED_ON), *passed_on])
     if unknown:
         hint = _hint_to_repeat(arguments, unknown[0], command)
         command.error(unknown_argument_message(command, unknown[0]) + hint)
@@ -174,6 +175,8 @@ def read_config_flags(path: Path, command: argparse.ArgumentParser, given: Colle
         raise ConfigError(f"{path} must be a mapping of flags to values, such as 'max-model-len: 4096'")
     flags: list[str] = []
     taking_json, repeatable = json_flags(command), repeatable_flags(command)
+    if command.get_default(PASSED_ON) is not None and isinstance(content.get("vllm"), dict):
+        command.set_defaults(**{PASSED_ON: _as_written(content.pop("vllm"), f"{path}: 'vllm'")})
     for key, value in _ungrouped(content, command):
         flag = "--" + str(key).replace("_", "-")
         if flag == "--config":
@@ -203,6 +206,20 @@ def _ungrouped(content: Mapping[Any, Any], command: argparse.ArgumentParser) -> 
             yield name, value
         elif name not in FOR_OTHERS:
             yield from value.items()
+
+
+def _as_written(flags: Mapping[Any, Any], what: str) -> list[str]:
+    """Return flags as they are written on a command line."""
+    words: list[str] = []
+    for key, value in flags.items():
+        name = str(key).replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words.append(f"--{name}={_as_json(value, what) if isinstance(value, dict) else value}")
+    return words
 
 
 def _as_json(mapping: dict[Any, Any], what: str) -> str:

@@ -80,4 +80,4 @@ def find_model(args: argparse.Namespace) -> ModelFiles:
 
 def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
     """Build the engine's configuration from parsed flags."""
-    return read_options(args, EngineConfig, model=model)
+    return read_options(args, EngineConfig, model=model, vllm_arguments=tuple(args.passed_on))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from onbeat.cli.args import INTERRUPTED, add_config_flag
+from onbeat.cli.args import INTERRUPTED, PASSED_ON, add_config_flag
 from onbeat.cli.engine_args import add_model_arguments, find_model
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable, files_of, result_console
@@ -298,6 +298,7 @@ class ProfileOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
+    parser.set_defaults(**{PASSED_ON: []})
     add_config_flag(parser)
     add_model_arguments(parser)
     add_options(parser, EngineConfig, only=_WHAT_STEPS_DEPEND_ON)
@@ -359,7 +360,7 @@ def _refuse(args: argparse.Namespace, what: str, *, but: Collection[str] = (), *
     for each in settings_of(EngineConfig):
         if each.name in _WHAT_STEPS_DEPEND_ON and each.name not in but:
             given[each.key] = getattr(args, each.key) != each.default
-    given |= {"report": args.report, "revision": args.revision}
+    given |= {"report": args.report, "revision": args.revision, "": args.passed_on}  # behind `--`
     given["max_context_tokens"] = args.max_context_tokens != ProfileOptions().max_context_tokens
     for name, is_given in given.items():
         if is_given:
@@ -369,7 +370,8 @@ def _refuse(args: argparse.Namespace, what: str, *, but: Collection[str] = (), *
 
 def measured_engine(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
     """Return the engine to measure; --tensor-parallel-size is that of another engine, of --from."""
-    return read_options(args, EngineConfig, model=model, tensor_parallel_size=1)
+    passed_on = tuple(args.passed_on)
+    return read_options(args, EngineConfig, model=model, tensor_parallel_size=1, vllm_arguments=passed_on)
 
 
 def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:

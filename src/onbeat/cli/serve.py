@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from onbeat.cli.args import add_config_flag, checked
+from onbeat.cli.args import PASSED_ON, add_config_flag, checked
 from onbeat.cli.engine_args import add_model_arguments, add_text_arguments, engine_config, find_model
 from onbeat.cli.options import add_options, find_group, read_options
 from onbeat.cli.vllm_flags import take_vllm_flags
@@ -46,6 +46,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
+    parser.set_defaults(**{PASSED_ON: []})
     add_config_flag(parser)
     add_model_arguments(parser)
     add_text_arguments(parser)

@@ -13,7 +13,7 @@ from onbeat.cli.outputs import ResultOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import changed, option
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.speculation.speculative_config import SpeculativeConfig
+from onbeat.engine.speculation.speculative_config import TRAINED, SpeculativeConfig
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.speculation import DEFAULT_RATE, Acceptance, SpeculationSettings
@@ -72,6 +72,11 @@ class DraftOptions:
             raise ConfigError(
                 "simulated requests have no text, so method grammar finds no drafts; use method ngram "
                 "with --draft-hit-rate, the share of steps with drafts"
+            )
+        if config.method in TRAINED:
+            raise ConfigError(
+                f"a simulation does not know what drafts by {config.method} cost; take method draft-model "
+                "and name a model of that size"
             )
         if config.runs_model and self.draft_hit_rate is not None:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,83 @@ ActivationQuantization = Literal["auto", "none", "int8"]
 InstructionSet = Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portable"]
 
 _model, _engine = partial(option, group="model"), partial(option, group="engine")
+
+
+OURS = frozenset(
+    [
+        "api_key",
+        "async_scheduling",
+        "block_size",
+        "config",
+        "dtype",
+        "enable_prefix_caching",
+        "enforce_eager",
+        "generation_config",
+        "gpu_memory_utilization",
+        "host",
+        "kv_cache_memory_bytes",
+        "log_level",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "model",
+        "otlp_traces_endpoint",
+        "override_generation_config",
+        "port",
+        "revision",
+        "scheduling_policy",
+        "seed",
+        "served_model_name",
+        "speculative_config",
+        "tensor_parallel_size",
+        "tokenizer",
+    ]
+)
+"""Flags of vLLM, with underscores, that onbeat has under the same name."""
+_NOT_BEHIND: Mapping[str, str] = {
+    "tp": "give --tensor-parallel-size before the `--`",
+    **dict.fromkeys(
+        ("spec_method", "spec_model", "spec_tokens"), "give --speculative-config before the `--`"
+    ),
+    "num_gpu_blocks_override": "give --kv-cache-memory-bytes before the `--`",
+    **dict.fromkeys(
+        [
+            "disable_hybrid_kv_cache_manager",
+            "enable_chunked_prefill",
+            "long_prefill_token_threshold",
+            "max_num_scheduled_tokens",
+            "prefill_schedule_interval",
+            "scheduler_cls",
+            "scheduler_reserve_full_isl",
+            "stream_interval",
+            "watermark",
+        ],
+        "onbeat plans the steps and gives out the KV blocks; leave it out",
+    ),
+    **dict.fromkeys(
+        ("data_parallel_size", "dp", "ec_transfer_config", "kv_events_config", "kv_transfer_config"),
+        "it needs vLLM's own scheduler; leave it out, or take `onbeat vllm serve`",
+    ),
+}
+"""Flags of vLLM that its configuration does not get, and what to do."""
+
+
+def check_vllm_arguments(arguments: Sequence[str]) -> None:
+    """Refuse what is onbeat's to say; vLLM judges the others.
+
+    Raises
+    ------
+    ConfigError : naming onbeat's flag, or the reason.
+    """
+    for argument in arguments:
+        if not argument.startswith("-"):
+            continue
+        flag = argument.partition("=")[0]
+        name = flag.lstrip("-").partition(".")[0].replace("-", "_").removeprefix("no_")
+        if name in OURS:
+            raise ConfigError(f"{flag} behind `--`: onbeat has this flag; give it before the `--`")
+        if name in _NOT_BEHIND:
+            raise ConfigError(f"{flag} behind `--`: {_NOT_BEHIND[name]}")
 
 
 DEFAULT_GPU_UTILIZATION = 0.9
@@ -92,8 +169,8 @@ class EngineConfig:
     backend: BackendName = _engine(
         "auto",
         help="what computes steps; native: the CPU engine; cuda: the GPU engine; vllm: vLLM's workers, for "
-        "any model that vLLM runs; torch: the reference; auto: the device's own engine if it supports the "
-        "model, else vllm or torch",
+        "any model that vLLM runs (vLLM's own flags follow after --); torch: the reference; auto: vllm if "
+        "flags follow after --, else the device's own engine if it supports the model, else vllm or torch",
     )
     instruction_set: InstructionSet = _engine(
         "auto",
@@ -163,6 +240,8 @@ class EngineConfig:
     record: Path | None = option(
         None, group="server", metavar="FILE", help="write what the scheduler does, for `onbeat replay FILE`"
     )
+    vllm_arguments: Sequence[str] = ()
+    """Flags of vLLM's own, as on its command line, with their values."""
     memory_share: MemoryShare | None = None
     """What of the machine's memory the engine may take, where several share it; None is all that is free."""
     slo_classes: Mapping[str, SLO] = field(default_factory=dict)
@@ -176,6 +255,13 @@ class EngineConfig:
         check(self, EngineConfig)
         if self.enforce_eager and self.cuda_graph_pieces:
             raise ConfigError("--enforce-eager does without the graphs of --cuda-graph-pieces; leave one out")
+        if self.vllm_arguments and (self.backend not in ("auto", "vllm") or self.load_format == "stand-in"):
+            runs = "a stand-in" if self.load_format == "stand-in" else f"--backend {self.backend}"
+            raise ConfigError(
+                "arguments behind `--` (in a file: `vllm`) are vLLM's, but the model would run by "
+                f"{runs}; leave them out, or give --backend vllm"
+            )
+        check_vllm_arguments(self.vllm_arguments)
 
 
 def native_settings(config: EngineConfig) -> Iterator[tuple[str, str]]:

@@ -38,7 +38,7 @@ from onbeat.recording.writer import create_record
 from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.scheduler.replica.policies import composition, settle
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig, SchedulerLimits, SpeculationConfig
 from onbeat.text.sampling_defaults import sampling_defaults
 from onbeat.version import __version__
 
@@ -212,7 +212,12 @@ def prepare(config: EngineConfig) -> ModelLoader:
     """
     backend = _choose(config)
     proposer = choose_proposer(config, backend)
-    settle = partial(_settle, config, backend.model.max_position_embeddings, backend.ahead())
+    speculation = None
+    if config.speculative is not None:
+        speculation = config.speculative.for_scheduler(is_ahead=backend.drafts_ahead)
+    settle = partial(
+        _settle, config.limits, backend.model.max_position_embeddings, backend.ahead(), speculation
+    )
     limits = backend.fit(config, settle, None if proposer is None else proposer.backend)
     return ModelLoader(config, backend, proposer, limits, settle)
 
@@ -223,6 +228,8 @@ def _choose(config: EngineConfig) -> Backend:
     device = detect_device(config.device, config.dtype, config.threads)
     if config.backend == "vllm":
         return vllm_backend(config, device, "as asked for")
+    if config.vllm_arguments:
+        return vllm_backend(config, device, "whose flags are given")
     try:
         checkpoint = open_weights(config)
         choose_pooling(config.pooling, checkpoint.config)
@@ -252,7 +259,11 @@ def _say_limits(limits: SchedulerConfig, say: OnProgress) -> None:
 
 
 def _settle(
-    config: EngineConfig, model_len: int, step_time: StepTimeModel | None, num_blocks: int
+    limits: SchedulerLimits,
+    model_len: int,
+    step_time: StepTimeModel | None,
+    speculation: SpeculationConfig | None,
+    num_blocks: int,
 ) -> SchedulerConfig:
     """Return limits that go with a number of KV blocks, or with fewer.
 
@@ -260,15 +271,16 @@ def _settle(
     ----------
     step_time : derives how many tokens the largest step has; None where nothing is known of the device yet.
     """
-    limits = config.limits
     wanted_len = limits.max_model_len or model_len
+    if speculation is not None:
+        wanted_len += speculation.num_lookahead_tokens
     return settle(
         limits,
         # More blocks than every slot can fill would be memory for nothing.
         num_blocks=min(num_blocks, limits.max_num_seqs * -(-wanted_len // limits.block_size)),
         model_len=model_len,
         model=step_time,
-        speculation=None if config.speculative is None else config.speculative.for_scheduler(),
+        speculation=speculation,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
-from onbeat.engine.vllm.runner import Translator
+from onbeat.engine.core import EngineCore
+from onbeat.engine.device import CPU, DeviceConfig
+from onbeat.engine.dtypes import DTYPES
+from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.vllm.runner import Translator, VllmRunner
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import make_config, make_request
 
@@ -19,9 +25,12 @@ from tests.pure.scheduler.driver import make_config, make_request
 class Workers:
     """Stands in for vLLM: keeps what its workers keep, and checks each step against it."""
 
-    def __init__(self, *, is_second_runner: bool, num_slots: int) -> None:
+    most_blocks = 256 // 16
+
+    def __init__(self, *, is_second_runner: bool, num_slots: int, num_drafts: int = 0) -> None:
         self.is_second_runner = is_second_runner
         self.num_slots = num_slots
+        self.num_drafts = num_drafts
         self.known: dict[str, SimpleNamespace] = {}
         self.last: set[str] = set()
 
@@ -43,7 +52,9 @@ class Workers:
             request=request, outputs=list(outputs), blocks=blocks, num_computed=num_computed
         )
 
-    def step(self, new: Any, cached: Any, num_tokens: Any, finished: set[str], preempted: set[str]) -> Any:
+    def step(
+        self, new: Any, cached: Any, num_tokens: Any, finished: set[str], preempted: set[str], drafts: Any
+    ) -> Any:
         assert not finished & preempted
         for name in finished | (preempted if self.is_second_runner else set()):
             del self.known[name]
@@ -68,6 +79,7 @@ class Workers:
             assert all(len(each) == 1 for each in slots)
             assert len({each[0] for each in slots}) == len(slots)
         self.last = set(num_tokens)
+        self.drafts = drafts
         return num_tokens
 
 
@@ -113,3 +125,138 @@ def test_workers_know_what_a_step_names(is_second_runner: bool, num_slots: int, 
     translator.change(step)
     translator.step(step)
     assert set(workers.known) == {"last"} == set(translator.told)
+
+
+NUM_DRAFTS = 3
+
+
+def continuation(tokens: list[int]) -> int:
+    """Return the token that the model chooses."""
+    return (7 * tokens[-1] + len(tokens)) % 101
+
+
+class Verifier(Workers):
+    """Workers that run steps: they keep tokens and KV slots, and make drafts of which some are right.
+
+    Parameters
+    ----------
+    rng : which drafts are right, and how many there are.
+    """
+
+    overlaps, version, graphs = False, "0", None
+    lacks = staticmethod(lambda _: None)
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(is_second_runner=False, num_slots=0, num_drafts=NUM_DRAFTS)
+        self.rng = rng
+        self.slots: dict[int, int] = {}
+        """KV slot -> the token that it holds."""
+        self.made: dict[str, list[int]] = {}
+        self.num_accepted = self.num_rejected = 0
+
+    def begin(self, step: Any) -> bool:
+        self.planned = step
+        return bool(step)
+
+    def step(self, new: Any, cached: Any, num_tokens: Any, *others: Any) -> Any:
+        super().step(new, cached, num_tokens, *others)
+        starts = {each.request.request_id: each.num_computed for each in new}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for each in new:
+            self.known[each.request.request_id].tokens = [*each.request.prompt_token_ids, *each.outputs]
+        return SimpleNamespace(
+            rows=[(name, starts[name], num) for name, num in num_tokens.items()], finished_req_ids=set()
+        )
+
+    def sample(self, grammar: Any) -> Any:
+        assert grammar is None
+        sampled = [self._run(*row) for row in self.planned.rows]
+        names = [name for name, *_ in self.planned.rows]
+        theirs = SimpleNamespace(
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            num_nans_in_logits=None,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+        )
+        return SimpleNamespace(result=lambda: theirs)
+
+    def take_drafts(self) -> dict[str, list[int]]:
+        return self.made
+
+    def _slot(self, name: str, position: int) -> int:
+        blocks = self.known[name].blocks[0]
+        return int(blocks[position // 16]) * 16 + position % 16
+
+    def _run(self, name: str, start: int, num: int) -> list[int]:
+        tokens, drafts = self.known[name].tokens, self.drafts.get(name, [])
+        line = tokens + drafts
+        for position in range(start):
+            assert self.slots[self._slot(name, position)] == line[position], "KV that was computed is there"
+        for position in range(start, start + num):
+            self.slots[self._slot(name, position)] = line[position]
+        self.made[name] = []
+        if start + num < len(line):
+            assert not drafts
+            return []
+        assert start + num == len(line)
+        got = [continuation(tokens)]
+        for draft in drafts:
+            if draft != got[-1]:
+                break
+            got.append(continuation(tokens + got))
+        self.num_accepted += len(got) - 1
+        self.num_rejected += len(drafts) - len(got) + 1
+        tokens += got
+        guess = list(tokens)
+        for _ in range(self.rng.randrange(NUM_DRAFTS + 1)):
+            guess.append(continuation(guess) if self.rng.random() < 0.8 else 100)
+        self.made[name] = guess[len(tokens) :]
+        for position in range(len(tokens) - 1, min(len(tokens) - 1 + NUM_DRAFTS, 256)):
+            # Who makes drafts writes KV of its own behind the tokens, into slots that are nobody else's.
+            self.slots[self._slot(name, position)] = -1
+        return got
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_change_no_token(depth: int, seed: int) -> None:
+    """With preemptions, and KV slots for drafts that are behind the tokens of a request and its alone."""
+    rng = random.Random(seed)
+    speculation = SpeculationConfig(
+        num_speculative_tokens=NUM_DRAFTS, draft_length="fixed", num_lookahead_tokens=NUM_DRAFTS
+    )
+    limits = make_config("slo", num_blocks=18, speculation=speculation)
+    workers, scheduler = Verifier(rng), Scheduler(limits, LinearStepTime())
+    device = DeviceConfig(CPU, DTYPES["float32"], 1)
+    runner = VllmRunner(limits, workers, None, device)  # type: ignore[arg-type]
+    engine = EngineCore(scheduler, ThreadExecutor(runner), max_in_flight_steps=depth)
+    prompts = {}
+    for index in range(12):
+        sizes = (rng.randrange(1, 60), rng.randrange(1, 40)) if index else (220, 36)  # as long as may be
+        request = make_request(str(index), *sizes)
+        prompts[str(index)] = request
+        engine.add(request)
+    got: dict[str, list[int]] = {name: [] for name in prompts}
+    counted = [0, 0]
+    for _ in range(3000):
+        if not engine.has_work:
+            break
+        made = engine.step()
+        for output in () if made is None else made.outputs:
+            assert output.error is None
+            got[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                counted[0] += output.num_drafted_tokens
+                counted[1] += output.num_accepted_tokens
+    scheduler.check_invariants()
+    for name, request in prompts.items():
+        tokens = list(request.prompt_token_ids)
+        for _ in range(request.sampling.max_tokens):
+            tokens.append(continuation(tokens))
+        assert got[name] == tokens[len(request.prompt_token_ids) :], name
+    assert scheduler.num_preemptions > 0
+    assert workers.num_accepted > 0 < workers.num_rejected
+    assert counted[0] == workers.num_accepted + workers.num_rejected
+    assert counted[1] <= workers.num_accepted  # what is accepted behind a request's end is none of its tokens

@@ -105,6 +105,11 @@ SAMPLINGS = (
             {},
             r"num_speculative_tokens is 17; it must not be above block_size \(16\)",
         ),
+        (
+            {"method": "eagle", "model": "head"},
+            {},
+            "'eagle' are made by vLLM's workers alone",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_weights_are_read(

@@ -164,3 +164,18 @@ def test_an_unknown_router_or_launcher_is_told(
     with pytest.raises(SystemExit):
         serve("a.gguf", flag, value)
     assert message in capsys.readouterr().err
+
+
+def test_the_group_vllm_stands_behind_the_dashes(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_text(
+        "backend: vllm\n"
+        "vllm:\n  kv_cache_dtype: fp8\n  trust-remote-code: true\n  hf-overrides: {a: 1}\n"
+        "  logits-processors: [b, c]\n"
+    )
+    args = serve("small", "--config", path, "--", "--kv-cache-dtype", "auto")
+    assert args.backend == "vllm"
+    written = ["--kv-cache-dtype=fp8", "--trust-remote-code", '--hf-overrides={"a": 1}']
+    written += ["--logits-processors", "b", "c"]
+    assert args.passed_on == [*written, "--kv-cache-dtype", "auto"]  # the later one wins
+    assert serve("small", "--config", path).passed_on == written

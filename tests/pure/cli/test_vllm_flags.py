@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from onbeat.cli.args import find_command, parse
+from onbeat.cli.engine_args import engine_config
 from onbeat.cli.main import build_parser
 from onbeat.cli.vllm_flags import NO_MEDIA, ForeignFlag, foreign_flags
+from onbeat.core.errors import ConfigError
+from onbeat.engine.engine_config import OURS, EngineConfig
+from onbeat.hub.files import ModelFiles
 from tests.many_cases import each_case
 
 FOREIGN_FLAGS, MISSING_FLAGS, _ = foreign_flags()
@@ -174,3 +178,43 @@ def test_a_configuration_file_may_hold_them(tmp_path: Path) -> None:
     given = serve("--config", str(file))
     taken = ["--disable-log-stats", "--swap-space", "--limit-mm-per-prompt"]
     assert [line.split()[1] for line in given.ignored] == taken
+
+
+def engine(*arguments: str) -> EngineConfig:
+    args = parse(build_parser(["serve"]), ["serve", "small", *arguments])
+    return engine_config(args, ModelFiles(kind="hf", path=Path("small"), name="small"))
+
+
+def test_what_stands_behind_the_dashes_is_for_vllm() -> None:
+    assert engine("--backend", "vllm", "--", "--kv-cache-dtype", "fp8").vllm_arguments == (
+        "--kv-cache-dtype",
+        "fp8",
+    )
+    assert engine("--", "--quantization=awq").vllm_arguments == ("--quantization=awq",)
+    for others in (["--backend", "native"], ["--backend", "torch"], ["--load-format", "stand-in"]):
+        with pytest.raises(ConfigError, match=f"behind.*{others[1]}"):
+            engine(*others, "--", "--kv-cache-dtype", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("--max_num_seqs=4", "onbeat has"),
+        ("--no-enable-prefix-caching", "onbeat has"),
+        ("--speculative-config.method", "onbeat has"),
+        ("--port", "onbeat has"),
+        ("-tp=2", "--tensor-parallel-size"),
+        ("--spec-model", "--speculative-config"),
+        ("--scheduler-cls", "onbeat plans"),
+        ("--kv-transfer-config", "onbeat vllm serve"),
+    ],
+)
+def test_what_onbeat_decides_does_not_stand_behind_the_dashes(argument: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=instead) as refused:
+        engine("--backend", "vllm", "--", argument)
+    assert argument.partition("=")[0] in str(refused.value)
+
+
+def test_flags_that_onbeat_has_are_there() -> None:
+    parser = find_command(build_parser(["serve"]), ["serve"])
+    assert all("--" + name.replace("_", "-") in parser._option_string_actions for name in OURS)

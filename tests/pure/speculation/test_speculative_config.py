@@ -60,7 +60,8 @@ def test_keys_are_those_of_vllm_and_have_defaults(content: dict[str, Any], expec
         ("[1]", "must be a mapping"),
         ("{}", "lacks the key 'method'; choose one of ngram, draft-model"),
         ('{"method": "lookup"}', "unknown speculative method 'lookup'; choose one of ngram"),
-        ('{"method": "eagle3"}', "'eagle3' needs weights that were trained with the model"),
+        ('{"method": "eagle3"}', "'eagle3' needs the key 'model'"),
+        ('{"method": "dflash"}', "'dflash' needs weights that were trained with the model"),
         ('{"method": "medusa"}', "not support; choose one of ngram, draft-model"),
         ('{"method": "deepseek_mtp"}', "not support"),
         ('{"method": 3}', "method is 3; it must be a text"),
@@ -149,3 +150,21 @@ def test_configuring_loads_no_torch() -> None:
     modules = "onbeat.engine.speculation.speculative_config, onbeat.engine.engine_config"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("content", "num_lookahead"),
+    [
+        ({"method": "ngram"}, 0),
+        ({"model": "a/b"}, 3),
+        ({"method": "eagle", "model": "a"}, 3),
+        ({"method": "mtp"}, 3),
+    ],
+)
+def test_a_model_that_drafts_ahead_needs_slots_behind_the_tokens(
+    content: dict[str, Any], num_lookahead: int
+) -> None:
+    config = read_speculative_config(content | {"num_speculative_tokens": 3, "draft_length": "fixed"})
+    assert config.for_scheduler(is_ahead=True) == SpeculationConfig(
+        num_speculative_tokens=3, draft_length="fixed", num_lookahead_tokens=num_lookahead
+    )

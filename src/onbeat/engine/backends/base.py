@@ -57,6 +57,8 @@ class Backend(Protocol):
     """Number format of most weights; None where they are of the device's type."""
     embedding_format: str | None = None
     """Of the LM head, likewise."""
+    drafts_ahead: bool = False
+    """Whether its steps make the drafts of the next ones themselves, where drafts are asked for."""
     embeds: bool = True
     """Whether it makes embeddings."""
     poolings: Sequence[Pooling] = OWN_POOLINGS

@@ -14,8 +14,11 @@ from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import Runner
 from onbeat.engine.memory import free_for, modest_kv_bytes
 from onbeat.engine.progress import OnProgress
+from onbeat.engine.speculation.build import check_same_tokenizer
 from onbeat.engine.vllm.runner import VllmRunner
 from onbeat.engine.vllm.surface import model_config_of, settings_of, start_executor, why_whole
+from onbeat.hub.files import ModelFiles
+from onbeat.hub.resolve import resolve_model
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig
 
@@ -38,12 +41,12 @@ class VllmBackend(Backend):
     """
 
     poolings = get_args(Pooling)
+    drafts_ahead = True
 
     def __init__(self, config: EngineConfig, device: DeviceConfig, reason: str) -> None:
-        if config.speculative is not None:
-            raise ConfigError("--backend vllm takes no --speculative-config; leave it out")
+        draft = _draft_model(config)
         self.name, self.device = config.model.name, device
-        self._settings = settings_of(config, device)
+        self._settings = settings_of(config, device, draft)
         self.model = model_config_of(self._settings)
         self.embeds = not self.model.has_head
         policy = config.limits.policy or DEFAULT_POLICY
@@ -59,7 +62,7 @@ class VllmBackend(Backend):
         self,
         config: EngineConfig,
         settle: SettleLimits,
-        draft: CheckpointBackend | None = None,  # noqa: ARG002 -- refused above
+        draft: CheckpointBackend | None = None,  # noqa: ARG002 -- vLLM's workers have it
     ) -> SchedulerConfig:
         """Return limits for as many blocks as there may be: vLLM counts them once the weights are there."""
         if self.device.device.type == "cpu":
@@ -71,8 +74,10 @@ class VllmBackend(Backend):
         self, limits: SchedulerConfig, say: OnProgress, room: Room, propose: Propose | None
     ) -> tuple[Runner, SchedulerConfig]:
         """Let vLLM load the model, and count its blocks; see `Backend.start`."""
-        assert propose is None, "drafts are refused above"
-        self._settings.take(max_num_batched_tokens=limits.max_num_batched_tokens)
+        assert propose is None, "vLLM's workers make drafts"
+        # A model that makes drafts takes some tokens more of each request than the step has.
+        num_more = limits.num_lookahead_tokens * limits.max_num_seqs
+        self._settings.take(max_num_batched_tokens=limits.max_num_batched_tokens + num_more)
         surface = start_executor(self._settings)
         num_blocks, block_size = surface.num_kv_blocks, surface.block_size
         limits = room.settle(num_blocks)
@@ -84,7 +89,32 @@ class VllmBackend(Backend):
             limits = replace(limits, enable_prefix_caching=False)
         return VllmRunner(limits, surface, self.model, self.device), limits
 
-    def remarks(self, config: EngineConfig) -> Iterator[str]:  # noqa: ARG002
+    def remarks(self, config: EngineConfig) -> Iterator[str]:
         """Yield what this engine does otherwise; see `Backend.remarks`."""
+        if config.speculative is not None:
+            yield (
+                f"speculative decoding by vLLM ({config.speculative.method}, at most "
+                f"{config.speculative.num_speculative_tokens} drafts); requests with a grammar get no drafts"
+            )
         if self.device.device.type == "cpu":
             yield "seeds are not kept: vLLM cannot go back in the random numbers of a CPU"
+
+
+def _draft_model(config: EngineConfig) -> ModelFiles | None:
+    """Return where the weights lie that make drafts; None where no others than the model's do.
+
+    Raises
+    ------
+    ConfigError : they cannot be found, have another tokenizer, or vLLM has no such drafts.
+    """
+    speculative = config.speculative
+    if speculative is None:
+        return None
+    if speculative.method == "grammar":
+        raise ConfigError("method 'grammar' has no drafts with --backend vllm; take method 'ngram'")
+    if speculative.model is None:
+        return None
+    files = resolve_model(speculative.model, needs_weights=config.load_format != "dummy")
+    if speculative.method == "draft-model":
+        check_same_tokenizer(config.model, files)
+    return files

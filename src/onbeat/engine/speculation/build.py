@@ -33,7 +33,7 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
-from onbeat.engine.speculation.speculative_config import SpeculativeConfig
+from onbeat.engine.speculation.speculative_config import TRAINED, SpeculativeConfig
 from onbeat.engine.weights import parameter_shapes
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.resolve import resolve_model
@@ -243,8 +243,13 @@ def choose_proposer(config: EngineConfig, target: Backend) -> ProposerBuilder | 
     ModelLoadError : the draft model cannot be found or read.
     """
     speculative = config.speculative
-    if speculative is None:
+    if speculative is None or target.drafts_ahead:
         return None
+    if speculative.method in TRAINED:
+        raise ConfigError(
+            f"drafts by method {speculative.method!r} are made by vLLM's workers alone, but the model would "
+            f"run {target.description}; give --backend vllm, or another method"
+        )
     if speculative.method == "ngram":
         shortest, longest = speculative.prompt_lookup_min, speculative.prompt_lookup_max
         description = f"what followed the same {shortest} to {longest} tokens before"

@@ -13,14 +13,21 @@ from onbeat.files import parse_object
 from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
 from onbeat.typed import Size, Table, Text, convert
 
-Method = Literal["ngram", "draft-model", "grammar"]
+Method = Literal["ngram", "draft-model", "grammar", "eagle", "eagle3", "mtp"]
 METHODS: tuple[str, ...] = get_args(Method)
+TRAINED: tuple[Method, ...] = ("eagle", "eagle3", "mtp")
+"""Methods whose drafts come from weights that were trained for one target: vLLM's workers alone have them."""
 
 MAX_CATCH_UP_TOKENS = 256
 """Most tokens that a step lets a draft model catch up with, over all rows that are far behind. A row that
 is not through proposes nothing in this step and goes on in the next, so that a long prompt, or many at once,
 costs several steps a little and none of them much."""
-DEFAULT_DRAFTS: Mapping[Method, int] = {"ngram": 12, "draft-model": 4, "grammar": 12}
+DEFAULT_DRAFTS: Mapping[Method, int] = {
+    "ngram": 12,
+    "draft-model": 4,
+    "grammar": 12,
+    **dict.fromkeys(TRAINED, 3),
+}
 """Most drafts of a request where the user names none: looked up, they cost only their verification."""
 DEFAULT_LOOKUP_MAX = 5
 DEFAULT_LOOKUP_MIN = 2
@@ -29,9 +36,10 @@ _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft-model": ("model",),
     "grammar": (),
+    **dict.fromkeys(TRAINED, ("model",)),
 }
 _NEEDS_TRAINED_HEADS = ("eagle", "medusa", "mtp", "mlp_speculator", "dflash", "dspark")
-"""Methods of vLLM, or parts of their names, whose drafts come from weights trained for one target."""
+"""Other methods of vLLM, or parts of their names, whose drafts come from weights trained for one target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +49,14 @@ class SpeculativeConfig:
     method: Method
     """`ngram`: what followed the same tokens earlier in the request (prompt lookup). `draft-model`: a smaller
     model with the same tokenizer. `grammar`: only text that an answer's grammar prescribes, which the others
-    draft too."""
+    draft too. With vLLM's workers alone, `eagle`, `eagle3` and `mtp`: weights trained for the model."""
     num_speculative_tokens: int
     """Most drafts of a request in one step."""
     draft_length: DraftLength = "adaptive"
     """`adaptive`: as many as give the most tokens per second under the current load, down to none.
     `fixed`: always the most."""
     model: str | None = None
-    """Of `draft-model`: path, known model or hub id."""
+    """Of `draft-model`, `eagle` and `eagle3`: path, known model or hub id."""
     prompt_lookup_max: int = DEFAULT_LOOKUP_MAX
     """Of `ngram`: most tokens that must have occurred before, tried first."""
     prompt_lookup_min: int = DEFAULT_LOOKUP_MIN
@@ -60,24 +68,33 @@ class SpeculativeConfig:
                 f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
                 f"({self.prompt_lookup_max}); lower the first or raise the second"
             )
-        if self.method == "draft-model" and not self.model:
+        if self.method in ("draft-model", "eagle", "eagle3") and not self.model:
+            kind = "a smaller model with the same tokenizer"
+            if self.method in TRAINED:
+                kind = "weights that were trained for this model"
             raise ConfigError(
-                "method 'draft-model' needs the key 'model': a path, known model or hub id of a smaller "
-                "model with the same tokenizer"
+                f"method {self.method!r} needs the key 'model': a path, known model or hub id of {kind}"
             )
 
     @property
     def runs_model(self) -> bool:
         """Whether drafts take forward passes."""
-        return self.method == "draft-model"
+        return self.method not in ("ngram", "grammar")
 
-    def for_scheduler(self) -> SpeculationConfig:
-        """Return what the scheduler must know of this."""
+    def for_scheduler(self, *, is_ahead: bool = False) -> SpeculationConfig:
+        """Return what the scheduler must know of this.
+
+        Parameters
+        ----------
+        is_ahead : whether each step makes the drafts of the next one, whether or not that verifies them.
+        """
+        runs_model = self.runs_model and not is_ahead
         return SpeculationConfig(
             num_speculative_tokens=self.num_speculative_tokens,
             draft_length=self.draft_length,
-            runs_model=self.runs_model,
-            max_catch_up_tokens=MAX_CATCH_UP_TOKENS if self.runs_model else 0,
+            runs_model=runs_model,
+            max_catch_up_tokens=MAX_CATCH_UP_TOKENS if runs_model else 0,
+            num_lookahead_tokens=self.num_speculative_tokens if self.runs_model and is_ahead else 0,
         )
 
 
@@ -114,7 +131,7 @@ def read_speculative_config(content: Mapping[str, Any]) -> SpeculativeConfig:
     given = {key: value for key, value in msgspec.structs.asdict(stated).items() if value is not None}
     method = _method(given)
     for owner, keys in _OWN_KEYS.items():
-        for key in given.keys() & keys if owner != method else ():
+        for key in given.keys() & set(keys) - set(_OWN_KEYS[method]):
             raise ConfigError(f"key {key!r} belongs to method {owner!r}, not to {method!r}; leave it out")
     options = given | {"method": method}
     options.setdefault("num_speculative_tokens", DEFAULT_DRAFTS[method])

@@ -11,14 +11,13 @@ it has finished. `Told` is our copy of that, so that each step says only what is
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from onbeat.core.request import Request, SamplingParams, TokenLogprobs
+from onbeat.core.request import Request, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, GuidedRows, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.executor import DoneStep, PendingStep
@@ -35,6 +34,7 @@ from onbeat.engine.guided_draw import (
 from onbeat.engine.input_batch import IntArray
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampling_row import SamplingRow
+from onbeat.engine.vllm.outputs import embeddings, prompt_logprobs, row_logprobs, sampled
 from onbeat.engine.vllm.surface import VllmExecutor
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
@@ -55,7 +55,14 @@ class Told:
     """Whether it was preempted, and the workers are to forget the blocks that it had."""
     slot: int | None = None
     """Of its state, where layers without attention have one."""
+    drafts: list[int] = field(default_factory=list)
+    """What may follow its output, of which the next step verifies some."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that have come, those of the prompt included."""
+        return len(self.request.prompt_token_ids) + len(self.row.output_token_ids)
 
 
 class Translator:
@@ -75,6 +82,8 @@ class Translator:
         self._preempted: set[str] = set()
         self._last: Set[str] = set()
         """Requests of the step before."""
+        self.drafts: dict[str, list[int]] = {}
+        """That the newest step verifies, by request."""
         self._free_slots = list(range(surface.num_slots))
         """Of state; none where there is none."""
 
@@ -97,21 +106,27 @@ class Translator:
         new: list[Any] = []
         cached = surface.no_cached_requests()
         num_tokens: dict[str, int] = {}
+        drafts: dict[str, list[int]] = {}
         for row in scheduled.rows:
             name = row.request_id
             told = self.told[name]
-            told.block_ids.extend(row.new_block_ids)
+            # Slots for drafts may lie behind the last token that a request may have.
+            new_block_ids = row.new_block_ids[: max(surface.most_blocks - len(told.block_ids), 0)]
+            told.block_ids.extend(new_block_ids)
+            num_computed = row.num_computed_tokens
+            if surface.num_drafts:  # then the steps before are done, and what they rejected is known
+                num_computed = min(num_computed, told.num_known - 1)
             if not told.is_known or (told.is_back and surface.is_second_runner):
                 all_blocks = surface.blocks(told.block_ids, told.slot)
                 outputs = told.row.output_token_ids
-                new.append(surface.new_request(told.request, outputs, all_blocks, row.num_computed_tokens))
+                new.append(surface.new_request(told.request, outputs, all_blocks, num_computed))
             else:
-                blocks = told.block_ids if told.is_back else row.new_block_ids
+                blocks = told.block_ids if told.is_back else new_block_ids
                 cached.req_ids.append(name)
                 cached.new_block_ids.append(
                     surface.blocks(blocks, told.slot, is_new=told.is_back) if blocks else None
                 )
-                cached.num_computed_tokens.append(row.num_computed_tokens)
+                cached.num_computed_tokens.append(num_computed)
                 cached.num_output_tokens.append(told.num_outputs)
                 if told.is_back:
                     cached.resumed_req_ids.add(name)
@@ -119,8 +134,17 @@ class Translator:
                     cached.all_token_ids[name] = [*told.request.prompt_token_ids, *told.row.output_token_ids]
             told.is_known, told.is_back = True, False
             num_tokens[name] = row.num_new_tokens
+            if row.num_draft_tokens:
+                num_tokens[name] -= row.num_draft_tokens
+                if verified := told.drafts[: row.num_draft_tokens]:
+                    drafts[name] = verified
+                    num_tokens[name] += len(verified)
             told.num_outputs += row.samples
-        step = surface.step(new, cached, num_tokens, self._finished, self._preempted)
+        step = surface.step(new, cached, num_tokens, self._finished, self._preempted, drafts)
+        self.drafts = drafts
+        for name in self._preempted if surface.is_second_runner else ():  # which forgets them
+            if (told := self.told[name]).is_back:
+                told.is_known = False
         self._finished, self._preempted, self._last = set(), set(), num_tokens.keys()
         return step
 
@@ -141,69 +165,9 @@ class Translator:
         told = self.told.get(request.request_id)
         if told is None:
             told = self.told[request.request_id] = Told(request, row, [], 0)
-        told.row, told.block_ids, told.num_outputs = row, list(admitted.block_ids), len(outputs)
+        told.row, told.num_outputs, told.drafts = row, len(outputs), []
+        told.block_ids = list(admitted.block_ids[: self._surface.most_blocks])
         told.slot = self._free_slots.pop() if self._surface.num_slots else None
-
-
-def row_logprobs(params: SamplingParams, lists: Any, index: int, num_tokens: int) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a row's tokens.
-
-    Parameters
-    ----------
-    lists : vLLM's: first the sampled token, then the likeliest or those that were asked for.
-    index : of the row among vLLM's.
-    """
-    part = lists.slice_request(index, num_tokens)
-    num = len(params.logprob_token_ids) or params.num_logprobs or 0
-    return [
-        _logprobs(ids, values, num) for ids, values in zip(part.logprob_token_ids, part.logprobs, strict=True)
-    ]
-
-
-def prompt_logprobs(tensors: Any, num: int) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a prompt's tokens but the first."""
-    lists = tensors.tolists()
-    return [
-        _logprobs(ids, values, num, rank=int(rank))
-        for ids, values, rank in zip(
-            lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks, strict=True
-        )
-    ]
-
-
-def _logprobs(
-    ids: NDArray[np.integer[Any]], values: NDArray[np.floating[Any]], num: int, rank: int | None = None
-) -> TokenLogprobs:
-    return TokenLogprobs(
-        int(ids[0]),
-        float(values[0]),
-        tuple(map(int, ids[1 : 1 + num])),
-        tuple(map(float, values[1 : 1 + num])),
-        rank,
-    )
-
-
-def embeddings(theirs: Any, failed: dict[str, str]) -> dict[str, bytes]:
-    """Return the embeddings of prompts that a step has completed.
-
-    Parameters
-    ----------
-    failed : is told of those that are not finite.
-    """
-    done = {}
-    for name, index in theirs.req_id_to_index.items():
-        if (tensor := theirs.pooler_output[index]) is None:
-            continue
-        if tensor.isfinite().all():
-            done[name] = tensor.float().numpy().astype("<f4").tobytes()
-        else:
-            failed[name] = "the model produced an embedding that is not finite"
-    return done
-
-
-def sampled(token_ids: Sequence[int]) -> list[int]:
-    """Return a row's tokens as plain integers, without vLLM's placeholders."""
-    return [int(each) for each in token_ids if each >= 0]
 
 
 _ANY = np.uint32(0xFFFFFFFF)
@@ -243,6 +207,8 @@ class VllmRunner:
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Run one step, or queue it behind the one under way."""
+        if self.surface.num_drafts and self._last is not None:
+            self._last.result()  # which the workers have not kept: tokens, and drafts to verify
         with self._lock:
             self._translator.change(scheduled)
             step = self._translator.step(scheduled)
@@ -250,7 +216,7 @@ class VllmRunner:
         is_empty = not scheduled.rows and not step.finished_req_ids
         if is_empty or not self.surface.begin(step):
             return DoneStep(ModelRunnerOutput([]))
-        launched = _LaunchedStep(self, scheduled.rows, told)
+        launched = _LaunchedStep(self, scheduled.rows, told, self._translator.drafts)
         grammar = self._grammar(launched)
         launched.future = self.surface.sample(grammar)
         self._last = launched
@@ -291,24 +257,43 @@ class VllmRunner:
             for name, number in (theirs.num_nans_in_logits or {}).items()
             if number
         }
+        failed |= {
+            name: f"vLLM leaves out {lacked} where drafts are made; send the request without it"
+            for name, row in zip(step.names, step.sampling_rows, strict=True)
+            if (lacked := self.surface.lacks(row.params)) is not None
+        }
         with self._lock:
             logprobs = [
                 row_logprobs(row.params, theirs.logprobs, index, len(new)) if row.asks_logprobs else None
                 for row, index, new in zip(step.sampling_rows, indices, token_ids, strict=True)
             ]
             guided = self._advance(step, token_ids, failed)
-            for row, new in zip(step.sampling_rows, token_ids, strict=True):
+            for told, row, new in zip(step.sampling, step.sampling_rows, token_ids, strict=True):
                 row.output_token_ids += new
+                told.num_outputs += max(len(new) - 1, 0)
+            num_available = self._take_drafts(step)
             reports = _prompt_reports(step, theirs.prompt_logprobs_dict)
         done = embeddings(theirs, failed) if theirs.pooler_output else None
         return ModelRunnerOutput(
             token_ids,
             logprobs if any(logprobs) else None,
             failed or None,
+            step.num_drafted if any(row.num_draft_tokens for row in step.rows) else None,
+            num_available,
             embeddings=done,
             prompt_logprobs=reports or None,
             guided=guided,
         )
+
+    def _take_drafts(self, step: _LaunchedStep) -> list[int] | None:
+        """Keep the drafts for the next step; return how many each row that samples has."""
+        if not self.surface.num_drafts:
+            return None
+        made = self.surface.take_drafts()
+        for told, name in zip(step.sampling, step.names, strict=True):
+            # The rows of a grammar would need masks for their drafts.
+            told.drafts = [] if told.row.is_guided else made.get(name, [])
+        return [len(told.drafts) for told in step.sampling]
 
     def _advance(
         self, step: _LaunchedStep, token_ids: Sequence[list[int]], failed: dict[str, str]
@@ -376,12 +361,20 @@ def _prompt_reports(step: _LaunchedStep, found: Any) -> dict[str, list[TokenLogp
 class _LaunchedStep:
     """A step that vLLM runs."""
 
-    def __init__(self, runner: VllmRunner, rows: tuple[ScheduledRequest, ...], told: Sequence[Told]) -> None:
+    def __init__(
+        self,
+        runner: VllmRunner,
+        rows: tuple[ScheduledRequest, ...],
+        told: Sequence[Told],
+        drafts: Mapping[str, list[int]],
+    ) -> None:
         self.rows, self.told = rows, told
-        sampling = [each for each, row in zip(told, rows, strict=True) if row.samples]
-        self.sampling_rows = [each.row for each in sampling]
-        self.names = [each.request.request_id for each in sampling]
+        self.sampling = [each for each, row in zip(told, rows, strict=True) if row.samples]
+        self.sampling_rows = [each.row for each in self.sampling]
+        self.names = [each.request.request_id for each in self.sampling]
         """Of the rows that sample."""
+        self.num_drafted = [len(drafts.get(name, ())) for name in self.names]
+        """Drafts that each of them verifies."""
         self.guided = [index for index, row in enumerate(self.sampling_rows) if row.is_guided]
         """Indices of those of them that have a grammar."""
         self.outcome = GuideOutcome()

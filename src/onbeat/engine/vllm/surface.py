@@ -15,6 +15,8 @@ from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_config.architecture import NO_ROPE, Experts
+from onbeat.engine.vllm.arguments import read_arguments, sampling_params, speculation_of
+from onbeat.hub.files import ModelFiles
 
 _CPU_BLOCK = 32
 """Tokens: vLLM's attention on CPUs takes blocks of multiples of this."""
@@ -123,6 +125,10 @@ class VllmExecutor:
             None if config.device_config.device_type == "cpu" else _graphs(config.compilation_config)
         )
         """What is captured of steps; None where nothing can be."""
+        self.num_drafts = int(getattr(config.speculative_config, "num_speculative_tokens", 0))
+        """Most drafts of a request that its steps make for the next one."""
+        self.most_blocks = -(-int(config.model_config.max_model_len) // self.block_size)
+        """Of a request that vLLM has room for."""
         self.takes_seeds = config.device_config.device_type != "cpu"
         self.pools = config.model_config.runner_type == "pooling"
         """Whether requests become embeddings."""
@@ -145,6 +151,25 @@ class VllmExecutor:
     def sample(self, grammar: Any = None) -> Any:
         """Let tokens of the step that was begun be sampled; return the future of what comes of it."""
         return self._begun if self.pools else self._executor.sample_tokens(grammar, non_block=True)
+
+    def take_drafts(self) -> dict[str, list[int]]:
+        """Return the drafts that the newest step has made, by request; call it when that is done.
+
+        The second runner keeps them, and tells only how many there are.
+        """
+        made = self._executor.take_draft_token_ids()
+        if made is None:
+            return {}
+        return {
+            name: list(ids) if self.is_second_runner else [int(each) for each in ids if each >= 0]
+            for name, ids in zip(made.req_ids, made.draft_token_ids, strict=True)
+        }
+
+    def lacks(self, params: SamplingParams) -> str | None:
+        """Return what of a request's sampling vLLM would leave out; None where nothing."""
+        if not self.num_drafts or self.is_second_runner:
+            return None
+        return "min_p" if params.min_p else "logit_bias" if params.logit_bias else None
 
     @property
     def num_state_blocks(self) -> int:
@@ -226,6 +251,7 @@ class VllmExecutor:
         num_tokens: dict[str, int],
         finished: set[str],
         preempted: set[str],
+        drafts: dict[str, list[int]],
     ) -> Any:
         """Return vLLM's `SchedulerOutput`."""
         from vllm.v1.core.sched.output import SchedulerOutput
@@ -233,6 +259,8 @@ class VllmExecutor:
         step = SchedulerOutput.make_empty()
         step.scheduled_new_reqs, step.scheduled_cached_reqs = list(new), cached
         step.num_scheduled_tokens, step.total_num_scheduled_tokens = num_tokens, sum(num_tokens.values())
+        step.scheduled_spec_decode_tokens = drafts
+        step.num_spec_tokens_to_schedule = self.num_drafts  # that it makes for the next step
         step.finished_req_ids, step.preempted_req_ids = finished, preempted
         return step
 
@@ -241,39 +269,6 @@ class VllmExecutor:
         from vllm.v1.core.sched.output import GrammarOutput
 
         return GrammarOutput(list(names), bitmask)
-
-
-def sampling_params(
-    params: SamplingParams, num_prompt_logprobs: int | None, *, takes_seeds: bool = True
-) -> Any:
-    """Return how tokens are chosen, in vLLM's words; where a request ends is onbeat's to say.
-
-    Parameters
-    ----------
-    takes_seeds : False where vLLM fails with a seed: on a CPU, at a chunk of a prompt.
-    """
-    from vllm import SamplingParams as Theirs
-
-    theirs = Theirs(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed if takes_seeds else None,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=dict(params.logit_bias) or None,
-        allowed_token_ids=list(params.allowed_token_ids) or None,
-        min_tokens=params.min_tokens,
-        max_tokens=params.max_tokens,
-        stop_token_ids=list(params.stop_token_ids),
-        logprobs=params.num_logprobs,
-        prompt_logprobs=num_prompt_logprobs,
-        logprob_token_ids=list(params.logprob_token_ids) or None,
-    )
-    theirs._bad_words_token_ids = [list(each) for each in params.bad_words] or None
-    return theirs
 
 
 def _graphs(compilation: Any) -> str:
@@ -301,8 +296,13 @@ def _kinds(kv_cache_config: Any) -> tuple[bool, ...]:
     return kinds
 
 
-def settings_of(config: EngineConfig, device: DeviceConfig) -> Settings:
-    """Return vLLM's configuration of what the user asked for; raises as `Settings`."""
+def settings_of(config: EngineConfig, device: DeviceConfig, draft: ModelFiles | None) -> Settings:
+    """Return vLLM's configuration of what the user asked for; raises as `Settings`.
+
+    Parameters
+    ----------
+    draft : as of `speculation_of`.
+    """
     limits, is_cpu = config.limits, device.device.type == "cpu"
     least = _CPU_BLOCK if is_cpu else 1
     arguments = {
@@ -325,6 +325,10 @@ def settings_of(config: EngineConfig, device: DeviceConfig) -> Settings:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
     if config.pooling != "auto":
         arguments["pooler_config"] = {"seq_pooling_type": config.pooling.upper()}
+    if config.speculative is not None:
+        arguments["speculative_config"] = speculation_of(config.speculative, draft)
+        arguments["async_scheduling"] = False  # a step is planned with the drafts of the one before
+    arguments |= read_arguments(config.vllm_arguments)
     return Settings(arguments, device.num_threads if is_cpu else None)
 
 
