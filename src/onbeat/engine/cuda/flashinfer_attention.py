@@ -207,6 +207,12 @@ class PlannedDecodes:
         self._buffers.mark_copied()
 
 
+class _WrapperKey(NamedTuple):
+    window: int | None
+    backend: ChunkBackend
+    has_chunks: bool
+
+
 class Chunks:
     """Any number of queries a row, causally.
 
@@ -214,7 +220,7 @@ class Chunks:
     ----------
     library : FlashInfer.
     sizes : what it is made for.
-    backend : fa2, or fa3 for steps whose rows are all long: it does not share a row's context out among
+    backend : fa2, or fa3 where all rows of a call are long: it does not share a row's context out among
         processors, so the others stay with fa2.
     workspace : as that of `PlannedDecodes`.
     """
@@ -227,16 +233,19 @@ class Chunks:
         self._backend = backend
         self._workspace = workspace
         self._stream = stream_of(sizes.device)
-        self._wrappers: dict[tuple[int | None, ChunkBackend], tuple[Any, PlanBuffers]] = {}
+        self._wrappers: dict[_WrapperKey, tuple[Any, PlanBuffers]] = {}
 
     def plan(self, rows: ChunkRows, layer: LayerSpec) -> Any:
         """Return a wrapper that is ready for the step; see `Kernels.plan_chunks`.
 
-        There is one for each window and kernel: what it knows of a step is read when its kernels are
-        launched, and the plan on the device is overwritten in stream order.
+        There is one for each window and kernel, and another for rows of one token, which may attend beside
+        chunks: what it knows of a step is read when its kernels are launched, and the plan on the device is
+        overwritten in stream order.
         """
         is_long = rows.query_lens_R.min() >= _LONG_CHUNK
-        wrapper, buffers = self._wrapper(layer.window, self._backend if is_long else "fa2")
+        has_chunks = bool(rows.query_lens_R.max() > 1)
+        key = _WrapperKey(layer.window, self._backend if is_long else "fa2", has_chunks)
+        wrapper, buffers = self._wrapper(key)
         block_size = self._sizes.block_size
         query_ends_R1, block_ends_R1 = _ends(rows.query_lens_R), _ends(rows.num_blocks_R)
         last_lens_R = rows.context_lens_R - (rows.num_blocks_R - 1) * block_size
@@ -265,11 +274,10 @@ class Chunks:
         """Attend; see `Kernels.attend_chunks`."""
         plan.run(q_TNH, tuple(kv), out=out_TNH)
 
-    def _wrapper(self, window: int | None, backend: ChunkBackend) -> tuple[Any, PlanBuffers]:
-        key = window, backend
+    def _wrapper(self, key: _WrapperKey) -> tuple[Any, PlanBuffers]:
         if key not in self._wrappers:
             buffers = PlanBuffers(self._stream, self._sizes.device)
-            wrapper = self._make_wrapper(self._workspace, "HND", backend=backend)
+            wrapper = self._make_wrapper(self._workspace, "HND", backend=key.backend)
             wrapper.reset_workspace_buffer(self._workspace, buffers.on_device)
             self._wrappers[key] = wrapper, buffers
         return self._wrappers[key]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -353,7 +354,7 @@ class CudaForward(ForwardPass):
             wanted_N = buffers.parts.sampled_N
             if len(packed.pooled_tokens):
                 wanted_N = torch.cat((wanted_N, torch.from_numpy(packed.pooled_tokens).to(wanted_N)))
-            hidden = self._compute(buffers, packed.num_tokens, packed.chunks, wanted_N)
+            hidden = self._compute(buffers, packed.chunks, wanted_N)
             if len(packed.pooled_tokens):
                 num_samples = packed.views.counts.samples
                 pooled = Hidden(*(part[num_samples:] for part in hidden))
@@ -372,7 +373,7 @@ class CudaForward(ForwardPass):
 
     def _run_graph(self, key: GraphKey) -> None:
         """Run what a graph is captured of."""
-        self._compute(self._fixed[key.size], key.size, None, None)
+        self._compute(self._fixed[key.size], (), None)
 
     @torch.inference_mode()
     def _make_pieces(self) -> None:
@@ -380,24 +381,18 @@ class CudaForward(ForwardPass):
         self._pieces = Pieces(self.weights, self.kernels, kv, multiply, graphs, self.options)
 
     @torch.inference_mode()
-    def _compute(
-        self,
-        buffers: _Buffers,
-        num_tokens: int,
-        chunks: ChunkRows | None,
-        wanted_N: Tensor | None,
-    ) -> Hidden:
+    def _compute(self, buffers: _Buffers, chunks: Sequence[ChunkRows], wanted_N: Tensor | None) -> Hidden:
         """Compute a step; return the hidden states of wanted tokens (None: all), those that sample first.
 
         Parameters
         ----------
-        chunks : its rows; None where all decode.
+        chunks : its rows, as those of `PackedStep`.
         """
         parts, state = buffers.parts, self._state
         state.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
         last_T = state.tokens_S.index_select(0, parts.token_slots_T)
         ids_T = torch.where(parts.ids_T < 0, last_T, parts.ids_T)
-        attend = self._attend_decodes(parts) if chunks is None else self._attend_chunks(chunks, num_tokens)
+        attend = self._attend_chunks(chunks) if chunks else self._attend_decodes(parts)
         tensors = StepTensors(parts.positions_T, parts.kv_slots_T)
         if self._pieces is not None and wanted_N is not None and len(ids_T) in self.options.piece_sizes:
             hidden = self._pieces.run(ids_T, tensors, attend, wanted_N)
@@ -419,13 +414,18 @@ class CudaForward(ForwardPass):
 
         return attend
 
-    def _attend_chunks(self, chunks: ChunkRows, num_tokens: int) -> Attend:
-        """Return what attends with so many tokens; those behind them are padding."""
-        plans = {window: self.kernels.plan_chunks(chunks, spec) for window, spec in self._windows.items()}
+    def _attend_chunks(self, chunks: Sequence[ChunkRows]) -> Attend:
+        """Return what attends with the tokens of all rows; those behind them are padding."""
+        ends = np.cumsum([0, *(rows.query_lens_R.sum() for rows in chunks)]).tolist()
+        tokens = [slice(*pair) for pair in pairwise(ends)]
+        plans = {
+            window: [self.kernels.plan_chunks(rows, spec) for rows in chunks]
+            for window, spec in self._windows.items()
+        }
 
         def attend(q_TNH: Tensor, kv: LayerKVCache, layer: LayerSpec, out_TNH: Tensor) -> None:
-            plan = plans[layer.window]
-            self.kernels.attend_chunks(q_TNH[:num_tokens], kv, plan, layer, out_TNH[:num_tokens])
+            for own, plan in zip(tokens, plans[layer.window], strict=True):
+                self.kernels.attend_chunks(q_TNH[own], kv, plan, layer, out_TNH[own])
 
         return attend
 

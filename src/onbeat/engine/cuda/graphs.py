@@ -10,8 +10,9 @@ import torch
 
 from onbeat.core.errors import ConfigError
 
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Rows. Under some 150, a product's time is that of reading its weights, and rows of padding cost little."""
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+"""Rows. Under some 150, a product's time is that of reading its weights, and rows of padding cost little.
+Above 512 a step takes the device longer than the host needs to queue it."""
 
 
 PIECE_SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onbeat.engine.cuda.graphs import PIECE_SIZES
 from onbeat.engine.cuda.state import (
     CudaOptions,
     EntryViews,
@@ -23,7 +24,7 @@ from onbeat.engine.cuda.state import (
     TableMirror,
     host_words,
 )
-from onbeat.engine.input_batch import IntArray, StepInputs
+from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.random_stream import uniforms
 from onbeat.engine.sampler import BestTokens
 from onbeat.engine.sampling_row import SamplingRow
@@ -113,6 +114,12 @@ def draw_params(parts: StepWords) -> DrawParams:
 _MOST_EAGER_UPDATES = 4096
 """Changed entries of block tables that travel with a step outside of graphs; more go their own way."""
 
+_MANY_TOKENS = PIECE_SIZES[-1]
+"""Of a step from which on the device, and not the host, decides how long it takes."""
+_MUCH_CONTEXT = 1 << 14
+"""Tokens that a smaller step's rows of one token see. To read so many by tiles of 128 queries takes a fast
+GPU some 30 us a layer more than by tiles of 16, which is about what a second call takes the host."""
+
 ALL_DRAWN: NDArray[np.bool_] = np.ones((), np.bool_)
 """As `drawn_N` of `StepPacker.pack`: every row's token."""
 
@@ -124,8 +131,6 @@ class PackedStep(NamedTuple):
     """Its memory."""
     size: int | None
     """Of the graph of decodes; None for other steps."""
-    num_tokens: int
-    """Those behind it are padding."""
     sampling_tokens: IntArray
     late_updates: Tensor | None
     """int32 [2, U]: changes of the block tables that the words have no room for, places and blocks."""
@@ -133,8 +138,9 @@ class PackedStep(NamedTuple):
     """Whether tokens are to be drawn."""
     pooled_tokens: IntArray = np.zeros(0, np.int64)
     """Where the tokens of `StepInputs.pooled_tokens` are among the step's."""
-    chunks: ChunkRows | None = None
-    """Its rows, unless it is of a graph of decodes."""
+    chunks: Sequence[ChunkRows] = ()
+    """Its rows, in the order of their tokens, in parts that attend one after the other; none where the step
+    is of a graph of decodes."""
 
     def best_tokens(self) -> BestTokens:
         """Return what came back of each sampling row, once the step is done."""
@@ -218,7 +224,7 @@ class StepPacker:
         elif entry.is_random:
             slots_N, positions_N = inputs.sampling_slots, inputs.sampling_positions
             self._settings.write_numbers(parts, inputs.sampling_tokens, slots_N, positions_N)
-        return PackedStep(views, size, size, inputs.sampling_tokens, late, entry.is_random)
+        return PackedStep(views, size, inputs.sampling_tokens, late, entry.is_random)
 
     def _pack_eager(
         self,
@@ -236,19 +242,20 @@ class StepPacker:
         counts = StepCounts(self._padded(num_tokens), 0, num_samples, num_updates)
         views = entry.views(counts)
         parts = views.parts
-        parts.ids_T[:num_tokens] = inputs.token_ids_T
-        parts.positions_T[:num_tokens] = inputs.positions_T
-        parts.kv_slots_T[:num_tokens] = batch.slot_mapping_T
-        parts.token_slots_T[:num_tokens] = np.repeat(batch.slots_R, batch.query_lens_R)
+        groups = _row_groups(batch, num_tokens)
+        order_T, places_T = _token_order(batch.query_lens_R, groups)
+        parts.ids_T[:num_tokens] = inputs.token_ids_T[order_T]
+        parts.positions_T[:num_tokens] = inputs.positions_T[order_T]
+        parts.kv_slots_T[:num_tokens] = batch.slot_mapping_T[order_T]
+        parts.token_slots_T[:num_tokens] = np.repeat(batch.slots_R, batch.query_lens_R)[order_T]
         self._pad_tokens(parts, num_tokens)
-        parts.sampled_N[:] = inputs.sampling_tokens
+        parts.sampled_N[:] = places_T[inputs.sampling_tokens]
         entry.rows, is_random = None, self._choose(inputs, parts, np.arange(num_samples), drawn_N)
         parts.update_places_U[:] = places[:num_updates]
         parts.update_blocks_U[:] = blocks[:num_updates]
-        chunks = ChunkRows.of(batch, self._options.block_size)
-        return PackedStep(
-            views, None, num_tokens, inputs.sampling_tokens, late, is_random, inputs.pooled_tokens, chunks
-        )
+        chunks = [ChunkRows.of(batch, self._options.block_size, rows_R) for rows_R in groups]
+        pooled_tokens = places_T[inputs.pooled_tokens]
+        return PackedStep(views, None, inputs.sampling_tokens, late, is_random, pooled_tokens, chunks)
 
     def _padded(self, num_tokens: int) -> int:
         """Return the number of tokens of a step that is no step of decodes, padding included."""
@@ -294,6 +301,30 @@ class StepPacker:
         parts.positions_T[num_tokens:] = 0
         parts.kv_slots_T[num_tokens:] = options.padding_kv_slot
         parts.token_slots_T[num_tokens:] = options.padding_slot
+
+
+def _row_groups(batch: AttentionBatch, num_tokens: int) -> list[IntArray]:
+    """Return the rows that attend together: those of one token apart from chunks, where that pays.
+
+    One call takes one width of tiles for all its rows, and a row of one token fills little of a wide one.
+    """
+    is_single_R = batch.query_lens_R == 1
+    singles, chunks = np.flatnonzero(is_single_R), np.flatnonzero(~is_single_R)
+    num_read = batch.context_lens_R[singles].sum()
+    if len(singles) and len(chunks) and (num_tokens > _MANY_TOKENS or num_read >= _MUCH_CONTEXT):
+        return [singles, chunks]
+    return [np.arange(len(is_single_R))]
+
+
+def _token_order(query_lens_R: IntArray, groups: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
+    """Return which token comes at each place if groups of rows lie one behind the other, and each's place."""
+    rows_R = np.concatenate(groups)
+    lens_R = query_lens_R[rows_R]
+    shifts_R = (np.cumsum(query_lens_R) - query_lens_R)[rows_R] - (np.cumsum(lens_R) - lens_R)
+    order_T = np.arange(lens_R.sum()) + np.repeat(shifts_R, lens_R)
+    places_T = np.empty_like(order_T)
+    places_T[order_T] = np.arange(len(order_T))
+    return order_T, places_T
 
 
 def _later(places: IntArray, blocks: Int32Array, most: int, entry: RingEntry) -> Tensor | None:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.input_batch import AttentionBatch
+from onbeat.engine.input_batch import AttentionBatch, IntArray
 from onbeat.engine.model_config import Activation, ModelConfig
 from onbeat.engine.torch.kv import LayerKVCache
 
@@ -118,15 +118,15 @@ class ChunkRows(NamedTuple):
     """[sum of num_blocks_R]: row after row."""
 
     @classmethod
-    def of(cls, batch: AttentionBatch, block_size: int) -> ChunkRows:
-        """Return all rows of a step."""
-        context_lens_R = batch.context_lens_R.astype(np.int32)
+    def of(cls, batch: AttentionBatch, block_size: int, rows: IntArray | slice = slice(None)) -> ChunkRows:
+        """Return some rows of a step."""
+        context_lens_R = batch.context_lens_R[rows].astype(np.int32)
         num_blocks_R = -(-context_lens_R // block_size)
         blocks = [
             batch.block_tables_SB[slot, :num_blocks]
-            for slot, num_blocks in zip(batch.slots_R.tolist(), num_blocks_R.tolist(), strict=True)
+            for slot, num_blocks in zip(batch.slots_R[rows].tolist(), num_blocks_R.tolist(), strict=True)
         ]
-        query_lens_R = batch.query_lens_R.astype(np.int32)
+        query_lens_R = batch.query_lens_R[rows].astype(np.int32)
         return cls(query_lens_R, context_lens_R, num_blocks_R, np.concatenate(blocks))
 
 
@@ -205,8 +205,9 @@ class Kernels(Protocol):
     def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> Any:
         """Do a step's host work for `attend_chunks`, for all layers that have this layer's window.
 
-        Called once a step and window, before the step's layers; the step before may still run on the device.
-        Heads, scale and window are equal in the layers that the plan is used for.
+        Called before the step's layers, once for each window; where a step's rows of one token attend apart
+        from its chunks, once for either. The step before may still run on the device. Heads, scale and window
+        are equal in the layers that the plan is used for.
 
         Returns
         -------

@@ -100,7 +100,7 @@ def test_each_window_has_a_wrapper_and_a_plan_of_its_own() -> None:
     assert chunks.plan(rows, layer(None)) is whole
 
 
-def test_fa3_is_for_steps_whose_rows_are_all_long() -> None:
+def test_fa3_is_for_calls_whose_rows_are_all_long() -> None:
     recorder = Recorder()
     chunks = Chunks(recorder.library(), SIZES, "fa3", WORKSPACE)
     blocks = list(range(8))
@@ -111,6 +111,19 @@ def test_fa3_is_for_steps_whose_rows_are_all_long() -> None:
     assert long is not mixed
     assert long.int_workspace_buffer.data_ptr() != mixed.int_workspace_buffer.data_ptr()
     assert chunks.plan(chunk_rows([200, 128], [200, 128], list(range(21))), layer(None)) is long
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_rows_of_one_token_have_a_plan_beside_that_of_their_steps_chunks(backend: str) -> None:
+    recorder = Recorder()
+    chunks = Chunks(recorder.library(), SIZES, backend, WORKSPACE)  # type: ignore[arg-type]
+    singles = chunks.plan(chunk_rows([1, 1], [30, 7], [0, 1, 2]), layer(40))
+    assert recorder.last("PrefillWrapper")["backend"] == "fa2"
+    long = chunks.plan(chunk_rows([128], [140], list(range(9))), layer(40))
+    assert recorder.last("PrefillWrapper")["backend"] == backend
+    assert singles is not long
+    assert singles.int_workspace_buffer.data_ptr() != long.int_workspace_buffer.data_ptr()
+    assert chunks.plan(chunk_rows([1], [9], [0]), layer(40)) is singles
 
 
 def test_planned_decodes_plan_on_the_host_what_they_list_on_the_device() -> None:

@@ -12,18 +12,19 @@ import torch
 
 from onbeat.core.request import Request
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.cuda import step_packer
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey, graph_sizes, piece_sizes
 from onbeat.engine.cuda.state import TableMirror
 from onbeat.engine.input_batch import AttentionBatch
 from onbeat.engine.model_config import Activation
-from onbeat.engine.torch.kernels import DecodeRows, Int32Array, KernelSizes, LayerSpec
+from onbeat.engine.torch.kernels import ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.torch.weights import load_weights
 from tests.cpu.engine.engines import TorchEngine
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import GREEDY, StepDriver
 from tests.cpu.engine.test_golden_tiny import assert_equals_reference
-from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt
+from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt
 
 CPU = torch.device("cpu")
 
@@ -148,6 +149,59 @@ def test_steps_with_prompts_run_in_pieces_and_read_none_of_the_padding(
     assert_equals_reference(driver, TorchEngine(), name)
 
 
+class PartedKernels(ReferenceKernels):
+    """Notes which rows attend together."""
+
+    def __init__(self, sizes: KernelSizes) -> None:
+        super().__init__(sizes)
+        self.lens: list[list[int]] = []
+
+    def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> Any:
+        self.lens.append(rows.query_lens_R.tolist())
+        return super().plan_chunks(rows, layer)
+
+
+_WITH_PIECES = {"llama3", "gemma3", "mistral-sliding"}
+
+
+@pytest.mark.parametrize(
+    ("name", "piece_sizes"), [*((name, ()) for name in FAMILIES), *((name, (8, 64)) for name in _WITH_PIECES)]
+)
+def test_rows_of_one_token_attend_apart_from_chunks_where_they_see_much(
+    name: str, piece_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_packer, "_MUCH_CONTEXT", 20)
+    graphs = PoisonedGraphs()
+    driver = StepDriver(poisoned(name, graphs, PartedKernels, piece_sizes=piece_sizes))
+    first, long, last = (driver.add(random_prompt(length), 12) for length in (17, 50, 3))
+    driver.step({first: 17})
+    driver.step({long: 20, first: 1, last: 3})
+    driver.step({long: 5, first: 1, driver.add(random_prompt(41), 9): 40, last: 1})
+    driver.step({long: 20, first: 1, last: 1})
+    assert graphs.forward is not None
+    kernels, weights = graphs.forward.kernels, graphs.forward.weights
+    assert isinstance(kernels, PartedKernels)
+    num_windows = len({layer.spec.window for layer in weights.layers})
+    expected = ([[17]], [[20, 1, 3]], [[1, 1], [5, 40]], [[1, 1], [20]])
+    assert kernels.lens == [lens for step in expected for lens in step * num_windows]
+    driver.run(100)
+    assert_equals_reference(driver, TorchEngine(), name)
+
+
+def test_a_step_of_many_tokens_is_parted_whatever_its_rows_see() -> None:
+    def lens_of(query_lens: list[int]) -> list[list[int]]:
+        lens_R = np.array(query_lens)
+        nothing = np.zeros(0, np.int64)
+        batch = AttentionBatch(lens_R, lens_R, nothing, np.zeros((0, 0), np.int32), nothing)
+        groups = step_packer._row_groups(batch, sum(query_lens))
+        return [lens_R[rows].tolist() for rows in groups]
+
+    assert lens_of([1, 500, 1]) == [[1, 500, 1]]
+    assert lens_of([1, 511, 1]) == [[1, 1], [511]]
+    assert lens_of([600]) == [[600]]
+    assert lens_of([1] * 600) == [[1] * 600]
+
+
 @pytest.mark.parametrize("name", ["llama3", "gemma3"])
 def test_the_last_layers_products_leave_out_tokens_that_nobody_asks_for(name: str) -> None:
     driver = StepDriver(poisoned(name, PoisonedGraphs()))
@@ -216,7 +270,8 @@ def test_sizes_reach_the_largest_step() -> None:
     assert graph_sizes(1) == (1,)
     assert graph_sizes(5) == (1, 2, 4, 8)
     assert graph_sizes(33)[-1] == 48
-    assert graph_sizes(10**6)[-1] == 256
+    assert graph_sizes(257)[-2:] == (256, 320)
+    assert graph_sizes(10**6)[-1] == 512
     assert piece_sizes(100) == (16, 32, 64)
 
 
