@@ -51,7 +51,7 @@ MOST_HOST_US = 300.0
 WAYS_TO_CHOOSE = {
     "greedy": GREEDY,
     "drawn": SamplingParams(temperature=1.0),
-    "logits on the host": SamplingParams(temperature=0.0, num_logprobs=0),
+    "log-probabilities": SamplingParams(temperature=0.0, num_logprobs=0),
 }
 
 

@@ -58,6 +58,8 @@ def on_gpu_engine(
 class FixedTokens:
     """Keeps the logits, and chooses tokens that do not depend on them: two engines see the same contexts."""
 
+    trusts_device = False
+
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.logits: list[torch.Tensor] = []
@@ -65,9 +67,6 @@ class FixedTokens:
 
     def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:
         return True
-
-    def is_plain(self, rows: Sequence[SamplingRow]) -> bool:
-        return False
 
     def score(self, *_: object) -> list[TokenLogprobs]:
         raise NotImplementedError

@@ -113,6 +113,8 @@ def test_embeddings_equal_the_reference(name: str) -> None:
 class _Watching(Sampler):
     """Samples, and keeps the logits as the driver wants them."""
 
+    trusts_device = False
+
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
         self.logits: list[torch.Tensor] = []
@@ -124,9 +126,6 @@ class _Watching(Sampler):
 
     def needs_logits(self, rows: list[SamplingRow]) -> bool:  # type: ignore[override]
         return True
-
-    def is_plain(self, rows: Any) -> bool:
-        return False
 
 
 def test_a_row_of_nan_fails_alone_and_its_blocks_serve_again() -> None:

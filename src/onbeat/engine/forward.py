@@ -7,7 +7,7 @@ Legend: R tokens that the host samples, V vocabulary, P tokens whose hidden stat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -142,13 +142,14 @@ class ChosenTokens(Protocol):
 class LaunchesSteps(Protocol):
     """A forward pass that can take the next step while one runs, for it chooses the tokens itself."""
 
-    def launch(self, inputs: StepInputs) -> ChosenTokens:
+    def launch(self, inputs: StepInputs, settle: Callable[[], None] | None) -> ChosenTokens:
         """Queue a step and return.
 
         Parameters
         ----------
         inputs : a token id is `UNKNOWN_TOKEN` where it is what the last step chose for the row's slot.
-            `Sampler.is_plain` holds of the rows.
+        settle : waits until the tokens are known that decide how those of this step are chosen; called once
+            the device has what it needs to compute the step. None where all rows are plain.
         """
         ...
 

@@ -144,7 +144,9 @@ def _takes(
             guide.take(token_id)
             return True
         return guide.accepts(token_id) or (
-            token_id in row.stops and guide.may_end and not row.holds_back_stops
+            token_id in row.stops
+            and guide.may_end
+            and len(row.output_token_ids) >= row.params.min_tokens  # others may be under way behind it
         )
     except Exception as error:  # what a library does to one row is not to end the step of all
         outcome.note(index, error)
@@ -157,6 +159,12 @@ def _guide_of(row: SamplingRow) -> Guide:
     if row.guide is None:
         raise row.problem or InvalidRequest("this engine enforces no grammars")
     return row.guide
+
+
+def open_guides(rows: Sequence[SamplingRow]) -> list[int]:
+    """Return the indices of the rows whose grammars say what may come next."""
+    guides = ((index, row.guide) for index, row in enumerate(rows) if row.is_guided)
+    return [index for index, guide in guides if guide is not None and not guide.is_complete]
 
 
 def allowed_ids(rows: Sequence[SamplingRow], refused: Sequence[int], outcome: GuideOutcome) -> list[TokenIds]:

@@ -96,25 +96,23 @@ class ModelRunner:
             may_launch = self.proposer is None and not self.prompts.has_any(rows)
             if self._launches is not None and may_launch:
                 inputs = self.batch.prepare(rows)
-            if (
-                self._launches is None
-                or inputs is None
-                or inputs.pooled
-                or not self.sampler.is_plain(inputs.sampling_rows)
-            ):
+            if self._launches is None or inputs is None or inputs.pooled or not self.sampler.trusts_device:
                 if self._last is not None:
                     self._last.result()  # what comes now needs the tokens
                     self._last = inputs = None
                 return DoneStep(self._run(scheduled, inputs))
-        return self._launch(self._launches, scheduled, inputs)
-
-    def _launch(self, forward: LaunchesSteps, scheduled: SchedulerOutput, inputs: StepInputs) -> PendingStep:
+            is_plain = all(row.is_plain for row in inputs.sampling_rows)
         # To queue a step's operators may take as long as the step before it, whose tokens are not to wait.
-        chosen = forward.launch(inputs)
+        chosen = self._launches.launch(inputs, None if is_plain else partial(self._settle, inputs))
         with self._lock:
             self.batch.append_unknown(inputs)
             self._last = _LaunchedStep(chosen, partial(self._finish, scheduled, inputs))
             return self._last
+
+    def _settle(self, inputs: StepInputs) -> None:
+        """Take the tokens of the step under way, if those of a step depend on them."""
+        if self._last is not None and any(row.needs_output for row in inputs.sampling_rows):
+            self._last.result()
 
     def _finish(
         self, scheduled: SchedulerOutput, inputs: StepInputs, step: _LaunchedStep, chosen: BestTokens

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ from onbeat.engine.draw import (
     top_k_bound,
     weigh,
 )
-from onbeat.engine.guided_draw import GuideOutcome, hold_to_grammars, redrawn
+from onbeat.engine.guided_draw import NO_TOKEN, GuideOutcome, hold_to_grammars, redrawn
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampling_row import SamplingRow
 
@@ -75,61 +74,75 @@ def _most_likely(logits_V: Logits, count: int) -> TokenIds:
     return candidates[np.argsort(-logits_V[candidates], kind="stable")[:count]]
 
 
-def edit_logits(logits_V: Logits, row: SamplingRow) -> None:
-    """Apply penalties, then logit bias, then bans, in place.
+class LogitEdits(NamedTuple):
+    """What a row's parameters change of its logits, in this order. In each part an id stands once."""
 
-    Parameters
-    ----------
-    logits_V : [vocabulary], float32 or float64.
-    row : the request whose logits these are.
-    """
-    if row.has_penalties:
-        _apply_penalties(logits_V, row)
-    if row.params.logit_bias:
-        token_ids, bias = _in_vocabulary(logits_V, *row.bias)
-        logits_V[token_ids] += bias.astype(logits_V.dtype)
-    _ban_tokens(logits_V, row)
+    penalised: TokenIds
+    lowered_by: Floats
+    """What frequency and presence take from each of `penalised`, behind the repetition penalty."""
+    biased: TokenIds
+    bias: Floats
+    allowed: TokenIds | None
+    """None: all are."""
+    banned: TokenIds
 
 
-def _apply_penalties(logits_V: Logits, row: SamplingRow) -> None:
-    """Repetition (prompt and output), then frequency and presence (output only) penalties.
+def logit_edits(row: SamplingRow, vocab_size: int) -> LogitEdits:
+    """Return penalties, then logit bias, then bans, of the token that is to come.
+
+    Repetition penalizes prompt and output, frequency and presence the output alone.
 
     References
     ----------
     Keskar et al., "CTRL", 2019, section 4.1 (repetition penalty; its sign-dependent form is the one in use);
     the OpenAI API reference (frequency and presence).
     """
-    params, counts = row.params, row.token_counts
-    counts.update(row.output_token_ids)
-    token_ids, token_counts = _in_vocabulary(logits_V, counts.token_ids, counts.counts)
-    lowered_by = params.frequency_penalty * token_counts + params.presence_penalty * (token_counts > 0)
-    values = logits_V[token_ids]
-    # A tiny repetition penalty lifts a logit beyond the largest number: there it stays, ahead of all others.
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        penalty = params.repetition_penalty
-        values = np.where(values > 0, values / penalty, values * penalty)
-        values -= lowered_by.astype(values.dtype)
-    logits_V[token_ids] = np.minimum(values, np.finfo(values.dtype).max)
-
-
-def _ban_tokens(logits_V: Logits, row: SamplingRow) -> None:
-    if row.params.allowed_token_ids:
-        allowed = _in_vocabulary(logits_V, row.allowed_token_ids)[0]
-        kept = logits_V[allowed]
-        logits_V.fill(-np.inf)
-        logits_V[allowed] = kept
-    if row.params.bad_words:
-        logits_V[_in_vocabulary(logits_V, row.banned_token_ids)[0]] = -np.inf
+    params, none = row.params, np.zeros(0, np.int64)
+    seen, times, allowed = none, np.zeros(0), None
+    if row.has_penalties:
+        row.token_counts.update(row.output_token_ids)
+        seen, times = _in_vocabulary(vocab_size, row.token_counts.token_ids, row.token_counts.counts)
+    lowered_by = params.frequency_penalty * times + params.presence_penalty * (times > 0)
+    if params.allowed_token_ids:
+        allowed = _in_vocabulary(vocab_size, row.allowed_token_ids)[0]
+    banned = row.banned_token_ids if params.bad_words else none
     if row.holds_back_stops:
-        logits_V[_in_vocabulary(logits_V, row.stop_token_ids)[0]] = -np.inf
+        banned = np.concatenate([banned, row.stop_token_ids])
+    biased, bias = _in_vocabulary(vocab_size, *row.bias) if params.logit_bias else (none, np.zeros(0))
+    return LogitEdits(seen, lowered_by, biased, bias, allowed, _in_vocabulary(vocab_size, banned)[0])
+
+
+def edit_logits(logits_V: Logits, row: SamplingRow) -> None:
+    """Apply `logit_edits` in place.
+
+    Parameters
+    ----------
+    logits_V : [vocabulary], float32 or float64.
+    row : the request whose logits these are.
+    """
+    edits = logit_edits(row, len(logits_V))
+    if len(edits.penalised):
+        values = logits_V[edits.penalised]
+        # A tiny repetition penalty lifts a logit beyond the largest number: there it stays, ahead of others.
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            penalty = row.params.repetition_penalty
+            values = np.where(values > 0, values / penalty, values * penalty)
+            values -= edits.lowered_by.astype(values.dtype)
+        logits_V[edits.penalised] = np.minimum(values, np.finfo(values.dtype).max)
+    logits_V[edits.biased] += edits.bias.astype(logits_V.dtype)
+    if edits.allowed is not None:
+        kept = logits_V[edits.allowed]
+        logits_V.fill(-np.inf)
+        logits_V[edits.allowed] = kept
+    logits_V[edits.banned] = -np.inf
 
 
 def _in_vocabulary(
-    logits_V: Logits, token_ids: TokenIds, values: Floats | None = None
+    vocab_size: int, token_ids: TokenIds, values: Floats | None = None
 ) -> tuple[TokenIds, Floats]:
     """Drop ids that have no logit: nothing can sample them, so no change to them has a meaning."""
     values = np.zeros(len(token_ids)) if values is None else values
-    inside = (token_ids >= 0) & (token_ids < len(logits_V))
+    inside = (token_ids >= 0) & (token_ids < vocab_size)
     return (token_ids, values) if inside.all() else (token_ids[inside], values[inside])
 
 
@@ -137,8 +150,6 @@ __all__ = ["BestTokens", "SampledTokens", "Sampler", "SamplingRow"]
 
 INVALID_TOKEN = -1
 """Stands for the token of a row that has none because of an error."""
-
-_NEVER_NEEDS_LOGITS = attrgetter("is_always_plain")
 
 
 @dataclass(slots=True)
@@ -164,6 +175,10 @@ class BestTokens(NamedTuple):
     """The largest logit; NaN where any logit of the row is NaN."""
     is_chosen_R: NDArray[np.bool_] | None = None
     """Whether the token is what the row gets, so that nobody needs its logits; None: of no row."""
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    """Of each row, where a device has chosen; empty where none asked."""
+    masks: GuideOutcome | None = None
+    """What it took to find masks of grammars that a device has held its choice to; None: there were none."""
 
     def take(self, rows: NDArray[np.int64] | slice) -> BestTokens:
         """Return those of some rows."""
@@ -182,13 +197,12 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
+    trusts_device = True
+    """See `TokenSampler`."""
+
     def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:
         """Whether more than each row's most likely token is needed to choose."""
         return not all(row.is_greedy and row.is_plain for row in rows)
-
-    def is_plain(self, rows: Sequence[SamplingRow]) -> bool:
-        """Whether no row wants more than a token by temperature, top-k, top-p, min-p and its number."""
-        return all(map(_NEVER_NEEDS_LOGITS, rows)) or all(row.is_plain for row in rows)
 
     def sample(
         self, logits_RV: Logits | None, rows: Sequence[SamplingRow], best: BestTokens | None = None
@@ -217,6 +231,7 @@ class Sampler:
         for index in np.flatnonzero(~np.isfinite(best.logits_R)).tolist():
             _check(sampled, index, float(best.logits_R[index]))
         if logits_RV is None:
+            _take_choices(rows, sampled, best)
             return sampled
         pairs = zip(left, logits_RV, strict=True)
         lines = {index: logits_V for index, logits_V in pairs if index not in sampled.errors}
@@ -258,6 +273,26 @@ def _check(sampled: SampledTokens, index: int, peak: float) -> None:
     if not math.isfinite(peak):
         sampled.errors[index] = f"the model produced invalid logits: the largest is {peak}"
         sampled.token_ids[index] = INVALID_TOKEN
+
+
+def _take_choices(rows: Sequence[SamplingRow], sampled: SampledTokens, best: BestTokens) -> None:
+    """Add what is known beside the tokens that a device has chosen, and let grammars go on."""
+    guides = best.masks or GuideOutcome()
+    for index in sampled.errors.keys() - guides.errors.keys():
+        if best.logits_R[index] == -math.inf and not rows[index].is_always_plain:
+            guides.faults[index] = rows[index].dead_end
+    failed = sampled.errors.keys() | guides.errors.keys()
+    guided = [index for index, row in enumerate(rows) if row.is_guided and index not in failed]
+    if guided:
+        work = hold_to_grammars(rows, guided, sampled.token_ids, lambda refused, _: [NO_TOKEN] * len(refused))
+        guides.add(work, range(len(rows)))
+        guides.failures |= work.failures
+    if guided or guides.errors:
+        sampled.guides = guides
+    for index, message in guides.errors.items():
+        sampled.errors[index], sampled.token_ids[index] = message, INVALID_TOKEN
+    for index, report in enumerate(best.logprobs):
+        sampled.logprobs[index] = None if index in sampled.errors else report
 
 
 def _edited(

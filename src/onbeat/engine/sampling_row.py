@@ -90,6 +90,13 @@ class SamplingRow:
             self.has_penalties or params.logit_bias or params.allowed_token_ids or params.bad_words
         )
         self.is_guided = params.grammar is not None
+        self.needs_output = bool(
+            self.has_penalties
+            or self.is_guided
+            or params.min_tokens
+            or any(len(word) > 1 for word in params.bad_words)
+        )
+        """Whether its tokens so far, or their number, decide what may come next or how likely that is."""
         self.guide: Guide | None = None
         """Holds it to its grammar; whoever takes the request in sets it."""
         self.problem: Exception | None = None

@@ -24,14 +24,13 @@ GREEDY = SamplingParams(temperature=0.0, num_logprobs=0)
 class RecordingSampler:
     """Greedy; keeps the logits it saw, and looks whether the best of them are those that it is told."""
 
+    trusts_device = False  # it wants to see the logits
+
     def __init__(self) -> None:
         self.logits: list[torch.Tensor] = []
 
     def needs_logits(self, rows: list[SamplingRow]) -> bool:
         return True
-
-    def is_plain(self, rows: list[SamplingRow]) -> bool:
-        return False  # it wants to see the logits
 
     def score(self, *_: object) -> list[TokenLogprobs]:
         raise NotImplementedError

@@ -24,15 +24,14 @@ from tests.pure.scheduler.driver import make_config
 class FailingSampler:
     """Greedy, but one step's rows all fail."""
 
+    trusts_device = False
+
     def __init__(self, failing_step: int) -> None:
         self.failing_step = failing_step
         self.step = -1
 
     def needs_logits(self, rows: list[SamplingRow]) -> bool:
         return True
-
-    def is_plain(self, rows: list[SamplingRow]) -> bool:
-        return False
 
     def score(self, *_: object) -> list[TokenLogprobs]:
         raise NotImplementedError

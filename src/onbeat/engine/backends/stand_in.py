@@ -465,9 +465,8 @@ class StandInForward(ForwardPass):
 class StandInSampler:
     """Takes the tokens as the forward pass has chosen them; each is certain."""
 
-    def is_plain(self, rows: Sequence[SamplingRow]) -> bool:  # noqa: ARG002 -- nobody asks
-        """Return False: its forward pass launches nothing."""
-        return False
+    trusts_device = False
+    """Its forward pass launches nothing."""
 
     def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:  # noqa: ARG002 -- whatever they ask for
         return False

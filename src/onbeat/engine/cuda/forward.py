@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from onbeat.core.errors import EngineDead, EngineError
+from onbeat.engine.cuda.choice import Choice
 from onbeat.engine.cuda.graphs import GraphKey, Graphs, graph_sizes
 from onbeat.engine.cuda.state import (
     CudaOptions,
@@ -180,8 +181,9 @@ class _Buffers(NamedTuple):
 class _Launched:
     """A step's tokens; see `ChosenTokens`."""
 
-    def __init__(self, inputs: StepInputs, packed: PackedStep, mark: Mark) -> None:
+    def __init__(self, inputs: StepInputs, packed: PackedStep, mark: Mark, choice: Choice | None) -> None:
         self.packed = packed
+        self._choice = choice
         self._inputs = inputs
         self._mark = mark
 
@@ -189,7 +191,8 @@ class _Launched:
         """Return the tokens once the step is done."""
         with _failures_in_words(self._inputs):
             self._mark.wait()
-        return self.packed.best_tokens()
+        best = self.packed.best_tokens()
+        return best if self._choice is None else self._choice.told(best)
 
 
 class CudaForward(ForwardPass):
@@ -269,13 +272,17 @@ class CudaForward(ForwardPass):
             left_C = np.flatnonzero(~is_chosen_N)
         copied: list[NDArray[Any] | None] = []
 
-        def queue(packed: PackedStep) -> None:
+        def compute(packed: PackedStep) -> None:
             logits_NV, pooled_PD = self._queue(packed)
             places_C = left_C if packed.size is None else inputs.sampling_tokens[left_C]
             copied.append(self._on_host(logits_NV, places_C))
             copied.append(self._on_host(pooled_PD, np.arange(len(inputs.pooled_tokens))))
 
-        best = self._submit(inputs, queue, drawn_N).wait()._replace(is_chosen_R=is_chosen_N)
+        best = (
+            self._submit(inputs, partial(self._on_stream, compute), drawn_N)
+            .wait()
+            ._replace(is_chosen_R=is_chosen_N)
+        )
         values_CV, hidden_PD = copied
         return StepLogits(values_CV, best if num_samples else None, hidden_PD=hidden_PD)
 
@@ -292,9 +299,21 @@ class CudaForward(ForwardPass):
             there.copy_(values_NX[run[0] : run[-1] + 1], non_blocking=True)
         return copied_CX.numpy()
 
-    def launch(self, inputs: StepInputs) -> ChosenTokens:
+    def launch(self, inputs: StepInputs, settle: Callable[[], None] | None) -> ChosenTokens:
         """Queue a step that chooses its rows' tokens; see `LaunchesSteps.launch`."""
-        return self._submit(inputs, self._queue, ALL_DRAWN)
+        if settle is None:
+            return self._submit(inputs, partial(self._on_stream, self._queue), ALL_DRAWN)
+
+        def choose(packed: PackedStep) -> Choice:
+            computed: list[_Buffers] = []
+            self._stream.run(lambda: computed.append(self._run_step(packed)[0]))
+            settle()
+            places_N = np.arange(len(inputs.sampling_rows)) if packed.size is None else packed.sampling_tokens
+            choice = Choice(inputs.sampling_rows, places_N, self.config.vocab_size, self._stream)
+            self._stream.run(lambda: self._choose(packed, computed[0], choice))
+            return choice
+
+        return self._submit(inputs, choose, ALL_DRAWN)
 
     def mark(self) -> Mark:
         """Return the present end of the queue; see `LaunchesSteps.mark`."""
@@ -306,20 +325,26 @@ class CudaForward(ForwardPass):
         with _failures_in_words(None):
             self._stream.run(lambda: scrub(self._state.kv, ids.to(self.weights.device)))
 
+    def _on_stream(self, work: Callable[[PackedStep], object], packed: PackedStep) -> None:
+        self._stream.run(partial(work, packed))
+
     def _submit(
-        self, inputs: StepInputs, queue: Callable[[PackedStep], object], drawn_N: NDArray[np.bool_] | None
+        self,
+        inputs: StepInputs,
+        queue: Callable[[PackedStep], Choice | None],
+        drawn_N: NDArray[np.bool_] | None,
     ) -> _Launched:
         with _failures_in_words(inputs):
             entry = self._ring.take()
             try:
                 packed = self._packer.pack(inputs, entry, drawn_N)
-                self._stream.run(lambda: queue(packed))
+                choice = queue(packed)
             except Exception:
                 self._packer.forget()
                 raise
             finally:  # what failed may have queued a part, and a device that failed says so now
                 entry.mark = self._stream.mark()
-        return _Launched(inputs, packed, entry.mark)
+        return _Launched(inputs, packed, entry.mark, choice)
 
     def _fixed_buffers(self, size: int) -> _Buffers:
         """Return the buffers that the graph of a size reads and writes, full of padding."""
@@ -339,6 +364,23 @@ class CudaForward(ForwardPass):
     @torch.inference_mode()
     def _queue(self, packed: PackedStep) -> tuple[Tensor, Tensor | None]:
         """Queue a step and the way back of its tokens; return logits [N, V] and what is pooled [P, D]."""
+        buffers, pooled_PD = self._run_step(packed)
+        if packed.is_random:
+            self._draw(buffers)
+        packed.views.results.copy_(buffers.results, non_blocking=True)
+        return buffers.logits_NV, pooled_PD
+
+    @torch.inference_mode()
+    def _choose(self, packed: PackedStep, buffers: _Buffers, choice: Choice) -> None:
+        """Queue the choice of the tokens of a step that is queued."""
+        draws = draw_params(buffers.parts) if packed.is_random else None
+        choice.queue(self.kernels, buffers.logits_NV, buffers.best, draws)
+        self._remember(buffers)
+        packed.views.results.copy_(buffers.results, non_blocking=True)
+
+    @torch.inference_mode()
+    def _run_step(self, packed: PackedStep) -> tuple[_Buffers, Tensor | None]:
+        """Queue a step up to its most likely tokens; return its buffers and what is pooled [P, D]."""
         words = packed.views.words
         pooled_PD = None
         if packed.late_updates is not None:
@@ -359,10 +401,7 @@ class CudaForward(ForwardPass):
                 num_samples = packed.views.counts.samples
                 pooled = Hidden(*(part[num_samples:] for part in hidden))
                 pooled_PD = final_states(self.weights, self.kernels, pooled)
-        if packed.is_random:
-            self._draw(buffers)
-        packed.views.results.copy_(buffers.results, non_blocking=True)
-        return buffers.logits_NV, pooled_PD
+        return buffers, pooled_PD
 
     def _plan_decodes(self, parts: StepWords) -> None:
         self.kernels.plan_decodes(parts.lens_R, list(self._windows.values()))

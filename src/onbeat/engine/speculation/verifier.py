@@ -39,12 +39,13 @@ _NO_DRAFT = INVALID_TOKEN - 1
 class TokenSampler(Protocol):
     """Chooses one token per row of logits."""
 
-    def needs_logits(self, rows: list[SamplingRow]) -> bool:
-        """Whether more than each row's most likely token is needed to choose."""
+    @property
+    def trusts_device(self) -> bool:
+        """Whether a forward pass that chooses tokens may do so for it."""
         ...
 
-    def is_plain(self, rows: list[SamplingRow]) -> bool:
-        """Whether a forward pass that chooses tokens may do so: their settings ask for nothing else."""
+    def needs_logits(self, rows: list[SamplingRow]) -> bool:
+        """Whether more than each row's most likely token is needed to choose."""
         ...
 
     def sample(

@@ -94,7 +94,7 @@ class TorchForward(ForwardPass):
         self._kernels.best(logits_NV, best)
         return StepLogits(
             logits_NV.cpu().numpy() if wants_logits else None,
-            BestTokens(*(part.cpu().numpy() for part in best)),
+            BestTokens(best.ids_R.cpu().numpy(), best.peaks_R.cpu().numpy()),
             hidden_PD=hidden_PD,
         )
 

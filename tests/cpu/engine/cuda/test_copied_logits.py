@@ -95,7 +95,7 @@ def test_tokens_are_the_same_and_no_more_logits_are_copied_than_are_needed(
     assert prompt_logprobs(done) == scored
     counts = make.counts()
     assert [num_copied for num_copied, _ in counts] == [num_needed for _, num_needed in counts]
-    assert any(num_copied for num_copied, _ in counts) == bool(others or num_prompt_logprobs)
+    assert any(num_copied for num_copied, _ in counts) == bool((others and drafts) or num_prompt_logprobs)
 
 
 def test_a_draft_model_draws_its_drafts_on_the_gpu() -> None:
