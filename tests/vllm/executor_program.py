@@ -1,6 +1,8 @@
 """Runs a tiny random model on vLLM's executor under onbeat's engine, and compares it with transformers.
 
-    python -m tests.vllm.executor_program FAMILY FOLDER
+    python -m tests.vllm.executor_program FAMILY FOLDER [ARGUMENTS]
+
+ARGUMENTS are vLLM's, as JSON.
 
 vLLM's workers can be made once a process, so that each family has one of its own. Prints JSON.
 """
@@ -33,6 +35,7 @@ from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import DTYPES
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.vllm.arguments import sampling_params
+from onbeat.engine.vllm.handshake import can_compare, compare_steps
 from onbeat.engine.vllm.runner import VllmRunner
 from onbeat.engine.vllm.surface import Settings, model_config_of, start_executor
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -60,7 +63,7 @@ class Bench:
     """Serves requests on one executor, each time by an engine of its own."""
 
     def __init__(self, folder: Path, depth: int, dtype: str, **options: Any) -> None:
-        self.depth, self.dtype = depth, dtype
+        self.dtype = dtype
         settings = Settings(
             {
                 "model": str(folder),
@@ -80,6 +83,7 @@ class Bench:
             threads=1,
         )
         self.surface, self.model = start_executor(settings), model_config_of(settings)
+        self.depth = depth if self.surface.overlaps else 1
         self.num_blocks = self.surface.num_kv_blocks
         self._run = 0
 
@@ -127,6 +131,21 @@ class Bench:
         scheduler.check_invariants()
         engine.shutdown()
         return list(got.values()), scheduler
+
+    def compare_steps(self) -> None:
+        """Compare those of the start; raises where they differ."""
+        limits = SchedulerConfig(
+            policy="slo",
+            num_blocks=self.num_blocks,
+            enable_prefix_caching=not self.surface.num_slots,
+            block_size=self.surface.block_size,
+            max_model_len=MAX_LEN,
+            max_num_seqs=6,
+            max_num_batched_tokens=256,
+        )
+        runner = VllmRunner(limits, self.surface, self.model, DeviceConfig(CPU, DTYPES[self.dtype], 1))
+        assert can_compare(runner)
+        compare_steps(runner)
 
 
 class Guides:
@@ -176,9 +195,10 @@ def own(bench: Bench, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]) -
     return answers
 
 
-def main(name: str, folder: Path) -> dict[str, Any]:
+def main(name: str, folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     family, model = FAMILIES[name], make_model(name, folder)
-    bench = Bench(folder, 1 if family.has_state else 2, family.dtype)
+    bench = Bench(folder, 1 if family.has_state else 2, family.dtype, **options)
+    bench.compare_steps()
     rng = random.Random(2)
     plain = [(each, SamplingParams(temperature=0.0, max_tokens=rng.randrange(5, 60))) for each in prompts(12)]
     expected = greedy(model, plain) if family.is_exact else own(bench, plain)
@@ -269,4 +289,5 @@ def errors(model: Any, asked: Any, outputs: Any) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    print("RESULT " + json.dumps(main(sys.argv[1], Path(sys.argv[2]))))  # noqa: T201
+    name, place, *rest = sys.argv[1:]
+    print("RESULT " + json.dumps(main(name, Path(place), json.loads("".join(rest) or "{}"))))  # noqa: T201

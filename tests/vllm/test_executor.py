@@ -15,6 +15,11 @@ pytestmark = pytest.mark.vllm
 
 
 WAYS = ("alone", "together", "short")
+SEVERAL = {
+    "Llama-tensors": {"tensor_parallel_size": 2},
+    "Llama-stages": {"pipeline_parallel_size": 2, "enforce_eager": False},
+}
+"""Workers that share a model; with vLLM for CPUs two stages need what only a compiled model has."""
 
 
 def run(program: str, *arguments: str) -> dict[str, Any]:
@@ -26,11 +31,11 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
     return dict(json.loads(line.removeprefix("RESULT ")))
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=[*FAMILIES, *SEVERAL])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    name = request.param
+    name, folder = request.param.partition("-")[0], tmp_path_factory.mktemp(request.param)
     return {
-        **run("executor_program", name, str(tmp_path_factory.mktemp(name))),
+        **run("executor_program", name, str(folder), json.dumps(SEVERAL.get(request.param, {}))),
         "family": FAMILIES[name],
         # In bfloat16 a state that is rounded at another place is another.
         "ways": WAYS[:1] if FAMILIES[name].has_rounded_state else WAYS,

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,9 +50,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> NoReturn:
     """Start the server: vLLM takes the place of this process."""
+    from onbeat.cluster.client import OwnedFolder
+
     executable = find_vllm()
-    # A folder of its own, which only this user can look into.
-    address = f"ipc://{tempfile.mkdtemp(prefix='onbeat-vllm-')}/telemetry"
+    folder = OwnedFolder()
+    folder.outlive_exec()
+    address = f"ipc://{folder.path}/telemetry"
     command = [executable, *vllm_arguments(args, address)]
     print(f"onbeat: starting {' '.join(command)}", file=sys.stderr, flush=True)
     os.execv(executable, command)

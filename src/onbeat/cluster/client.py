@@ -62,6 +62,10 @@ class OwnedFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unnamed.rename(self.path / _LOCK)
 
+    def outlive_exec(self) -> None:
+        """Let another program that takes the place of this process keep it: a start after that removes it."""
+        os.set_inheritable(self._lock, True)  # noqa: FBT003 -- its only form
+
     def close(self) -> None:
         """Remove the directory with what is in it."""
         shutil.rmtree(self.path, ignore_errors=True)

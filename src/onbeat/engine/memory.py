@@ -231,6 +231,12 @@ def free_for(share: MemoryShare | None, device: Device) -> FreeMemory:
     return min(own, free)
 
 
+def is_short_memory(error: Exception) -> bool:
+    """Return whether an allocator or the start of a thread failed for want of memory."""
+    text = str(error).partition("\n")[0]
+    return isinstance(error, MemoryError) or any(sign in text for sign in _SIGNS_OF_SHORT_MEMORY)
+
+
 @contextmanager
 def short_memory_in_words(device: Device) -> Iterator[None]:
     """Turn what allocators and thread starts raise into words, for a footprint is an estimate.
@@ -242,10 +248,9 @@ def short_memory_in_words(device: Device) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        text = str(error).partition("\n")[0]
-        if not (isinstance(error, MemoryError) or any(sign in text for sign in _SIGNS_OF_SHORT_MEMORY)):
+        if not is_short_memory(error):
             raise
-        free = free_memory(device)
+        text, free = str(error).partition("\n")[0], free_memory(device)
         raise ConfigError(
             f"memory ran out while the engine started ({text or type(error).__name__}): {free.limit} leaves "
             f"{_size(free.num_bytes)}; give onbeat more memory, or a smaller --kv-cache-memory-bytes, model, "

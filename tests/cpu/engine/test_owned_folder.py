@@ -22,6 +22,14 @@ folder = OwnedFolder()
 print(folder.path, flush=True)
 time.sleep(60)
 """
+BECOMES_ANOTHER = """
+import os, sys
+from onbeat.cluster.client import OwnedFolder
+folder = OwnedFolder()
+folder.outlive_exec()
+program = "import sys, time; print(sys.argv[1], flush=True); time.sleep(60)"
+os.execv(sys.executable, ["python", "-c", program, str(folder.path)])
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +39,9 @@ def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start_owner() -> tuple[subprocess.Popen[str], Path]:
+def start_owner(program: str = OWNER) -> tuple[subprocess.Popen[str], Path]:
     """Start a process that has a directory; return both."""
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     return owner, Path(owner.stdout.readline().strip())
 
@@ -53,8 +61,9 @@ def test_is_removed_when_it_is_closed(temporary_files: Path) -> None:
     assert not list(temporary_files.iterdir())
 
 
-def test_the_next_one_removes_that_of_a_process_that_was_killed() -> None:
-    owner, theirs = start_owner()
+@pytest.mark.parametrize("program", [OWNER, BECOMES_ANOTHER])
+def test_the_next_one_removes_that_of_a_process_that_was_killed(program: str) -> None:
+    owner, theirs = start_owner(program)
     with closing(OwnedFolder()) as first:
         assert theirs.is_dir(), "its process lives"
         kill(owner)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onbeat.core.errors import EngineDead
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.device import CPU, DeviceConfig
@@ -21,6 +22,9 @@ from onbeat.scheduler.scheduler_config import SpeculationConfig
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import make_config, make_request
 
+TOKEN = 7
+"""What every row samples."""
+
 
 class Workers:
     """Stands in for vLLM: keeps what its workers keep, and checks each step against it."""
@@ -31,6 +35,7 @@ class Workers:
         self.is_second_runner = is_second_runner
         self.num_slots = num_slots
         self.num_drafts = num_drafts
+        self.has_stages = True
         self.known: dict[str, SimpleNamespace] = {}
         self.last: set[str] = set()
 
@@ -42,6 +47,7 @@ class Workers:
             num_output_tokens=[],
             resumed_req_ids=set(),
             all_token_ids={},
+            new_token_ids=[],
         )
 
     def blocks(self, block_ids: Any, slot: int | None, *, is_new: bool = True) -> tuple[list[int], ...]:
@@ -71,6 +77,11 @@ class Workers:
             elif blocks is not None:
                 for held, more in zip(state.blocks, blocks, strict=True):
                     held.extend(more)
+            if self.has_stages:
+                num_computed, new_token_ids = cached.num_computed_tokens[index], cached.new_token_ids[index]
+                assert len(new_token_ids) == num_tokens[name]
+                prompt = list(state.request.prompt_token_ids)[num_computed:]
+                assert new_token_ids == (prompt + [TOKEN] * num_tokens[name])[: num_tokens[name]]
             if name not in self.last:
                 num_outputs = cached.num_output_tokens[index]
                 assert len(cached.all_token_ids[name]) == len(state.request.prompt_token_ids) + num_outputs
@@ -84,7 +95,7 @@ class Workers:
 
 
 def run(step: SchedulerOutput) -> ModelRunnerOutput:
-    return ModelRunnerOutput([[7] for row in step.rows if row.samples])
+    return ModelRunnerOutput([[TOKEN] for row in step.rows if row.samples])
 
 
 @pytest.mark.parametrize("is_second_runner", [False, True])
@@ -143,11 +154,12 @@ class Verifier(Workers):
     rng : which drafts are right, and how many there are.
     """
 
-    overlaps, version, graphs = False, "0", None
+    overlaps, version, graphs, has_failed = False, "0", None, False
     lacks = staticmethod(lambda _: None)
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(is_second_runner=False, num_slots=0, num_drafts=NUM_DRAFTS)
+        self.has_stages = False
         self.rng = rng
         self.slots: dict[int, int] = {}
         """KV slot -> the token that it holds."""
@@ -260,3 +272,69 @@ def test_drafts_change_no_token(depth: int, seed: int) -> None:
     assert workers.num_accepted > 0 < workers.num_rejected
     assert counted[0] == workers.num_accepted + workers.num_rejected
     assert counted[1] <= workers.num_accepted  # what is accepted behind a request's end is none of its tokens
+
+
+class FailingWorkers(Workers):
+    """Fails where it is told to."""
+
+    overlaps = False
+    version = "0"
+    has_failed = False
+    graphs = None
+    lacks = staticmethod(lambda _: None)
+
+    def __init__(self, fails_in: str, error: Exception) -> None:
+        super().__init__(is_second_runner=False, num_slots=0)
+        self.has_stages = False
+        self._fails_in, self._error = fails_in, error
+
+    def step(self, *args: Any) -> Any:
+        num_tokens = super().step(*args)
+        return SimpleNamespace(finished_req_ids=args[3], num_tokens=num_tokens)
+
+    def begin(self, step: Any) -> bool:
+        self._fail("begin")
+        return bool(step.num_tokens)
+
+    def sample(self, grammar: Any) -> Any:
+        return SimpleNamespace(result=lambda: self._fail("result"))
+
+    def _fail(self, where: str) -> None:
+        if where == self._fails_in:
+            raise self._error
+
+
+@pytest.mark.parametrize("fails_in", ["begin", "result"])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("a kernel failed\nand more"), "a kernel failed"),
+        (MemoryError(), "max-num-batched-tokens"),
+    ],
+)
+def test_a_failed_step_ends_the_engine(fails_in: str, error: Exception, words: str) -> None:
+    """vLLM's workers stay in the middle of it: whoever watches the engine starts it again, as our own."""
+    runner = make_runner(FailingWorkers(fails_in, error))
+    core = EngineCore(Scheduler(runner.limits, LinearStepTime()), ThreadExecutor(runner))
+    core.add(make_request("a", 4, 4))
+    with pytest.raises(EngineDead, match=words):
+        core.step()
+    core.shutdown()
+
+
+def test_a_dead_worker_ends_an_idle_engine() -> None:
+    workers = FailingWorkers("", ValueError())
+    runner = make_runner(workers)
+    core = EngineCore(
+        Scheduler(runner.limits, LinearStepTime()), ThreadExecutor(runner), idle_work=runner.touch_ahead
+    )
+    assert not core.do_idle_work()
+    workers.has_failed = True
+    with pytest.raises(EngineDead, match="worker"):
+        core.do_idle_work()
+    core.shutdown()
+
+
+def make_runner(workers: FailingWorkers) -> VllmRunner:
+    limits = make_config("slo")
+    return VllmRunner(limits, workers, None, DeviceConfig(CPU, DTYPES["float32"], 1))  # type: ignore[arg-type]

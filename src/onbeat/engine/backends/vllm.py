@@ -15,6 +15,7 @@ from onbeat.engine.executor import Runner
 from onbeat.engine.memory import free_for, modest_kv_bytes
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.speculation.build import check_same_tokenizer
+from onbeat.engine.vllm.handshake import TRIED, can_compare, compare_steps, is_tried
 from onbeat.engine.vllm.runner import VllmRunner
 from onbeat.engine.vllm.surface import model_config_of, settings_of, start_executor, why_whole
 from onbeat.hub.files import ModelFiles
@@ -67,7 +68,9 @@ class VllmBackend(Backend):
         """Return limits for as many blocks as there may be: vLLM counts them once the weights are there."""
         if self.device.device.type == "cpu":
             spare = free_for(config.memory_share, self.device.device).num_bytes
-            self._settings.take(kv_cache_memory_bytes=config.kv_cache_memory_bytes or modest_kv_bytes(spare))
+            num_bytes = config.kv_cache_memory_bytes or modest_kv_bytes(spare)
+            num_workers = self._settings.config.parallel_config.world_size
+            self._settings.take(kv_cache_memory_bytes=num_bytes // num_workers)
         return settle(_MANY)
 
     def start(
@@ -87,10 +90,28 @@ class VllmBackend(Backend):
         if surface.num_slots and limits.enable_prefix_caching:
             say("prefix caching is off: a prefix would need the state of its layers without attention")
             limits = replace(limits, enable_prefix_caching=False)
-        return VllmRunner(limits, surface, self.model, self.device), limits
+        runner = VllmRunner(limits, surface, self.model, self.device)
+        if not self._is_known and self.model.has_head and can_compare(runner):
+            try:
+                compare_steps(runner)
+            except ConfigError:
+                runner.close()
+                raise
+        return runner, limits
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether steps of this version have been compared on such a device before."""
+        return self.device.device.type == "cpu" and is_tried(self._settings.version)
 
     def remarks(self, config: EngineConfig) -> Iterator[str]:
         """Yield what this engine does otherwise; see `Backend.remarks`."""
+        version = self._settings.version
+        if not is_tried(version):
+            yield (
+                f"vLLM {version} has not been tried with onbeat, {' to '.join(TRIED)} have: a few small "
+                "steps are compared now"
+            )
         if config.speculative is not None:
             yield (
                 f"speculative decoding by vLLM ({config.speculative.method}, at most "

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from onbeat.core.errors import EngineDead
 from onbeat.core.request import Request, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, GuidedRows, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine.device import DeviceConfig
@@ -34,6 +35,7 @@ from onbeat.engine.guided_draw import (
 from onbeat.engine.input_batch import IntArray
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampling_row import SamplingRow
+from onbeat.engine.vllm.faults import failures_end_the_engine
 from onbeat.engine.vllm.outputs import embeddings, prompt_logprobs, row_logprobs, sampled
 from onbeat.engine.vllm.surface import VllmExecutor
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -130,8 +132,8 @@ class Translator:
                 cached.num_output_tokens.append(told.num_outputs)
                 if told.is_back:
                     cached.resumed_req_ids.add(name)
-                if name not in self._last:  # then the workers look here for what they have not kept
-                    cached.all_token_ids[name] = [*told.request.prompt_token_ids, *told.row.output_token_ids]
+                if surface.has_stages or name not in self._last:
+                    self._tell_tokens(cached, row, told)
             told.is_known, told.is_back = True, False
             num_tokens[name] = row.num_new_tokens
             if row.num_draft_tokens:
@@ -147,6 +149,15 @@ class Translator:
                 told.is_known = False
         self._finished, self._preempted, self._last = set(), set(), num_tokens.keys()
         return step
+
+    def _tell_tokens(self, cached: Any, row: ScheduledRequest, told: Told) -> None:
+        """Name tokens of a request that the workers, or the first of their stages, have not kept."""
+        tokens = [*told.request.prompt_token_ids, *told.row.output_token_ids]
+        if row.request_id not in self._last:
+            cached.all_token_ids[row.request_id] = tokens
+        if self._surface.has_stages:
+            end = row.num_computed_tokens + row.num_new_tokens
+            cached.new_token_ids.append(tokens[row.num_computed_tokens : end])
 
     def _leave(self, told: Told) -> None:
         self._free(told)
@@ -207,27 +218,35 @@ class VllmRunner:
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Run one step, or queue it behind the one under way."""
-        if self.surface.num_drafts and self._last is not None:
-            self._last.result()  # which the workers have not kept: tokens, and drafts to verify
-        with self._lock:
-            self._translator.change(scheduled)
-            step = self._translator.step(scheduled)
-            told = [self._translator.told[row.request_id] for row in scheduled.rows]
-        is_empty = not scheduled.rows and not step.finished_req_ids
-        if is_empty or not self.surface.begin(step):
-            return DoneStep(ModelRunnerOutput([]))
-        launched = _LaunchedStep(self, scheduled.rows, told, self._translator.drafts)
-        grammar = self._grammar(launched)
-        launched.future = self.surface.sample(grammar)
-        self._last = launched
-        return launched
+        with failures_end_the_engine():
+            if self.surface.num_drafts and self._last is not None:
+                self._last.result()  # which the workers have not kept: tokens, and drafts to verify
+            with self._lock:
+                self._translator.change(scheduled)
+                step = self._translator.step(scheduled)
+                told = [self._translator.told[row.request_id] for row in scheduled.rows]
+            is_empty = not scheduled.rows and not step.finished_req_ids
+            if is_empty or not self.surface.begin(step):
+                return DoneStep(ModelRunnerOutput([]))
+            launched = _LaunchedStep(self, scheduled.rows, told, self._translator.drafts)
+            grammar = self._grammar(launched)
+            launched.future = self.surface.sample(grammar)
+            self._last = launched
+            return launched
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step to its end."""
         return self.launch(scheduled).result()
 
     def touch_ahead(self) -> bool:
-        """Take no memory ahead; vLLM has taken all of it."""
+        """Take no memory ahead, vLLM has taken all of it; called over and over while no step runs.
+
+        Raises
+        ------
+        EngineDead : a worker has died meanwhile.
+        """
+        if self.surface.has_failed:
+            raise EngineDead("a worker of vLLM has died; the engine must be started again")
         return False
 
     def close(self) -> None:
@@ -391,5 +410,7 @@ class _LaunchedStep:
     def result(self) -> ModelRunnerOutput:
         with self._lock:
             if self._output is None:
-                self._output = self._runner.take(self, self.future.result())
+                with failures_end_the_engine():
+                    theirs = self.future.result()
+                self._output = self._runner.take(self, theirs)
             return self._output

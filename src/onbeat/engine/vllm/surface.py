@@ -1,21 +1,26 @@
 """Every call of vLLM that the engine uses, in one place: what else its versions change does not matter.
 
-Read from versions 0.30, 0.32 and 0.33.
+Its configuration by `EngineArgs`; memory, KV cache and warm-up by `EngineCore`; steps by `execute_model` and
+`sample_tokens` of its executor; `NewRequestData`, `CachedRequestData`, `SchedulerOutput`, `GrammarOutput` and
+`SamplingParams` for what a step says, `ModelRunnerOutput` for what comes of it; `MambaSpec` for layers.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.extras import require
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_config.architecture import NO_ROPE, Experts
 from onbeat.engine.vllm.arguments import read_arguments, sampling_params, speculation_of
+from onbeat.engine.vllm.faults import Made, Workers, reason, with_cure
 from onbeat.hub.files import ModelFiles
 
 _CPU_BLOCK = 32
@@ -32,15 +37,19 @@ class Settings:
 
     Raises
     ------
+    MissingExtra : vLLM is not installed.
     ConfigError : vLLM does not take the model, or an argument; with its own reason.
     """
 
     def __init__(self, arguments: Mapping[str, Any], threads: int | None) -> None:
+        require("vllm", extra="vllm", purpose="--backend vllm")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if threads is not None:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        # A fork would copy locks that other threads hold.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         self.version = _version()
         self._arguments = {"disable_hybrid_kv_cache_manager": True, **arguments}
         self.config = self.make()
@@ -48,6 +57,8 @@ class Settings:
         if self.config.model_config.is_hybrid:  # whose layers without attention have blocks of their own
             # With two steps in flight some answers of Qwen3-Next were wrong from their first token on.
             self.take(disable_hybrid_kv_cache_manager=False, async_scheduling=False)
+        if self.config.parallel_config.pipeline_parallel_size > 1:
+            self.take(async_scheduling=False)  # each step tells the first stage what the last one sampled
 
     def take(self, **arguments: Any) -> None:
         """Change some arguments of the configuration that is made next."""
@@ -65,22 +76,13 @@ class Settings:
         try:
             return EngineArgs(**self._arguments).create_engine_config()
         except (ValueError, TypeError, NotImplementedError, AssertionError, RuntimeError) as error:
-            raise ConfigError(f"vLLM {self.version} does not run this: {_reason(error)}") from error
+            raise ConfigError(f"vLLM {self.version} does not run this: {reason(error)}") from error
 
 
 def _version() -> str:
     import vllm
 
     return str(vllm.__version__)
-
-
-def _reason(error: Exception) -> str:
-    """Return what vLLM says, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
-    reason = (told or lines or [""])[0].partition(" [type=")[0]
-    # A key or a name that is missing says nothing without its kind.
-    return reason if " " in reason else f"{type(error).__name__} {reason}"
 
 
 def start_executor(settings: Settings) -> VllmExecutor:
@@ -94,13 +96,23 @@ def start_executor(settings: Settings) -> VllmExecutor:
     from vllm.v1.executor import Executor
 
     config = settings.make()
+    workers = Workers()
+    failed: list[bool] = []
     try:
-        # Its constructor measures the memory, makes the KV cache of each kind of layer and warms up: there is
-        # no other way. Its scheduler stays idle.
-        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        with workers.starting(config.parallel_config.world_size):
+            # Its constructor measures the memory, makes the KV cache of each kind of layer and warms up:
+            # there is no other way. Its scheduler stays idle.
+            core = EngineCore(
+                config,
+                Executor.get_class(config),
+                log_stats=False,
+                executor_fail_callback=lambda: failed.append(True),
+            )
+        if config.parallel_config.distributed_executor_backend == "mp":
+            workers.bind(core.model_executor.collective_rpc)
     except Exception as error:
-        raise ConfigError(f"vLLM {settings.version} cannot start: {_reason(error)}") from error
-    return VllmExecutor(core, config)
+        raise ConfigError(f"vLLM {settings.version} cannot start: {with_cure(error)}") from error
+    return VllmExecutor(core, config, workers, failed)
 
 
 class VllmExecutor:
@@ -110,15 +122,21 @@ class VllmExecutor:
     ----------
     core : vLLM's engine core, of which the executor is used.
     config : its `VllmConfig`.
+    workers : its processes, where it has some.
+    failed : not empty once one has died.
     """
 
-    def __init__(self, core: Any, config: Any) -> None:
-        self._core, self.config = core, config
+    def __init__(self, core: Any, config: Any, workers: Workers, failed: Sequence[bool]) -> None:
+        self._core, self.config, self._workers, self._failed = core, config, workers, failed
         self._begun: Any = None
+        self._waiting = threading.Lock()
+        """Held to wait for workers: their answers come in one queue, which two threads would mix up."""
         self.version = _version()
         self._executor = core.model_executor
         self.is_second_runner = bool(getattr(config, "use_v2_model_runner", False))
         self.overlaps = bool(config.scheduler_config.async_scheduling)
+        self.has_stages = config.parallel_config.pipeline_parallel_size > 1
+        """Whether the workers that read tokens are not those that sample them."""
         self.num_blocks = int(config.cache_config.num_gpu_blocks)
         self.block_size = int(config.cache_config.block_size)
         self.graphs = (
@@ -144,13 +162,21 @@ class VllmExecutor:
         """Begin a step; return whether it has tokens."""
         self._begun = self._executor.execute_model(step, non_block=True)
         if not step.total_num_scheduled_tokens:
-            self._begun.result()
+            with self._waiting:
+                self._begun.result()
             return False
         return True
 
     def sample(self, grammar: Any = None) -> Any:
         """Let tokens of the step that was begun be sampled; return the future of what comes of it."""
-        return self._begun if self.pools else self._executor.sample_tokens(grammar, non_block=True)
+        executor, begun = self._executor, self._begun
+        made = begun if self.pools else executor.sample_tokens(grammar, non_block=True)
+        return Made(begun, made, self._waiting)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a worker has died."""
+        return bool(self._failed)
 
     def take_drafts(self) -> dict[str, list[int]]:
         """Return the drafts that the newest step has made, by request; call it when that is done.
@@ -207,7 +233,7 @@ class VllmExecutor:
 
     def close(self) -> None:
         """End the workers."""
-        self._core.shutdown()
+        self._workers.end(self._core.shutdown)
 
     def no_cached_requests(self) -> Any:
         """Return vLLM's list of requests that it knows, empty."""
@@ -329,7 +355,8 @@ def settings_of(config: EngineConfig, device: DeviceConfig, draft: ModelFiles | 
         arguments["speculative_config"] = speculation_of(config.speculative, draft)
         arguments["async_scheduling"] = False  # a step is planned with the drafts of the one before
     arguments |= read_arguments(config.vllm_arguments)
-    return Settings(arguments, device.num_threads if is_cpu else None)
+    threads = max(device.num_threads // config.tensor_parallel_size, 1)
+    return Settings(arguments, threads if is_cpu else None)
 
 
 def why_whole(settings: Settings) -> str | None:
