@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
 
-from onbeat.core.errors import EngineDead
+from onbeat.core.errors import ConfigError, EngineDead
 from onbeat.core.protocols import EngineInfo
-from onbeat.core.request import Request, TokenLogprobs
+from onbeat.core.request import Adapter, Request, TokenLogprobs
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import DoneStep, ThreadExecutor
@@ -97,6 +97,35 @@ def _token_logprobs(token_id: int, num_alternatives: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, LOGPROB, others, tuple(LOGPROB - k for k in range(num_alternatives)))
 
 
+class AdapterRunner(FakeRunner):
+    """Has adapters: a token of a request with one is one more. One whose path has `bad` cannot be loaded."""
+
+    def __init__(self, step_seconds: float = 0.0) -> None:
+        super().__init__(step_seconds)
+        self.adapters: set[int] = set()
+        self._needs: dict[str, Adapter | None] = {}
+
+    def load_adapter(self, adapter: Adapter, others: Collection[int]) -> None:
+        self.adapters.intersection_update(others)
+        if "bad" in adapter.path:
+            raise ConfigError(f"the LoRA adapter {adapter.name!r} ({adapter.path}) cannot be loaded")
+        self.adapters.add(adapter.number)
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        result = super().execute(scheduled)
+        self._needs |= {each.request.request_id: each.request.adapter for each in scheduled.admitted}
+        sampling = iter(result.sampled_token_ids)
+        for row in scheduled.rows:
+            adapter = self._needs[row.request_id]
+            assert adapter is None or adapter.number in self.adapters
+            if row.samples and adapter is not None:
+                tokens = next(sampling)
+                tokens[0] = (tokens[0] + 1) % 97
+            elif row.samples:
+                next(sampling)
+        return result
+
+
 class KeepingRunner(FakeRunner):
     """Keeps KV: a number for each position. A token whose request lacks any is another than it should be."""
 
@@ -166,6 +195,7 @@ def build_fake_engine(
     max_in_flight_steps: int = 1,
     reports_load: bool = False,
     keeps_kv: bool = False,
+    max_loras: int = 0,
     kv_backend: str = "fake",
     weights: str = "",
     **changes,
@@ -176,7 +206,7 @@ def build_fake_engine(
     values = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "policy": "sarathi", **changes}
     config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | values))
     keeping = KeepingRunner(config, step_seconds, backend=kv_backend) if keeps_kv else None
-    runner = keeping or FakeRunner(step_seconds, burns=burns)
+    runner = keeping or (AdapterRunner(step_seconds) if max_loras else FakeRunner(step_seconds, burns=burns))
     executor = ThreadExecutor(runner)
     core = EngineCore(
         Scheduler(config, LinearStepTime()),
@@ -184,5 +214,7 @@ def build_fake_engine(
         max_in_flight_steps=max_in_flight_steps,
         reports_load=reports_load,
         kv_memory=None if keeping is None else keeping.kv_memory,
+        adapters=executor if max_loras else None,
     )
-    return core, replace(fake_info(config, moves_streams=keeps_kv), file_digests={"weights": weights})
+    info = fake_info(config, moves_streams=keeps_kv)
+    return core, replace(info, max_loras=max_loras, file_digests={"weights": weights})

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ def fleet_of(
     max_wait_seconds: float | None = None,
     bounds: ScaleBounds | None = None,
     hashes_prompts: bool = False,
+    lora_modules: Sequence[tuple[str, str]] = (),
     **options: Any,
 ) -> FleetClient:
     """Return the client of a fleet that has not been started; options are those of `build_fake_engine`."""
@@ -75,6 +76,7 @@ def fleet_of(
         launcher or make_launcher(),
         make_build or (lambda _replica, _life: build),
         num_replicas=num_replicas,
+        lora_modules=lora_modules,
         bounds=bounds,
         hashes_prompts=hashes_prompts,
         moves_kv=moves_kv,

@@ -86,6 +86,7 @@ class Bench:
         self.depth = depth if self.surface.overlaps else 1
         self.num_blocks = self.surface.num_kv_blocks
         self._run = 0
+        self._adapters: set[int] = set()
 
     def serve(
         self, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], *, alone: bool = False, **options: Any
@@ -104,8 +105,14 @@ class Bench:
         )
         scheduler = Scheduler(limits, LinearStepTime())
         runner = VllmRunner(limits, self.surface, self.model, DeviceConfig(CPU, DTYPES[self.dtype], 1))
-        runner.guides = Guides()
-        engine = EngineCore(scheduler, ThreadExecutor(runner), max_in_flight_steps=1 if alone else self.depth)
+        runner.guides, runner.adapters = Guides(), self._adapters
+        executor = ThreadExecutor(runner)
+        adapters = options.get("adapters", [None] * len(asked))
+        needed = set(filter(None, adapters))
+        for adapter in needed:
+            executor.load_adapter(adapter, [each.number for each in needed]).result()
+        depth = 1 if alone else self.depth
+        engine = EngineCore(scheduler, executor, max_in_flight_steps=depth, adapters=executor)
         got: dict[str, list[Any]] = {}
         left = list(enumerate(asked))
         aborted = [f"{self._run}-{index}" for index in options.get("aborted", ())]
@@ -120,6 +127,7 @@ class Bench:
                         request_id=name,
                         prompt_token_ids=prompt,
                         sampling=sampling,
+                        adapter=adapters[index],
                         num_prompt_logprobs=options.get("num_prompt_logprobs"),
                     )
                 )

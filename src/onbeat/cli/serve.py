@@ -79,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
         sock = stack.enter_context(bind(config))  # a busy port is known before a model is loaded
         files = _find_model(args, console)
         engine = replace(engine_config(args, files), slo_classes=config.slo.objectives_by_class())
+        names = config.served_model_names or (files.name,)
+        if taken := next((name for name, _ in engine.lora_modules if name in names), None):
+            raise ConfigError(f"lora_modules has {taken!r}, which is the model's own name; choose another")
         _set_up_logging(args.log_level)
         return uvloop.run(_serve(args, config, engine, fleet, sock, _Announcer(console, started)))
 

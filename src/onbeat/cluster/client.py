@@ -17,7 +17,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +30,9 @@ from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
 from onbeat.cluster.streams import Streams
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest, OnbeatError
 from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
-from onbeat.core.hashing import hash_blocks, root_hash
+from onbeat.core.hashing import hash_blocks
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
-from onbeat.core.request import Request
+from onbeat.core.request import Adapter, Request
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import Aborted, Arrived, RoutingRequest, ScaleAsked, ScalingAsked
 from onbeat.scheduler.cluster.fleet import Fleet
@@ -127,6 +127,7 @@ class FleetClient:
     launcher : starts the processes; closed with this.
     make_build : makes the engines inside them.
     num_replicas : to start with.
+    lora_modules : name and folder of each LoRA adapter to start with.
     bounds : of a fleet that decides on their number itself, once it has started; None leaves it as it is.
     hashes_prompts : whether the router looks at shared prefixes of prompts.
     observers : see every step message before the streams do.
@@ -147,6 +148,7 @@ class FleetClient:
         make_build: MakeBuild,
         *,
         num_replicas: int = 1,
+        lora_modules: Sequence[tuple[str, str]] = (),
         bounds: ScaleBounds | None = None,
         hashes_prompts: bool = False,
         observers: Sequence[StepObserver] = (),
@@ -156,6 +158,7 @@ class FleetClient:
     ) -> None:
         self._fleet = fleet
         self._num_replicas = num_replicas
+        self._lora_modules = lora_modules
         self._bounds = bounds
         self._hashes_prompts = hashes_prompts
         self.streams = Streams(lambda event: self.controller.tell(event), observers)
@@ -221,6 +224,8 @@ class FleetClient:
                 self.controller.check_capacity(number)
                 controller.tell(ScaleAsked(number))
                 await self._wait_until_ready(number)
+            self._info = next(life.info for life in controller.lives.values() if life.info is not None)
+            await self._load_first_adapters()
             if self._bounds is not None:
                 self.controller.check_capacity(self._bounds.most)
                 await self._check_costs()
@@ -229,13 +234,19 @@ class FleetClient:
             await self._stop()
             raise
         controller.is_open = True
-        self._info = next(life.info for life in controller.lives.values() if life.info is not None)
 
     async def _wait_until_ready(self, num_replicas: int) -> None:
         while self._fleet.status().count(ReplicaState.READY) < num_replicas:
             self.controller.changed.clear()
             self.controller.processes.raise_start_error()
             await self.controller.changed.wait()
+
+    async def _load_first_adapters(self) -> None:
+        for name, path in self._lora_modules:
+            try:
+                await self.load_adapter(name, path)
+            except InvalidRequest as error:
+                raise ConfigError(str(error)) from error
 
     async def _check_costs(self) -> None:
         """Raise ConfigError where the fleet scales by predicted steps, and its replicas predict none."""
@@ -288,6 +299,16 @@ class FleetClient:
         if not self._fleet.status().count(ReplicaState.STARTING):
             return None
         return self.controller.processes.seconds_to_ready
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self.controller.adapters.by_name
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
+        await self.controller.adapters.load(name, path, most=self.info.max_loras, in_place=in_place)
+
+    def unload_adapter(self, name: str) -> None:
+        del self.controller.adapters.by_name[name]
 
     def replicas(self) -> Sequence[ReplicaView]:
         now = time.monotonic()
@@ -390,7 +411,7 @@ def _comes_back(status: FleetStatus) -> bool:
 async def prompt_hashes(request: Request, block_size: int) -> list[bytes]:
     """Return the hashes of a prompt's full blocks, by which a fleet knows where its beginning is cached."""
     hashes: list[bytes] = []
-    parent, token_ids = root_hash(request.cache_salt), request.prompt_token_ids
+    parent, token_ids = request.prefix_root, request.prompt_token_ids
     step = _BLOCKS_AT_ONCE * block_size
     for start in range(0, len(token_ids), step):
         if start:

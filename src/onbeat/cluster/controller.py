@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from onbeat.cluster.adapters import FleetAdapters
 from onbeat.cluster.clock_offset import by_our_clock, by_their_clock
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life, other_blocks, other_files, other_version
@@ -28,6 +29,7 @@ from onbeat.core.request import Request
 from onbeat.engine.kv_access import KVSource
 from onbeat.engine.messages import (
     AbortRequests,
+    AdapterAnswer,
     AddRequest,
     AskMove,
     Died,
@@ -180,6 +182,7 @@ class FleetController:
     Attributes
     ----------
     processes : hold the replicas.
+    adapters : the LoRA adapters that they have.
     lives : the present life of each replica that has one, the ready and the starting.
     is_open : whether all have been ready once; before, a start that fails ends that of all.
     is_ending : whether the server itself is about to end: then replicas that are told to do not leave before.
@@ -214,6 +217,7 @@ class FleetController:
         self._round: asyncio.Task[None] | None = None
         self.changed = asyncio.Event()
         """Set whenever a replica got ready, was lost or was told to end."""
+        self.adapters = FleetAdapters(self.send, self.lives, streams.open, self.changed)
 
     async def open(self, folder: Path) -> None:
         """Bind what replicas connect to, and begin to look after them.
@@ -377,6 +381,8 @@ class FleetController:
                 self._on_start_message(life, message)
             case MoveAnswer():
                 self._moves.on_answer(life.replica, message.answer)
+            case AdapterAnswer():
+                self.adapters.hear(life, message)
             case Leaving():
                 asyncio.get_running_loop().call_later(GROUP_SIGNAL_SECONDS, self._let_leave, life)
             case Died(text):
@@ -410,6 +416,7 @@ class FleetController:
         is_first = life.replica == "r0" and not life.number  # which the server's own line says
         logger.log(logging.DEBUG if is_first else logging.INFO, "%s is ready", life.replica)
         self._open_kv()
+        self.adapters.introduce(life)
         limits = life.limits
         if (difference := other_blocks(life, self.lives.values())) is not None:
             logger.warning("streams do not move to %s or from it; %s", life.replica, difference)

@@ -103,7 +103,8 @@ class Life:
     last_words: str = ""
     shares_kv: bool = False
     """Whether others have been let copy its KV."""
-
+    adapters: dict[int, str | None] = field(default_factory=dict)
+    """Number of each LoRA adapter that it was to load and answered of -> why it could not; None: it has."""
     waits: ProcessorWaits = field(default_factory=ProcessorWaits)
     """For processors, while it may hang."""
 

@@ -155,6 +155,7 @@ def open_fleet(
         _launcher(options, engine),
         partial(_build_of, engine=_shared(engine, options), build=build, is_many=is_many, kinds=asked.kinds),
         num_replicas=asked.first_replicas,
+        lora_modules=engine.lora_modules,
         bounds=asked.autoscale,
         start_timeout=options.start_timeout,
         hashes_prompts=router in ROUTERS_OF_PREFIXES,

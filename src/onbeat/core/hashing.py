@@ -13,9 +13,16 @@ _SALT = b"salt"
 """Sets the hashes of salts apart from those of blocks: a salt can spell what a block is hashed from."""
 
 
-def root_hash(cache_salt: str | None = None) -> bytes:
-    """Return the parent of a request's first block; requests with different salts never share blocks."""
-    return hashlib.blake2b((cache_salt or "").encode(), digest_size=16, person=_SALT).digest()
+def root_hash(cache_salt: str | None = None, adapter: int = 0) -> bytes:
+    """Return the parent of a request's first block; requests that differ in it never share blocks.
+
+    Parameters
+    ----------
+    cache_salt : what its caller keeps it apart by.
+    adapter : number of its LoRA adapter; 0 is the model without one.
+    """
+    key = adapter.to_bytes(8, "little") if adapter else b""
+    return hashlib.blake2b((cache_salt or "").encode(), digest_size=16, person=_SALT, key=key).digest()
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:

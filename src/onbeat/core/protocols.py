@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView, ScalingView
-from onbeat.core.request import Pooling, Request, RequestOutput
+from onbeat.core.request import Adapter, Pooling, Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
 
 
@@ -50,6 +50,8 @@ class EngineInfo:
     """How embeddings are pooled."""
     embedding_size: int = 0
     """Numbers of an embedding."""
+    max_loras: int = 0
+    """LoRA adapters that it can have loaded at a time."""
     embeds: bool = True
     """Whether the engine makes embeddings."""
     generates: bool = True
@@ -154,6 +156,28 @@ class FleetView(Protocol):
     @property
     def scaling(self) -> ScalingView | None:
         """How a fleet that changes its own size stands; None of any other."""
+        ...
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters that requests may ask for, by their names."""
+        ...
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
+        """Load a LoRA adapter on every replica.
+
+        Parameters
+        ----------
+        in_place : whether it may take the place of another of its name, which running requests keep.
+
+        Raises
+        ------
+        InvalidRequest : it cannot be loaded, there is no room for it, or its name is in use.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no further request ask for a LoRA adapter that is loaded; those that have it go on."""
         ...
 
     def replicas(self) -> Sequence[ReplicaView]:

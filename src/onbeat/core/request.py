@@ -10,7 +10,7 @@ from math import ceil, isfinite
 from typing import Literal, NamedTuple
 
 from onbeat.core.errors import InvalidRequest, Overloaded
-from onbeat.core.hashing import BlockHash
+from onbeat.core.hashing import BlockHash, root_hash
 from onbeat.core.slo import SLO, Fate, ShedMode
 
 
@@ -160,6 +160,17 @@ class WholeRequest(NamedTuple):
         )
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter, as an engine loads it beside its model."""
+
+    name: str
+    """By which requests ask for it."""
+    path: str
+    """Folder of its files."""
+    number: int
+    """From 1: another one each time that an adapter is loaded, also under a name that there was before."""
+
+
 Pooling = Literal["last", "mean", "cls"]
 """How a prompt becomes one vector: the last token's hidden state, the mean of all tokens', or the first one's
 (`cls`), which vLLM's workers alone do."""
@@ -192,6 +203,8 @@ class Request:
     reports nothing. Such a prompt is computed whole: the prefix cache has no logits."""
     cache_salt: str | None = None
     """Requests with different salts never share prefix-cache blocks."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that it asks for; those with different ones never share blocks either. None: none."""
     block_hashes: Sequence[BlockHash] | None = None
     """Hashes of its full blocks (prompt, then output), where the tokens themselves are not known.
 
@@ -223,6 +236,11 @@ class Request:
     """How its prompt becomes its embedding; None generates tokens. A request with an embedding has no output
     token: its only delivery is the embedding, which is what its TTFT objective is about. `sampling` has
     `max_tokens` 1 then, and nothing else in it matters."""
+
+    @property
+    def prefix_root(self) -> bytes:
+        """The parent of its first block's hash."""
+        return root_hash(self.cache_salt, 0 if self.adapter is None else self.adapter.number)
 
 
 UNKNOWN_GRAMMAR = Grammar("", "")

@@ -15,6 +15,7 @@ from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.protocols import EnginePulse, Executor
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
+from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.kv_access import BlockMemory, KVLayout
 from onbeat.engine.kv_handover import KVHandover, KVTransfers
@@ -66,6 +67,7 @@ class EngineCore:
         executor's shutdown must find it closed, which `shutdown` does.
     kv_memory : gives access to the KV, for `open_kv`; None where no other engine could copy it.
     grammars : compiles grammars; closed at shutdown.
+    adapters : loads LoRA adapters; None where there are none.
 
     Attributes
     ----------
@@ -86,6 +88,7 @@ class EngineCore:
         transfers: KVTransfers | None = None,
         kv_memory: Callable[[], BlockMemory] | None = None,
         grammars: GrammarPort | None = None,
+        adapters: ThreadExecutor | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
@@ -101,6 +104,7 @@ class EngineCore:
         self._last_end = 0.0
         self._is_busy_for_long = False
         self._kv_memory = kv_memory
+        self.adapters = adapters
         self.grammars = grammars or GrammarPort(_no_compiler)
         self.kv: KVHandover | None = None
         if transfers is not None:
@@ -170,8 +174,15 @@ class EngineCore:
 
         Raises
         ------
-        RequestRejected : as `Scheduler.add`.
+        RequestRejected : as `Scheduler.add`; or the engine has not got its LoRA adapter.
         """
+        adapter = request.adapter
+        if adapter is not None and (self.adapters is None or adapter.number not in self.adapters.adapters):
+            raise Overloaded(
+                f"the LoRA adapter {adapter.name!r} is not loaded on this replica; see the server's log",
+                code="adapter_not_loaded",
+                reason="no_replica",
+            )
         now = self._clock()
         refusal = None
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ BACKENDS: tuple[str, ...] = get_args(BackendName)
 Quantization = Literal["auto", "none", "int8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 ActivationQuantization = Literal["auto", "none", "int8"]
+LORA_FORM = "NAME=PATH"
 InstructionSet = Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portable"]
 
 _model, _engine = partial(option, group="model"), partial(option, group="engine")
@@ -35,6 +37,7 @@ OURS = frozenset(
         "block_size",
         "config",
         "dtype",
+        "enable_lora",
         "enable_prefix_caching",
         "enforce_eager",
         "generation_config",
@@ -42,6 +45,8 @@ OURS = frozenset(
         "host",
         "kv_cache_memory_bytes",
         "log_level",
+        "max_lora_rank",
+        "max_loras",
         "max_model_len",
         "max_num_batched_tokens",
         "max_num_seqs",
@@ -109,6 +114,19 @@ DEFAULT_GPU_UTILIZATION = 0.9
 """Share of the GPU's memory that may be taken, with what others have of it."""
 
 
+def parse_lora_module(text: str) -> tuple[str, str]:
+    """Return the name of a LoRA adapter and the folder of its files.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError : it is not written so.
+    """
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ArgumentTypeError(f"{text!r} is no adapter; give {LORA_FORM}, such as sql=./sql-lora")
+    return name, path
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
     """One of equal shares of the memory that was free before the first engine started."""
@@ -160,6 +178,26 @@ class EngineConfig:
         parse=partial(parse_object, what="override_generation_config"),
         metavar="JSON",
         help="sampling defaults that win over those, such as '{\"temperature\": 0.5}'",
+    )
+    lora_modules: tuple[tuple[str, str], ...] = _model(
+        (),
+        parse=parse_lora_module,
+        metavar=LORA_FORM,
+        help="LoRA adapters to load; the model NAME of a request is then the one in the folder PATH (vllm "
+        "backend only)",
+    )
+    enable_lora: bool = _model(
+        default=False,
+        help="let POST /v1/load_lora_adapter load LoRA adapters later, also where none is loaded at start",
+    )
+    max_loras: int | None = _model(
+        None,
+        at_least=1,
+        metavar="N",
+        help="most LoRA adapters that are loaded at a time (default: as many as --lora-modules, at least 1)",
+    )
+    max_lora_rank: int = _model(
+        16, at_least=1, metavar="RANK", help="largest rank of a LoRA adapter; vLLM says which there may be"
     )
     device: str = _engine(
         "auto",
@@ -262,6 +300,21 @@ class EngineConfig:
                 f"{runs}; leave them out, or give --backend vllm"
             )
         check_vllm_arguments(self.vllm_arguments)
+        names = [name for name, _ in self.lora_modules]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"lora_modules has two adapters of the name {twice!r}; give one another name")
+        if len(names) > self.num_loras:
+            raise ConfigError(
+                f"max_loras is {self.max_loras}, but lora_modules has {len(names)} adapters, which all stay "
+                "loaded; raise --max-loras"
+            )
+
+    @property
+    def num_loras(self) -> int:
+        """LoRA adapters for which there is room; 0 where none is asked for."""
+        if not (self.enable_lora or self.lora_modules or self.max_loras):
+            return 0
+        return self.max_loras or max(len(self.lora_modules), 1)
 
 
 def native_settings(config: EngineConfig) -> Iterator[tuple[str, str]]:

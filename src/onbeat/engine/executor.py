@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from onbeat.core.request import Adapter
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.forward import Computes
 from onbeat.engine.guided_draw import Guides
@@ -73,6 +74,27 @@ class Runner(StepRunner, Protocol):
         ...
 
 
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """A runner that computes requests with LoRA adapters."""
+
+    adapters: Set[int]
+    """Numbers of those that are loaded."""
+
+    def load_adapter(self, adapter: Adapter, others: Collection[int]) -> None:
+        """Load one, unless it is loaded; called by the thread that launches steps.
+
+        Parameters
+        ----------
+        others : numbers of those that must stay; no request has any that is not among them.
+
+        Raises
+        ------
+        ConfigError : it cannot be loaded; the others are as they were.
+        """
+        ...
+
+
 class ThreadExecutor:
     """Two threads: one launches the steps in order, the other waits for those that are still to be done.
 
@@ -96,6 +118,16 @@ class ThreadExecutor:
         future: Future[ModelRunnerOutput] = Future()
         self._launcher.submit(self._launch, scheduled, future)
         return future
+
+    @property
+    def adapters(self) -> Set[int]:
+        """Numbers of the LoRA adapters that are loaded."""
+        return self._runner.adapters if isinstance(self._runner, TakesAdapters) else frozenset()
+
+    def load_adapter(self, adapter: Adapter, others: Collection[int]) -> Future[None]:
+        """Load a LoRA adapter behind the steps that were submitted; see `TakesAdapters`."""
+        assert isinstance(self._runner, TakesAdapters), "whoever asks has looked at EngineInfo.max_loras"
+        return self._launcher.submit(self._runner.load_adapter, adapter, others)
 
     def shutdown(self) -> None:
         self._launcher.shutdown(wait=True)

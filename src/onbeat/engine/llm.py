@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import EngineError, InvalidRequest
+from onbeat.core.errors import ConfigError, EngineError, InvalidRequest
 from onbeat.core.options import make
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import FinishReason, Pooling, Request, RequestOutput, SamplingParams, TokenLogprobs
@@ -75,6 +75,8 @@ class LLM:
         self.tokenizer: Tokenizer = load_tokenizer(files.path)
         self._chat_template = load_chat_template(self.tokenizer, None)
         config = make(EngineConfig, model=files, **{"max_queue_seconds": 0.0, **engine_options})
+        if config.num_loras:
+            raise ConfigError("LLM takes no LoRA adapters; serve them: onbeat serve --lora-modules NAME=PATH")
         self._core, self.info = build_engine(config, _ignore)
         self._num_requests = 0
 

@@ -10,7 +10,7 @@ import msgspec
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, RequestRejected, SLOUnattainable
 from onbeat.core.handover import MoveTask, TaskAnswer
 from onbeat.core.protocols import EngineInfo, EnginePulse
-from onbeat.core.request import Request, RequestOutput
+from onbeat.core.request import Adapter, Request, RequestOutput
 from onbeat.core.step import StepOutputs
 from onbeat.engine.kv_access import KVLayout, KVSource
 
@@ -47,6 +47,22 @@ class OpenKV(msgspec.Struct, tag="open-kv", array_like=True):
 
     key: bytes
     """Of all engines of the fleet: it keeps strangers from copies."""
+
+
+class LoadAdapter(msgspec.Struct, tag="load-adapter", array_like=True):
+    """Load a LoRA adapter."""
+
+    adapter: Adapter
+    others: list[int]
+    """Numbers of those that stay."""
+
+
+class AdapterAnswer(msgspec.Struct, tag="adapter", array_like=True):
+    """What came of it."""
+
+    number: int
+    error: str | None
+    """None: it is loaded."""
 
 
 class AskMove(msgspec.Struct, tag="move", array_like=True):
@@ -163,9 +179,19 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
     """Requests that have been read so far: whoever sent more knows which of them did not arrive."""
 
 
-ToEngine = AddRequest | AbortRequests | Fetched | Shutdown | OpenKV | AskMove
+ToEngine = AddRequest | AbortRequests | Fetched | Shutdown | OpenKV | AskMove | LoadAdapter
 FromEngine = (
-    Hello | Progress | Ready | StartFailed | Rejected | Stepped | Heartbeat | Leaving | Died | MoveAnswer
+    Hello
+    | Progress
+    | Ready
+    | StartFailed
+    | Rejected
+    | Stepped
+    | Heartbeat
+    | Leaving
+    | Died
+    | MoveAnswer
+    | AdapterAnswer
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -14,7 +14,7 @@ import socket as sockets
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -24,7 +24,7 @@ import zmq
 
 from onbeat.core.errors import EngineDead, OnbeatError, RequestRejected
 from onbeat.core.handover import MoveTask, MoveVerb
-from onbeat.core.protocols import EngineInfo
+from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.step import StepOutputs
@@ -34,6 +34,7 @@ from onbeat.engine.kv_access import KVSource
 from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.engine.messages import (
     AbortRequests,
+    AdapterAnswer,
     AddRequest,
     AskMove,
     Died,
@@ -42,6 +43,7 @@ from onbeat.engine.messages import (
     Heartbeat,
     Hello,
     Leaving,
+    LoadAdapter,
     MoveAnswer,
     OpenKV,
     Progress,
@@ -355,6 +357,8 @@ class _EngineLoop:
                     self._move(message.task)
                 case OpenKV():
                     self._open_kv(message)
+                case LoadAdapter():
+                    self._load_adapter(message)
                 case Shutdown():
                     self._stopped = True
         if self._num_taken > num_before:
@@ -428,6 +432,16 @@ class _EngineLoop:
         except OSError as error:
             logger.warning("streams cannot be moved to this engine or from it: %s", error)
         self._moves = self._open_moves()
+
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        """Load a LoRA adapter while nothing else is done; requests behind the message find it loaded."""
+        assert self._core.adapters is not None, "whoever asks has looked at EngineInfo.max_loras"
+        loading = self._core.adapters.load_adapter(message.adapter, message.others)
+        while not wait((loading,), HEARTBEAT_SECONDS).done:
+            self._say(Heartbeat(EnginePulse(time.monotonic()), self._num_taken))
+        if (error := loading.exception()) is not None and not isinstance(error, OnbeatError):
+            logger.error("the LoRA adapter %r cannot be loaded", message.adapter.name, exc_info=error)
+        self._say(AdapterAnswer(message.adapter.number, None if error is None else str(error)))
 
     def _say(self, message: FromEngine) -> None:
         self._socket.send(encode(message))

@@ -82,9 +82,10 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     runner.guides = grammars = GrammarPort.of_model(
         config.model.path, loaded.backend.model.vocab_size, spells=config.speculative is not None
     )
+    executor = ThreadExecutor(runner, on_shutdown=runner.close)
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),
-        ThreadExecutor(runner, on_shutdown=runner.close),
+        executor,
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
         idle_work=runner.touch_ahead,
@@ -92,6 +93,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         reports_load=config.reports_load,
         kv_memory=partial(loaded.kv_memory, config.activation_quantization) if info.moves_streams else None,
         grammars=grammars,
+        adapters=executor if info.max_loras else None,
     )
     return core, info
 
@@ -156,6 +158,7 @@ def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, s
         embedding_size=loaded.backend.model.hidden_size,
         embeds=loaded.backend.embeds,
         generates=loaded.backend.model.has_head,
+        max_loras=config.num_loras,
         moves_streams=loaded.gives_kv and not composition(limits.policy).holds_finished,
         file_digests=digests,
     )
@@ -223,13 +226,20 @@ def prepare(config: EngineConfig) -> ModelLoader:
 
 
 def _choose(config: EngineConfig) -> Backend:
+    if config.num_loras and (config.backend not in ("auto", "vllm") or config.load_format == "stand-in"):
+        runs = "a stand-in" if config.load_format == "stand-in" else f"--backend {config.backend}"
+        raise ConfigError(
+            f"{runs} takes no LoRA adapters; serve with --backend vllm, or leave out --enable-lora, "
+            "--lora-modules and --max-loras"
+        )
     if config.load_format == "stand-in":
         return StandInBackend(config)
     device = detect_device(config.device, config.dtype, config.threads)
     if config.backend == "vllm":
         return vllm_backend(config, device, "as asked for")
-    if config.vllm_arguments:
-        return vllm_backend(config, device, "whose flags are given")
+    if config.vllm_arguments or config.num_loras:
+        why = "whose flags are given" if config.vllm_arguments else "for LoRA adapters"
+        return vllm_backend(config, device, why)
     try:
         checkpoint = open_weights(config)
         choose_pooling(config.pooling, checkpoint.config)

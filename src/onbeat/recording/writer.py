@@ -18,7 +18,7 @@ import msgspec
 
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import Overloaded, SLOUnattainable
-from onbeat.core.hashing import hash_blocks, root_hash
+from onbeat.core.hashing import hash_blocks
 from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, RequestOutput
 from onbeat.core.step import AdmittedRequest, ModelRunnerOutput, SchedulerOutput
 from onbeat.recording.log import (
@@ -49,14 +49,14 @@ class HashChain:
     Parameters
     ----------
     block_size : tokens a block holds.
-    cache_salt : as in `Request`.
+    root : `Request.prefix_root`.
     """
 
     __slots__ = ("_block_size", "_open_ids", "_parent")
 
-    def __init__(self, block_size: int, cache_salt: str | None) -> None:
+    def __init__(self, block_size: int, root: bytes) -> None:
         self._block_size = block_size
-        self._parent = root_hash(cache_salt)
+        self._parent = root
         self._open_ids: list[int] = []
         """Tokens of the last block, which is not full."""
 
@@ -156,7 +156,7 @@ class RecordWriter:
         refusal : what it raised.
         adoption : by which hand-over it came, and how it stood; None of one that was added.
         """
-        chain = HashChain(self._block_size, request.cache_salt) if self._logs_hashes else None
+        chain = HashChain(self._block_size, request.prefix_root) if self._logs_hashes else None
         opened = _OpenRequest(self._num_requests, chain)
         self._num_requests += 1
         if refusal is None:

@@ -21,7 +21,7 @@ from onbeat.server.completions import completion_routes
 from onbeat.server.embeddings import embedding_routes
 from onbeat.server.engine_watch import EngineHealth, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
-from onbeat.server.fleet import fleet_routes
+from onbeat.server.fleet import adapter_routes, fleet_routes
 from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.jobs import JobCalls
 from onbeat.server.logprobs import LogprobWriter
@@ -59,6 +59,7 @@ ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/v1/embeddings", *RERANK_PATHS, *SCORE_PATHS),
     *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),
 }
@@ -161,6 +162,11 @@ def create_app(
         model_routes(services),
         health_routes(services),
         *([] if fleet is None else [fleet_routes(fleet, config)]),
+        *(
+            [adapter_routes(fleet, config, services.model_names)]
+            if fleet is not None and info.max_loras
+            else []
+        ),
     ]
     for router in (*routes, home_routes(), telemetry.routes()):
         app.include_router(router)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from starlette.requests import Request as HttpRequest
 
 from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong
-from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.answer import cancelled_on_disconnect, note_choices
 from onbeat.server.answer_report import SLOReport, slo_report, worst_report
@@ -128,7 +127,7 @@ async def embed(
                 if context.allowance is not None:
                     context.allowance.take_answers(sum(map(len, prompts)))
                 turns = Turns()
-                for request in _requests(body, prompts, objectives, services.info, context):
+                for request in _requests(body, prompts, objectives, services, context):
                     index = len(choices)
                     choices.append(
                         Choice(index=index, prompt_index=index, request=request, is_streamed=False)
@@ -201,7 +200,7 @@ def _requests(
     body: EngineFields,
     prompts: Sequence[list[int]],
     objectives: RequestObjectives,
-    info: EngineInfo,
+    services: Services,
     context: HttpContext,
 ) -> Iterator[Request]:
     """Yield the engine's requests, one for each text."""
@@ -214,11 +213,12 @@ def _requests(
             request_id=context.completion_id if whole is None else f"{context.completion_id}-{index}",
             prompt_token_ids=tuple(token_ids),
             sampling=_NO_SAMPLING,
-            pooling=info.pooling,
+            pooling=services.info.pooling,
             arrival=context.arrival,
             caller=context.caller,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            adapter=services.adapters.get(body.model or ""),
             whole=whole,
             **of_request,
         )

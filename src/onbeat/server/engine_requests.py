@@ -67,6 +67,7 @@ async def engine_requests(
     context.job = objectives.job
     prompts = await encoded(body, texts, http, services)
     requests, turns = list[Request](), Turns()
+    adapter = services.adapters.get(body.model or "")
     num_choices = len(prompts) * body.num_choices
     num_prompt_tokens = body.num_choices * sum(map(len, prompts))
     num_scores = num_alternatives(body.num_prompt_logprobs, info)
@@ -92,6 +93,7 @@ async def engine_requests(
                 # of one choice: all of them have the same prompt, but those of a stream do not wait for it
                 num_prompt_logprobs=num_scores if body.stream or not choice else None,
                 cache_salt=body.cache_salt,
+                adapter=adapter,
                 whole=whole,
                 **of_request,
             )

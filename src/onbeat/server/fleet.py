@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from msgspec import Struct
 from pydantic import BaseModel, Field
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaView, ScalingView
 from onbeat.core.protocols import FleetView
 from onbeat.server.body import read_body
@@ -17,7 +19,7 @@ from onbeat.server.fields import WHOLE, Closed
 from onbeat.server.middleware import bearer_key
 from onbeat.server.openapi import Routes
 from onbeat.server.pieces import json_response
-from onbeat.server.server_config import ServerConfig
+from onbeat.server.server_config import MAX_QUOTED, ServerConfig
 
 LONGEST_DRAIN_SECONDS = 24 * 3600.0
 
@@ -51,21 +53,88 @@ class FleetState(Struct):
     replicas: list[ReplicaView]
 
 
-def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
-    """Return the routes under /fleet. Each needs a key, also where the rest of the server needs none."""
+class LoadLoRAAdapter(Closed):
+    """A LoRA adapter that is to be loaded; the fields are vLLM's."""
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1)
+    load_inplace: bool = False
+    """Whether it may take the place of another of its name."""
+
+
+class UnloadLoRAAdapter(Closed):
+    """A LoRA adapter that no further request is to ask for."""
+
+    lora_name: str
+
+
+def _keyed_routes(config: ServerConfig, **how: Any) -> Routes:
+    """Return routes that need a key, also where the rest of the server needs none."""
 
     def check_caller(request: Request) -> None:
         # an address is no proof: a proxy on this machine hands on what comes from others
         if not config.fleet_keys:
             raise ApiError(
                 403,
-                "the fleet is shown and changed with a key alone, and this server has none; serve with "
-                "--fleet-key KEY, or with --api-key",
+                "the fleet and its adapters are changed with a key alone, and this server has none; serve "
+                "with --fleet-key KEY, or with --api-key",
                 code="forbidden",
             )
         bearer_key(request.headers, config.fleet_keys, name="key of the fleet")
 
-    router = Routes(prefix="/fleet", dependencies=[Depends(check_caller)])
+    return Routes(dependencies=[Depends(check_caller)], **how)
+
+
+def adapter_routes(fleet: FleetView, config: ServerConfig, taken: Sequence[str]) -> Routes:
+    """Return the routes that load LoRA adapters and unload them, as vLLM has them.
+
+    Parameters
+    ----------
+    taken : names of the model itself.
+    """
+    router = _keyed_routes(config, prefix="/v1")
+
+    async def load(request: Request) -> Response:
+        """Load a LoRA adapter on every replica."""
+        body = await read_body(request, LoadLoRAAdapter)
+        name = body.lora_name
+        if name in taken:
+            raise InvalidRequest(
+                f"lora_name is {name!r}, which is the model's own name; choose another",
+                param="lora_name",
+                code="invalid_value",
+            )
+        await fleet.load_adapter(name, body.lora_path, in_place=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(request: Request) -> Response:
+        """Let no further request ask for a LoRA adapter."""
+        body = await read_body(request, UnloadLoRAAdapter)
+        if body.lora_name not in fleet.adapters:
+            raise ApiError(
+                404,
+                f"there is no LoRA adapter {body.lora_name[:MAX_QUOTED]!r}; there are "
+                f"{', '.join(fleet.adapters) or 'none'}",
+                param="lora_name",
+                code="model_not_found",
+            )
+        fleet.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    bodies: dict[str, tuple[Any, type[BaseModel]]] = {
+        "/load_lora_adapter": (load, LoadLoRAAdapter),
+        "/unload_lora_adapter": (unload, UnloadLoRAAdapter),
+    }
+    for path, (endpoint, body) in bodies.items():
+        about = router.taking(body, FleetState, tag="adapters", statuses=(400, 401, 403, 404, 413))
+        about["responses"][200] = {"description": "Done", "content": {"text/plain": {}}}
+        router.add_api_route(path, endpoint, methods=["POST"], response_class=PlainTextResponse, **about)
+    return router
+
+
+def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
+    """Return the routes under /fleet."""
+    router = _keyed_routes(config, prefix="/fleet")
 
     async def show() -> Response:
         """Return how each replica stands."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from onbeat.core.protocols import EngineClient, EngineInfo, FleetView, Tokenizer
+from onbeat.core.request import Adapter
 from onbeat.server.engine_watch import EngineHealth
 from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator, Lifecycle
@@ -51,6 +53,11 @@ class Services:
         """Names under which the model answers, the preferred first."""
         return self.config.served_model_names or (self.info.model_name,)
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters under whose names the model answers with them."""
+        return {} if self.fleet is None else self.fleet.adapters
+
     def check_model(self, name: str | None) -> str:
         """Return the name under which to answer.
 
@@ -60,11 +67,11 @@ class Services:
         """
         if name is None:
             return self.model_names[0]
-        if name not in self.model_names:
+        if name not in self.model_names and name not in self.adapters:
             raise ApiError(
                 404,
                 f"the model {name[:MAX_QUOTED]!r} does not exist; this server has "
-                f"{', '.join(map(repr, self.model_names))}",
+                f"{', '.join(map(repr, (*self.model_names, *self.adapters)))}",
                 code="model_not_found",
                 param="model",
             )

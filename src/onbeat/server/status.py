@@ -77,6 +77,8 @@ class ModelCard(Struct, kw_only=True):
     created_at: str
     owned_by: str = "onbeat"
     root: str
+    parent: str | None = None
+    """Of a LoRA adapter: the model that it changes."""
     max_model_len: int
 
 
@@ -159,19 +161,21 @@ def model_routes(services: Services) -> Routes:
     router = Routes(prefix="/v1/models", tags=["models"])
 
     def card(name: str) -> ModelCard:
+        adapter = services.adapters.get(name)
         return ModelCard(
             id=name,
             display_name=name,
             created=services.created,
             created_at=f"{datetime.fromtimestamp(services.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
-            root=services.info.model_name,
+            root=services.info.model_name if adapter is None else adapter.path,
+            parent=None if adapter is None else services.model_names[0],
             max_model_len=services.info.max_model_len,
         )
 
     @router.get("", responses=router.telling(ModelList, 401))
     async def list_models() -> Response:
         """List the names under which the model answers, with OpenAI's fields and Anthropic's."""
-        names = services.model_names
+        names = (*services.model_names, *services.adapters)
         return json_response(ModelList(list(map(card, names)), names[0], names[-1]))
 
     @router.get("/{model:path}", responses=router.telling(ModelCard, 400, 401, 404))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -20,6 +21,8 @@ from schemathesis.specs.openapi import checks
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaLoad, ReplicaView
+from onbeat.core.protocols import EngineInfo
+from onbeat.core.request import Adapter
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.server.app import ENDPOINTS
 from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, score_routes
@@ -42,6 +45,17 @@ class FakeFleet(FakeEngine):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         self.counts = FleetCounts()
+        self.adapters: dict[str, Adapter] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        return replace(super().info, max_loras=1)
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
+        """Load nothing."""
+
+    def unload_adapter(self, name: str) -> None:
+        """There is none."""
 
     def replicas(self) -> Sequence[ReplicaView]:
         load = ReplicaLoad(time=0.0, num_taken=0)

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from onbeat.cli.args import parse
+from onbeat.cli.engine_args import engine_config
 from onbeat.cli.main import build_parser
 from onbeat.cli.serve import API_KEY_VARIABLE, FLEET_KEY_VARIABLE, example_request, public_name, server_config
 from onbeat.core.errors import ConfigError
+from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.start import prepare
 from onbeat.hub.files import ModelFiles
 from onbeat.server.server_config import ServerConfig
 
@@ -25,6 +28,37 @@ def config(*arguments: str) -> ServerConfig:
 def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (API_KEY_VARIABLE, FLEET_KEY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
+
+
+def engine(*arguments: str) -> EngineConfig:
+    model = ModelFiles(kind="hf", path=Path("nowhere"), name="base")
+    return engine_config(parse(build_parser(["serve"]), ["serve", *arguments]), model)
+
+
+def test_room_for_adapters_is_as_asked_for() -> None:
+    two = ("--lora-modules", "sql=a/b=c", "law=d")
+    assert engine(*two).lora_modules == (("sql", "a/b=c"), ("law", "d"))
+    given = (engine(), engine(*two), engine("--enable-lora"), engine("--max-loras", "4"))
+    assert [each.num_loras for each in given] == [0, 2, 1, 4]
+    assert engine(*two, "--max-loras", "3", "--max-lora-rank", "64").num_loras == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--lora-modules", "sql=a", "law=b", "--max-loras", "1"], "max_loras is 1, but lora_modules has 2"),
+        (["--lora-modules", "sql=a", "sql=b"], "two adapters of the name 'sql'"),
+    ],
+)
+def test_adapters_that_do_not_go_together_are_refused(arguments: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        engine(*arguments)
+
+
+@pytest.mark.parametrize("backend", ["--backend native", "--backend torch", "--load-format stand-in"])
+def test_other_engines_refuse_adapters_at_the_start(backend: str) -> None:
+    with pytest.raises(ConfigError, match="takes no LoRA adapters"):
+        prepare(engine(*backend.split(), "--lora-modules", "sql=a"))
 
 
 def test_defaults_open_nothing_to_the_network() -> None:

@@ -85,7 +85,8 @@ def test_what_asks_for_nothing_is_taken_with_one_line(flags: str, said: str) -> 
         ('--limit-mm-per-prompt {"image":1}', """text only; not '{"image":1}'"""),
         ("--limit-mm-per-prompt image=2", "text only; not 'image=2'"),
         ("--limit-mm-per-prompt 3", "text only; not '3'"),
-        ("--max-loras 4", "argument --max-loras: no LoRA adapters yet; leave it out"),
+        ("--max-cpu-loras 4", "argument --max-cpu-loras: every LoRA adapter stays loaded"),
+        ("--lora-modules sql", "'sql' is no adapter; give NAME=PATH"),
         ("--tool-parser-plugin a.py", "no code of others is loaded"),
         ("-ep", "experts are not spread over devices yet"),
         ("-pp 2", "one pipeline stage; it takes 1, not '2'"),
@@ -173,7 +174,7 @@ def test_a_configuration_file_may_hold_them(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
         "disable-log-stats: true\ntrust-remote-code: false\nswap-space: 4\n"
-        "limit-mm-per-prompt: {image: 0}\nenable-lora: false\n"
+        "limit-mm-per-prompt: {image: 0}\nfully-sharded-loras: false\n"
     )
     given = serve("--config", str(file))
     taken = ["--disable-log-stats", "--swap-space", "--limit-mm-per-prompt"]

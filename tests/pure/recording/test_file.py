@@ -89,13 +89,13 @@ def test_hashes_are_the_scheduler_s_own(path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [(40,), (1,) * 40, (16, 16, 8), (3, 30, 7)])
 def test_a_chain_does_not_depend_on_how_tokens_come(sizes) -> None:
-    chain, tokens, hashes = HashChain(16, None), list(range(40)), []
+    chain, tokens, hashes = HashChain(16, root_hash()), list(range(40)), []
     for size in sizes:
         hashes += chain.extend(tokens[:size])
         del tokens[:size]
-    assert hashes == HashChain(16, None).extend(range(40))
+    assert hashes == HashChain(16, root_hash()).extend(range(40))
     assert len(hashes) == 2
-    assert hashes != HashChain(16, "salt").extend(range(40))
+    assert hashes != HashChain(16, root_hash("salt")).extend(range(40))
 
 
 def test_without_prefix_caching_no_hash_is_logged(path: Path) -> None:

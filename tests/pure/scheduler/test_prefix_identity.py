@@ -6,6 +6,7 @@ import struct
 from itertools import count
 
 from onbeat.core.hashing import hash_blocks, root_hash
+from onbeat.core.request import Adapter, Request
 
 BLOCK_SIZE = 16
 PROMPT = list(range(BLOCK_SIZE))
@@ -33,6 +34,17 @@ def test_no_salt_makes_the_root_of_its_prompts_equal_to_a_block_of_another_salt(
     salt, forged = salt_that_spells_a_block()
     second = hash_blocks(root_hash(salt), PROMPT * 2, BLOCK_SIZE)[1]
     assert root_hash(forged) != second
+
+
+def test_adapters_have_roots_of_their_own() -> None:
+    adapters = [None, *(Adapter(name, "path", number) for name, number in (("a", 1), ("a", 2), ("b", 3)))]
+    requests = [
+        Request(request_id="x", prompt_token_ids=PROMPT, cache_salt=salt, adapter=adapter)
+        for adapter in adapters
+        for salt in (None, "1", "a")
+    ]
+    assert len({each.prefix_root for each in requests}) == len(requests)
+    assert requests[0].prefix_root == root_hash()
 
 
 def test_salts_have_roots_of_their_own() -> None:

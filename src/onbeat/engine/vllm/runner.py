@@ -11,14 +11,14 @@ it has finished. `Told` is our copy of that, so that each step says only what is
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from onbeat.core.errors import EngineDead
-from onbeat.core.request import Request, TokenLogprobs
+from onbeat.core.request import Adapter, Request, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, GuidedRows, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.executor import DoneStep, PendingStep
@@ -206,6 +206,7 @@ class VllmRunner:
         self._lock = threading.RLock()
         """Of what is told: one thread launches steps, another takes their tokens."""
         self._last: _LaunchedStep | None = None
+        self.adapters: set[int] = set()
 
     @property
     def guides(self) -> Guides | None:
@@ -237,6 +238,14 @@ class VllmRunner:
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step to its end."""
         return self.launch(scheduled).result()
+
+    def load_adapter(self, adapter: Adapter, others: Collection[int]) -> None:
+        """Load a LoRA adapter, and let go of all that are not among the others; see `TakesAdapters`."""
+        for number in self.adapters.difference(others):
+            self.surface.remove_adapter(number)
+            self.adapters.remove(number)
+        self.surface.add_adapter(adapter)
+        self.adapters.add(adapter.number)
 
     def touch_ahead(self) -> bool:
         """Take no memory ahead, vLLM has taken all of it; called over and over while no step runs.

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
-from onbeat.core.request import Request, SamplingParams
+from onbeat.core.request import Adapter, Request, SamplingParams
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_config import ModelConfig
@@ -266,9 +267,30 @@ class VllmExecutor:
             pooling_params=PoolingParams(task="embed", use_activation=False) if self.pools else None,
             block_ids=blocks,
             num_computed_tokens=num_computed_tokens,
-            lora_request=None,
+            lora_request=None if request.adapter is None else lora_request(request.adapter),
             prefill_token_ids=tokens,
         )
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Load a LoRA adapter.
+
+        Raises
+        ------
+        ConfigError : it cannot be loaded; with vLLM's own reason.
+        """
+        told = f"the LoRA adapter {adapter.name!r} ({adapter.path}) cannot be loaded"
+        if not (Path(adapter.path).expanduser() / "adapter_config.json").is_file():
+            raise ConfigError(f"{told}: the folder has no adapter_config.json; give the folder of an adapter")
+        try:
+            with self._waiting:
+                self._executor.add_lora(lora_request(adapter))
+        except Exception as error:
+            raise ConfigError(f"{told}: {reason(error)}") from error
+
+    def remove_adapter(self, number: int) -> None:
+        """Let go of a LoRA adapter that no request has any more."""
+        with self._waiting:
+            self._executor.remove_lora(number)
 
     def step(
         self,
@@ -301,6 +323,14 @@ def _graphs(compilation: Any) -> str:
     """Return whether steps are captured, and the numbers of tokens that they are padded to."""
     sizes = sorted(compilation.cudagraph_capture_sizes or ())
     return f"cuda, steps of {' '.join(map(str, sizes))} tokens" if sizes else "none"
+
+
+def lora_request(adapter: Adapter) -> Any:
+    """Return a LoRA adapter in vLLM's words: two of one name are the same to it, whatever their numbers."""
+    from vllm.lora.request import LoRARequest
+
+    path = str(Path(adapter.path).expanduser())
+    return LoRARequest(f"{adapter.name}#{adapter.number}", adapter.number, path)
 
 
 def _kinds(kv_cache_config: Any) -> tuple[bool, ...]:
@@ -346,6 +376,8 @@ def settings_of(config: EngineConfig, device: DeviceConfig, draft: ModelFiles | 
         "enable_prefix_caching": False,  # onbeat's own
         "async_scheduling": not is_cpu if config.async_scheduling is None else config.async_scheduling,
     }
+    if config.num_loras:
+        arguments |= lora_arguments(config.num_loras, config.max_lora_rank, is_cpu=is_cpu)
     if not is_cpu:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
@@ -366,6 +398,19 @@ def why_whole(settings: Settings) -> str | None:
     if pooler is None or model.is_chunked_prefill_supported:
         return None
     return f"it pools their tokens by {pooler.seq_pooling_type} over {model.attn_type} attention"
+
+
+def lora_arguments(number: int, max_rank: int, *, is_cpu: bool) -> dict[str, Any]:
+    """Return arguments by which vLLM has room for LoRA adapters.
+
+    Parameters
+    ----------
+    number : of adapters.
+    is_cpu : whether a request without an adapter gets the one in the last place: on CPUs vLLM looks it up at
+        -1. That place stays empty here, as an adapter takes the first free one.
+    """
+    room = number + 1 if is_cpu else number
+    return {"enable_lora": True, "max_loras": room, "max_cpu_loras": room, "max_lora_rank": max_rank}
 
 
 def model_config_of(settings: Settings) -> ModelConfig:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from onbeat.core.hashing import BlockHash, hash_blocks, root_hash
+from onbeat.core.hashing import BlockHash, hash_blocks
 from onbeat.scheduler.replica.request_state import NEVER, RequestState
 
 KEPT_SHARE = 0.3
@@ -347,7 +347,7 @@ class KVCacheManager:
         """Hash the request's first blocks, as far as its tokens are known; return how many have a hash."""
         hashes = state.block_hashes
         if len(hashes) < num_blocks and state.request.block_hashes is None:
-            parent = hashes[-1] if hashes else root_hash(state.request.cache_salt)
+            parent = hashes[-1] if hashes else state.request.prefix_root
             assert isinstance(parent, bytes)
             size = self.block_size
             hashes += hash_blocks(parent, state.token_slice(len(hashes) * size, num_blocks * size), size)
