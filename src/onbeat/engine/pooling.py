@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import NeedsVllm
 from onbeat.core.request import Pooling
 from onbeat.engine.model_config import ModelConfig
 
@@ -32,14 +32,14 @@ def choose_pooling(
 
     Raises
     ------
-    ConfigError : its files ask for what is not supported, and the user for nothing else.
+    NeedsVllm : its files ask for what is not supported, and the user for nothing else.
     """
     if asked != "auto":
         return asked
     if model.pooling is None:
         return "last"
     if (found := next((each for each in known if each == model.pooling), None)) is None:
-        raise ConfigError(
+        raise NeedsVllm(
             f"the model's files say that its embeddings are pooled by {model.pooling!r}, which is not "
             "supported; choose --pooling last or --pooling mean to have others"
         )

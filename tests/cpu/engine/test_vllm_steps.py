@@ -16,6 +16,7 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import DTYPES
 from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.vllm.faults import reason
 from onbeat.engine.vllm.runner import Translator, VllmRunner
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SpeculationConfig
@@ -338,3 +339,17 @@ def test_a_dead_worker_ends_an_idle_engine() -> None:
 def make_runner(workers: FailingWorkers) -> VllmRunner:
     limits = make_config("slo")
     return VllmRunner(limits, workers, None, DeviceConfig(CPU, DTYPES["float32"], 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (KeyError("weights"), "KeyError 'weights'"),
+        (ValueError("1 validation error\n  Value error, no such kind [type=x]"), "no such kind"),
+        (ValueError("known: " + "Llama, " * 100), "known: Llama"),
+    ],
+)
+def test_what_vllm_says_of_a_fault_is_one_line(raised: Exception, told: str) -> None:
+    found = reason(raised)
+    assert found.startswith(told)
+    assert len(found) < 320

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from onbeat.core.errors import ConfigError, ModelLoadError
+from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.core.request import FinishReason, Pooling, Request, SamplingParams
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
@@ -213,7 +213,7 @@ def test_a_checkpoint_saved_without_its_head(tmp_path: Path, architecture: str):
 
 def test_pooling_that_is_not_supported_is_refused(tmp_path: Path):
     checkpoint = open_checkpoint(saved(tmp_path, pooling_mode_cls_token=True))
-    with pytest.raises(ConfigError, match=r"'cls'.*--pooling"):
+    with pytest.raises(NeedsVllm, match=r"'cls'.*--pooling"):
         choose_pooling("auto", checkpoint.config)
     modules = [{"type": "sentence_transformers.models.Dense"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))

@@ -20,6 +20,8 @@ from onbeat.core.errors import EngineDead
 from onbeat.engine.memory import is_short_memory
 
 logger = logging.getLogger("onbeat.engine")
+_LONGEST = 300
+"""Characters: behind an architecture that it does not know, vLLM lists all that it does."""
 
 
 def reason(error: Exception) -> str:
@@ -28,7 +30,8 @@ def reason(error: Exception) -> str:
     told = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
     text = (told or lines or [""])[0].partition(" [type=")[0]
     # A key or a name that is missing says nothing without its kind.
-    return text if " " in text else f"{type(error).__name__} {text}".strip()
+    text = text if " " in text else f"{type(error).__name__} {text}".strip()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
 def with_cure(error: Exception) -> str:
