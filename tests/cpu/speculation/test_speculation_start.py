@@ -17,8 +17,8 @@ from onbeat.engine.backends.base import CheckpointBackend
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.native.library import NativeLibrary
-from onbeat.engine.speculation.build import first_difference
 from onbeat.engine.speculation.draft_model import DraftModelProposer
+from onbeat.engine.speculation.same_tokenizer import first_difference
 from onbeat.engine.speculation.speculative_config import read_speculative_config
 from onbeat.engine.start import build_engine, prepare
 from onbeat.hub.files import ModelFiles

@@ -14,7 +14,7 @@ from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import Runner
 from onbeat.engine.memory import free_for, modest_kv_bytes
 from onbeat.engine.progress import OnProgress
-from onbeat.engine.speculation.build import check_same_tokenizer
+from onbeat.engine.speculation.same_tokenizer import check_same_tokenizer
 from onbeat.engine.vllm.handshake import TRIED, can_compare, compare_steps, is_tried
 from onbeat.engine.vllm.runner import VllmRunner
 from onbeat.engine.vllm.surface import model_config_of, settings_of, start_executor, why_whole

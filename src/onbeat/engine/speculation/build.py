@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, ModelLoadError
-from onbeat.core.protocols import Tokenizer
 from onbeat.engine.backends.base import Backend, CheckpointBackend
 from onbeat.engine.backends.table import choose_backend, open_weights
 from onbeat.engine.engine_config import EngineConfig
@@ -33,12 +32,11 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
+from onbeat.engine.speculation.same_tokenizer import check_same_tokenizer
 from onbeat.engine.speculation.speculative_config import TRAINED, SpeculativeConfig
 from onbeat.engine.weights import parameter_shapes
-from onbeat.hub.files import ModelFiles
 from onbeat.hub.resolve import resolve_model
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.text.tokenizer import load_tokenizer
 
 
 class NoDrafts(Proposer):
@@ -187,38 +185,6 @@ class _History:
         while len(copied) < num:
             copied += copied[: min(period, num - len(copied))]
         return copied
-
-
-def check_same_tokenizer(target: ModelFiles, draft: ModelFiles) -> None:
-    """Compare two models' vocabularies.
-
-    Raises
-    ------
-    ConfigError : some token id stands for different bytes.
-    ModelLoadError : a tokenizer cannot be read.
-    """
-    if target.path.resolve() == draft.path.resolve():
-        return
-    theirs, ours = load_tokenizer(draft.path), load_tokenizer(target.path)
-    token_id = first_difference(ours, theirs)
-    if token_id is not None:
-        raise ConfigError(
-            f"the draft model {draft.name} has another tokenizer than {target.name}: token {token_id} is "
-            f"{theirs.token_bytes(token_id)!r} there and {ours.token_bytes(token_id)!r} here; take a draft "
-            "model of the same family"
-        )
-
-
-def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
-    """Return the first token id that both vocabularies have and that stands for different bytes.
-
-    One may be longer: some files list padding, or special tokens that others leave out. A token that only
-    one model knows is never proposed, or read as another one, which costs a wrong guess and no more.
-    """
-    for token_id in range(min(one.vocab_size, other.vocab_size)):
-        if one.token_bytes(token_id) != other.token_bytes(token_id):
-            return token_id
-    return None
 
 
 @dataclass(frozen=True, slots=True)
