@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import count, islice
@@ -38,7 +38,8 @@ from onbeat.scheduler.scheduler_config import SchedulerConfig
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 OLDEST_CAPABILITY = (8, 0)
-"""Computes in bfloat16, and FlashInfer's fa2 runs there. Only 9.0 has been tried."""
+"""Computes in bfloat16, and FlashInfer's fa2 runs there."""
+TRIED_CAPABILITY = (9, 0)
 
 MakeKernels = Callable[[KernelSizes], GraphKernels]
 
@@ -57,17 +58,23 @@ def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> st
         return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     if find_spec("flashinfer") is None:
         return "FlashInfer is not installed: pip install 'onbeat[gpu]'"
-    kernel = missing_kernel(checkpoint.config)
-    if kernel is not None:
-        return f"the kernel {kernel} is neither ready-made nor can it be built here: nvcc is not found"
+    kernel, can_build = unbuilt_kernel(checkpoint.config)
+    if kernel is not None and not can_build:
+        return (
+            f"the kernel {kernel} is not ready-made and cannot be built here: nvcc is not found, or "
+            "FLASHINFER_DISABLE_JIT is set; install NVIDIA's CUDA toolkit and set CUDA_HOME to its folder"
+        )
     return None
 
 
-def missing_kernel(config: ModelConfig) -> str | None:
-    """Return a kernel of FlashInfer that cannot be had here; the library is imported only now."""
-    from onbeat.engine.cuda.flashinfer_attention import missing_kernel
+def unbuilt_kernel(config: ModelConfig) -> tuple[str | None, bool]:
+    """Return a kernel of FlashInfer that is not there yet, and whether it can be built here.
 
-    return missing_kernel(config)
+    The library is imported only now.
+    """
+    from onbeat.engine.cuda.flashinfer_attention import can_build, unbuilt_kernel
+
+    return unbuilt_kernel(config), can_build()
 
 
 def fast_kernels(sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2") -> GraphKernels:
@@ -147,6 +154,17 @@ class CudaBackend(TorchBackend):
         graphs = "without graphs" if self._is_eager else "decodes by CUDA graphs"
         pieces = ", steps with prompts in pieces" if self._has_pieces else ""
         self.description = f"by the GPU engine ({graphs}{pieces})"
+
+    def remarks(self, config: EngineConfig) -> Iterator[str]:
+        """Yield what nobody has tried, too, and why the start takes long; see `Backend.remarks`."""
+        yield from super().remarks(config)
+        if (capability := compute_capability(self.device.device)) != TRIED_CAPABILITY:
+            yield (
+                "the GPU engine has run on compute capability 9.0 alone (H100, H200); this GPU has "
+                f"{capability[0]}.{capability[1]}"
+            )
+        if unbuilt_kernel(self.model)[0] is not None:
+            yield "compiling attention kernels, once: about a minute"
 
     def fit_measured(self, limits: SchedulerConfig, room: Room, say: OnProgress) -> SchedulerConfig:
         """Load the weights, measure what the largest steps take, and give the rest to the KV cache.

@@ -38,6 +38,7 @@ _PLAN_BYTES = 8 << 20
 """Of a plan, as FlashInfer's wrappers have it."""
 _LONG_CHUNK = 128
 """New tokens of a row from which on fa3 is taken: what one of its tiles holds."""
+_DEFAULT_CUDA_BIN = "/usr/local/cuda/bin"
 _MOST_PROCESSORS = 188
 """Of a GPU: an H100 has 132 of them, an RTX PRO 6000 has the most."""
 
@@ -63,19 +64,19 @@ class FlashInfer(NamedTuple):
         )
 
 
-def missing_kernel(config: ModelConfig, chunk_backend: ChunkBackend = "fa2") -> str | None:
-    """Return the name of a module of FlashInfer that a model needs and that cannot be had here.
+def can_build() -> bool:
+    """Return whether FlashInfer can build what is not ready-made: it looks for nvcc in these places."""
+    cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    compiler = shutil.which("nvcc", path=f"{cuda_home}/bin" if cuda_home else None)
+    if compiler is None and cuda_home is None:
+        compiler = shutil.which("nvcc", path=_DEFAULT_CUDA_BIN)
+    return compiler is not None and not os.environ.get("FLASHINFER_DISABLE_JIT")
 
-    Returns
-    -------
-    None where each is ready-made or can be built.
-    """
+
+def unbuilt_kernel(config: ModelConfig, chunk_backend: ChunkBackend = "fa2") -> str | None:
+    """Return the name of a module of FlashInfer that a model needs and that is not there yet."""
     from flashinfer.jit.attention import gen_batch_prefill_module
 
-    cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    has_compiler = shutil.which("nvcc", path=f"{cuda_home}/bin" if cuda_home else None) is not None
-    if has_compiler and not os.environ.get("FLASHINFER_DISABLE_JIT"):
-        return None
     bf16, head_dim = torch.bfloat16, config.head_dim
     types = (bf16, bf16, bf16, torch.int32, head_dim, head_dim)
     no_rotation, no_cap, no_fp16_sums = 0, False, False

@@ -66,7 +66,7 @@ def config(**changes: Any) -> EngineConfig:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(cuda_backend, "find_spec", lambda name: name)
-    monkeypatch.setattr(cuda_backend, "missing_kernel", lambda config: None)
+    monkeypatch.setattr(cuda_backend, "unbuilt_kernel", lambda config: (None, True))
 
 
 def test_it_serves_on_a_gpu_unless_torch_is_asked_for(hopper: None) -> None:
@@ -140,10 +140,24 @@ def test_a_share_of_memory_is_a_share(share: float) -> None:
 
 
 def test_a_kernel_that_cannot_be_had_is_named(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_backend, "missing_kernel", lambda config: "batch_prefill")
+    monkeypatch.setattr(cuda_backend, "unbuilt_kernel", lambda config: ("batch_prefill", False))
     chosen = choose_backend(config(), DummyCheckpoint(MODEL), CUDA)
-    reason = "the kernel batch_prefill is neither ready-made nor can it be built here: nvcc is not found"
-    assert chosen.description == f"by torch (not by the GPU engine: {reason})"
+    assert isinstance(chosen, TorchBackend)
+    assert not isinstance(chosen, CudaBackend)
+    assert all(word in chosen.description for word in ("batch_prefill", "nvcc", "CUDA_HOME"))
+
+
+def test_the_start_says_what_is_compiled_and_that_a_card_is_untried(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = choose_backend(config(), DummyCheckpoint(MODEL), CUDA)
+    assert isinstance(chosen, CudaBackend)
+    before = [*chosen.remarks(config(device="cuda"))]
+    monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: (8, 9))
+    monkeypatch.setattr(cuda_backend, "unbuilt_kernel", lambda config: ("batch_prefill", True))
+    untried, compiling = [*chosen.remarks(config(device="cuda"))][len(before) :]
+    assert "8.9" in untried
+    assert "compiling" in compiling
 
 
 @pytest.mark.parametrize(

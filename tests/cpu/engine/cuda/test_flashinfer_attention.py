@@ -20,7 +20,8 @@ from onbeat.engine.cuda.flashinfer_attention import (
     PlanBuffers,
     PlannedDecodes,
     allocate_workspace,
-    missing_kernel,
+    can_build,
+    unbuilt_kernel,
 )
 from onbeat.engine.cuda.stream import CpuStream
 from onbeat.engine.forward import Mark
@@ -261,30 +262,40 @@ def test_the_recorded_signatures_are_those_of_the_library() -> None:
         assert _parameters(ours) == _parameters(theirs)
 
 
-def test_a_kernel_is_missing_where_it_is_neither_ready_made_nor_can_be_built(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_kernel_that_is_not_ready_made_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")  # it asks the GPU otherwise
     pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     env = importlib.import_module("flashinfer.jit.env")
     monkeypatch.setattr(env, "FLASHINFER_AOT_DIR", tmp_path)
     monkeypatch.setattr(env, "FLASHINFER_JIT_DIR", tmp_path / "jit")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
-    missing = missing_kernel(SIZES.config)
-    assert missing is not None
-    assert missing.startswith("batch_prefill_with_kv_cache_dtype_q_bf16")
-    (tmp_path / missing).mkdir()
-    (tmp_path / missing / f"{missing}.so").touch()
-    assert missing_kernel(SIZES.config) is None
+    unbuilt = unbuilt_kernel(SIZES.config)
+    assert unbuilt is not None
+    assert unbuilt.startswith("batch_prefill_with_kv_cache_dtype_q_bf16")
+    (tmp_path / unbuilt).mkdir()
+    (tmp_path / unbuilt / f"{unbuilt}.so").touch()
+    assert unbuilt_kernel(SIZES.config) is None
+    assert unbuilt_kernel(SIZES.config, "fa3") is not None
 
-    assert missing_kernel(SIZES.config, "fa3") is not None
-    compiler = tmp_path / "bin" / "nvcc"
-    compiler.parent.mkdir()
-    compiler.touch(mode=0o755)
-    assert missing_kernel(SIZES.config, "fa3") is None
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "PATH", None])
+def test_the_compiler_is_looked_for_where_the_library_does(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_DISABLE_JIT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(flashinfer_attention, "_DEFAULT_CUDA_BIN", "/nowhere")
+    folder = tmp_path / "bin"
+    if variable is None:
+        monkeypatch.setattr(flashinfer_attention, "_DEFAULT_CUDA_BIN", str(folder))
+    else:
+        monkeypatch.setenv(variable, str(folder if variable == "PATH" else tmp_path))
+    assert not can_build()
+    folder.mkdir()
+    (folder / "nvcc").touch(mode=0o755)
+    assert can_build()
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
-    assert missing_kernel(SIZES.config, "fa3") is not None
+    assert not can_build()
 
 
 def _parameters(function: object) -> list[tuple[str, object, object]]:
