@@ -310,6 +310,15 @@ class VllmExecutor:
         step.scheduled_spec_decode_tokens = drafts
         step.num_spec_tokens_to_schedule = self.num_drafts  # that it makes for the next step
         step.finished_req_ids, step.preempted_req_ids = finished, preempted
+        if self.num_slots:  # vLLM's kernels beside a state read blocks that are not yet full
+            given = [*(each.block_ids for each in new), *filter(None, cached.new_block_ids)]
+            step.new_block_ids_to_zero = [
+                block
+                for groups in given
+                for block_ids, has_kv in zip(groups, self.kinds, strict=True)
+                if has_kv
+                for block in block_ids
+            ]
         return step
 
     def grammar(self, names: Sequence[str], bitmask: Any) -> Any:
