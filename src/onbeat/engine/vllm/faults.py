@@ -82,12 +82,12 @@ class Workers:
         self._name = ""
 
     @contextmanager
-    def starting(self, number: int) -> Iterator[None]:
+    def starting(self, *, has_some: bool) -> Iterator[None]:
         """Let this process have some: what starts in the block, its executor included, is seen to.
 
         A signal to the whole group of processes does not reach them: streams under way are served to the end.
         """
-        if number == 1:  # it computes itself
+        if not has_some:  # it computes itself
             yield
             return
         multiprocessing.current_process().daemon = False  # one may have no processes of its own

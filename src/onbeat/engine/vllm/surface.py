@@ -100,7 +100,7 @@ def start_executor(settings: Settings) -> VllmExecutor:
     workers = Workers()
     failed: list[bool] = []
     try:
-        with workers.starting(config.parallel_config.world_size):
+        with workers.starting(has_some=config.parallel_config.distributed_executor_backend != "uni"):
             # Its constructor measures the memory, makes the KV cache of each kind of layer and warms up:
             # there is no other way. Its scheduler stays idle.
             core = EngineCore(

@@ -161,7 +161,7 @@ class PartedKernels(ReferenceKernels):
         return super().plan_chunks(rows, layer)
 
 
-_WITH_PIECES = {"llama3", "gemma3", "mistral-sliding"}
+_WITH_PIECES = ("llama3", "gemma3", "mistral-sliding")
 
 
 @pytest.mark.parametrize(
