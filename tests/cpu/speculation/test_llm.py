@@ -47,7 +47,8 @@ def test_the_same_text_comes_out(smollm2_gguf: Path, policy: str) -> None:
     ("config", "message"),
     [
         ({"method": "ngram", "num_speculative_tokens": 17}, r"17; it must not be above block_size \(16\)"),
-        ({"method": "eagle"}, "'eagle' needs weights that were trained"),
+        ({"method": "eagle"}, "'eagle' needs the key 'model'"),
+        ({"method": "eagle", "model": "some"}, "vllm"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(

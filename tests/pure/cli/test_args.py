@@ -114,7 +114,7 @@ def test_help_can_be_shown(command: tuple[str, ...]) -> None:
         (["serve", "--max-log", "x"], "unknown flag --max-log (see"),
         (["serve", "--max-prob-len", "x"], "unknown flag --max-prob-len (see"),
         (["serve", "--slo", "x"], "unknown flag --slo (see"),  # of many flags the beginning
-        (["serve", "--slo-modules", "x"], "unknown flag --slo-modules (see"),
+        (["serve", "--slo-nodules", "x"], "unknown flag --slo-nodules (see"),
         (["serve", "--tensor-parallel", "2"], "did you mean --tensor-parallel-size?"),
         (["serve", "--max-model", "8"], "unknown flag --max-model"),  # no abbreviations
         (["serve", "a.gguf", "b.gguf"], "unexpected argument 'b.gguf'"),

@@ -55,11 +55,12 @@ def actions(*command: str) -> dict[str, argparse.Action]:
     }
 
 
-READ_AT_ONCE = ("speculative_config", "fleet_changes", "disaggregate", "kinds")
+READ_AT_ONCE = ("speculative_config", "lora_modules", "fleet_changes", "disaggregate", "kinds")
 """Keys whose values are something else once they are read."""
 
 
 EXAMPLES = {
+    "lora_modules": ["sql=./sql"],
     "speculative": {"method": "ngram"},
     "override_generation_config": {"temperature": 0.5},
     "device": "cpu",

@@ -306,7 +306,8 @@ class KVCacheManager:
 
     def grow(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
         """Extend the block table to hold `num_tokens`; return the new ids."""
-        num_new_blocks = self.num_blocks_for(num_tokens) - len(state.block_ids)
+        # Written out: it is called for each row of a step.
+        num_new_blocks = -(-(num_tokens + self._num_lookahead) // self.block_size) - len(state.block_ids)
         if num_new_blocks <= 0:
             return ()
         new_block_ids = self.pool.allocate(num_new_blocks)
