@@ -159,24 +159,27 @@ class Campaign:
 
 
 def plug_in_entry(args: argparse.Namespace) -> Entry:
-    python = args.vllm.with_name("python")
-    profile = "" if args.profile is None else f" --profile {args.profile.absolute()}"
-    return Entry(
-        name=PLUG_IN,
-        about="vLLM under onbeat's scheduler",
-        command=f"{python} -m onbeat vllm serve {args.model} --slo-mode gap{profile} -- {_flags(args)}",
-        environment=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY / "src")},
-    )
+    command = f"vllm serve {args.model} --slo-mode gap{_profile(args, '--profile')} -- {_flags(args)}"
+    return _our_entry(args, PLUG_IN, "vLLM under onbeat's scheduler", command)
 
 
 def backend_entry(args: argparse.Namespace) -> Entry:
-    python = args.vllm.with_name("python")
-    profile = "" if args.profile is None else f" --step-time-profile {args.profile.absolute()}"
+    command = (
+        f"serve {args.model} --backend vllm --slo-mode gap --kv-cache-memory-bytes {KV_GIB * 2**30}"
+        f"{_profile(args, '--step-time-profile')} {OWN_FLAGS}"
+    )
+    return _our_entry(args, BACKEND, "vLLM's workers under onbeat's server", command)
+
+
+def _profile(args: argparse.Namespace, flag: str) -> str:
+    return "" if args.profile is None else f" {flag} {args.profile.absolute()}"
+
+
+def _our_entry(args: argparse.Namespace, name: str, about: str, command: str) -> Entry:
     return Entry(
-        name=BACKEND,
-        about="vLLM's workers under onbeat's server",
-        command=f"{python} -m onbeat serve {args.model} --backend vllm --slo-mode gap "
-        f"--kv-cache-memory-bytes {KV_GIB * 2**30}{profile} {OWN_FLAGS}",
+        name=name,
+        about=about,
+        command=f"{args.vllm.with_name('python')} -m onbeat {command}",
         environment=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY / "src")},
     )
 

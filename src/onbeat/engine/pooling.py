@@ -104,20 +104,23 @@ class Embeddings(NamedTuple):
     failed: dict[str, str]
     """Request id -> what is wrong with its hidden states."""
 
+    def add(self, request_id: str, embedding: bytes) -> None:
+        """Take a prompt's embedding, float32 and little-endian, if it is finite."""
+        if np.isfinite(np.frombuffer(embedding, "<f4")).all():
+            self.done[request_id] = embedding
+        else:
+            self.failed[request_id] = "the model produced an embedding that is not finite"
+
 
 def pool(rows: Sequence[PooledTokens], hidden_PD: NDArray[Any] | None) -> Embeddings:
     """Pool a step's hidden states, row by row, in the order of `StepInputs.pooled_tokens`."""
-    done: dict[str, bytes] = {}
-    failed: dict[str, str] = {}
+    found = Embeddings({}, {})
     start = 0
     for row in rows:
         end = start + len(row.tokens)
         if start < end:
             assert hidden_PD is not None, "this forward pass gives hidden states"
-            embedding = row.prompt.take(hidden_PD[start:end])
-            if embedding is not None and not np.isfinite(np.frombuffer(embedding, "<f4")).all():
-                failed[row.request_id] = "the model produced an embedding that is not finite"
-            elif embedding is not None:
-                done[row.request_id] = embedding
+            if (embedding := row.prompt.take(hidden_PD[start:end])) is not None:
+                found.add(row.request_id, embedding)
         start = end
-    return Embeddings(done, failed)
+    return found

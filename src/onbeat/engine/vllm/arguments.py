@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.extras import require
 from onbeat.core.request import SamplingParams
 from onbeat.engine.speculation.speculative_config import SpeculativeConfig
 from onbeat.hub.files import ModelFiles
@@ -22,7 +21,6 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """
     if not arguments:
         return {}
-    require("vllm", extra="vllm", purpose="--backend vllm")
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

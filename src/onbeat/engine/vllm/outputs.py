@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.request import SamplingParams, TokenLogprobs
+from onbeat.engine.pooling import Embeddings
 
 
 def row_logprobs(params: SamplingParams, lists: Any, index: int, num_tokens: int) -> list[TokenLogprobs]:
@@ -49,22 +50,13 @@ def _logprobs(
     )
 
 
-def embeddings(theirs: Any, failed: dict[str, str]) -> dict[str, bytes]:
-    """Return the embeddings of prompts that a step has completed.
-
-    Parameters
-    ----------
-    failed : is told of those that are not finite.
-    """
-    done = {}
+def embeddings(theirs: Any) -> Embeddings:
+    """Return the embeddings of prompts that a step has completed."""
+    found = Embeddings({}, {})
     for name, index in theirs.req_id_to_index.items():
-        if (tensor := theirs.pooler_output[index]) is None:
-            continue
-        if tensor.isfinite().all():
-            done[name] = tensor.float().numpy().astype("<f4").tobytes()
-        else:
-            failed[name] = "the model produced an embedding that is not finite"
-    return done
+        if (tensor := theirs.pooler_output[index]) is not None:
+            found.add(name, tensor.float().numpy().astype("<f4").tobytes())
+    return found
 
 
 def sampled(token_ids: Sequence[int]) -> list[int]:

@@ -31,6 +31,7 @@ from onbeat.engine.guided_draw import (
     begin_guide,
     guided_rows,
     hold_to_grammars,
+    open_guides,
 )
 from onbeat.engine.input_batch import IntArray
 from onbeat.engine.model_config import ModelConfig
@@ -268,11 +269,9 @@ class VllmRunner:
             return None
         if self._last is not None:
             self._last.result()  # whose tokens the grammars take first
-        rows = step.sampling_rows
-        held = [index for index in step.guided if _is_held(rows[index])]
-        if not held:
+        if not (held := open_guides(step.sampling_rows)):
             return None
-        masks_GW = allowed_masks(rows, held, step.outcome)
+        masks_GW = allowed_masks(step.sampling_rows, held, step.outcome)
         masks_GW[~masks_GW.any(axis=1)] = _ANY  # which is told as a fault below
         return self.surface.grammar([step.names[index] for index in held], masks_GW.view(np.int32))
 
@@ -301,14 +300,16 @@ class VllmRunner:
                 told.num_outputs += max(len(new) - 1, 0)
             num_available = self._take_drafts(step)
             reports = _prompt_reports(step, theirs.prompt_logprobs_dict)
-        done = embeddings(theirs, failed) if theirs.pooler_output else None
+        done = embeddings(theirs) if theirs.pooler_output else None
+        if done is not None:
+            failed |= done.failed
         return ModelRunnerOutput(
             token_ids,
             logprobs if any(logprobs) else None,
             failed or None,
             step.num_drafted if any(row.num_draft_tokens for row in step.rows) else None,
             num_available,
-            embeddings=done,
+            embeddings=None if done is None else done.done,
             prompt_logprobs=reports or None,
             guided=guided,
         )
@@ -369,10 +370,6 @@ class _Workers(Computes):
 
     def scrub(self, block_ids: IntArray) -> None:
         """Leave KV blocks as they are: what a request reads, it has written."""
-
-
-def _is_held(row: SamplingRow) -> bool:
-    return row.guide is not None and not row.guide.is_complete
 
 
 def _prompt_reports(step: _LaunchedStep, found: Any) -> dict[str, list[TokenLogprobs]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.extras import require
 from onbeat.core.request import Adapter, Request, SamplingParams
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
@@ -38,12 +37,10 @@ class Settings:
 
     Raises
     ------
-    MissingExtra : vLLM is not installed.
     ConfigError : vLLM does not take the model, or an argument; with its own reason.
     """
 
     def __init__(self, arguments: Mapping[str, Any], threads: int | None) -> None:
-        require("vllm", extra="vllm", purpose="--backend vllm")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if threads is not None:
