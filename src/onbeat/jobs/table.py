@@ -398,7 +398,7 @@ class JobTable:
                 param="slo.job.deadline_ms",
                 code="invalid_value",
             )
-        if deadline - now > LONGEST_OBJECTIVE:
+        if deadline > now + LONGEST_OBJECTIVE:  # a difference may be rounded above the limit that was stated
             raise InvalidRequest(
                 f"slo.job.deadline_ms of job {call.job_id[:40]!r} is {(deadline - now) / 3600:.3g} h away; "
                 "at most 24 h are allowed. It is in milliseconds since 1970",

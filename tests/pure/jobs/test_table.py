@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.request import Placement
-from onbeat.core.slo import SLO
+from onbeat.core.slo import LONGEST_OBJECTIVE, SLO
 from onbeat.jobs import table as module
 from onbeat.jobs.call import CallShare, JobCall, JobEnd, call_seconds
 from onbeat.jobs.table import FORGOTTEN_AFTER, LONGEST_KEPT, MOST_KINDS, MOST_TENANTS, JobTable, OpenCall
@@ -146,6 +148,11 @@ def test_a_job_that_cannot_be_done_in_time_is_refused_where_its_caller_asks_for_
 def test_a_first_call_states_a_deadline_to_come(stated: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         opened(JobTable(), 5.0, **stated)
+
+
+@given(now=st.floats(0, 1e7) | st.floats(45e3, 65e3))
+def test_the_longest_deadline_is_open_to_a_job_at_any_time_of_the_clock(now: float) -> None:
+    assert opened(JobTable(), now, e2e=LONGEST_OBJECTIVE).share.e2e
 
 
 @pytest.mark.parametrize("stated", [{"e2e": 20.0}, {"e2e": None, "deadline": 30.0}])
