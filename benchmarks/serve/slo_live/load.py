@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.bench.bench_config import BenchConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, SamplingConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.objectives import SendSLO
 from onbeat.bench.record import SentRequest
@@ -17,7 +17,6 @@ from onbeat.bench.result import BenchRun
 from onbeat.bench.session import run_bench
 from onbeat.core.slo import SLO, SLOMode
 from onbeat.metrics.attainment import good_requests
-from onbeat.metrics.summary import SummaryOptions
 from onbeat.workload.slo_classes import SLOClass
 
 Result = BenchRun
@@ -97,13 +96,12 @@ class Client:
         """Measure one run; exits the program if the server failed on many requests."""
         bench = BenchConfig(
             target=TargetConfig(base_url=url, request_timeout=REQUEST_TIMEOUT),
-            extra_body={"temperature": 0.0, "ignore_eos": True},
-            summary=SummaryOptions(slo_mode=self.slo_mode),
-            slo_classes=load.classes,
+            sampling=SamplingConfig(ignore_eos=True),
+            slo_mode=self.slo_mode,
             send_slo=self.send_slo,
-            asks_to_shed=load.asks_to_shed,
+            shed=load.asks_to_shed,
         )
-        run = RunConfig(load=load.config())
+        run = RunConfig(load=load.config(), classes=load.classes)
         [result] = asyncio.run(
             run_bench(bench, [run], tokenizer=None, progress=Quiet(), stop=asyncio.Event())
         )

@@ -1,26 +1,36 @@
-"""What a load test is made of; one small record per concern, filled in by the command line.
+"""What a load test is made of; one small record per concern, with the flags of the command line.
 
 Names and defaults of flags are those of `vllm bench serve` wherever it has the flag.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.client import key_headers
 from onbeat.bench.objectives import SendSLO, check_transport
 from onbeat.bench.payload import DEFAULT_PATHS, Api
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import changed, check, option
+from onbeat.core.options import changed, check, option, part
+from onbeat.core.slo import SLOMode, slo_mode_option
 from onbeat.files import parse_object
-from onbeat.metrics.summary import SummaryOptions
-from onbeat.workload.slo_classes import SLOClass
+from onbeat.metrics.summary import METRICS, SummaryOptions
+from onbeat.report.result import ResultOptions
+from onbeat.workload.load import JOB_LOADS
 
 _server = partial(option, group="server")
 _sampling = partial(option, group="sampling")
+_output = partial(option, group="output")
+_told = partial(option, group="what the server is told of objectives")
+
+# Other names of metrics: E2E is timed from the scheduled arrival, so it contains the client's queue.
+METRIC_ALIASES = {"tbt": "itl", "e2el_including_client_queue": "e2el"}
+QUEUE_METRIC = "client_queue_time"
 
 BACKENDS: dict[str, Api] = {
     "openai": "completions",
@@ -157,35 +167,135 @@ class SamplingConfig:
         return given | parse_object(self.extra_body, "--extra-body")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
-    """What all runs of one command share."""
+def _metric(name: str) -> str:
+    name = METRIC_ALIASES.get(name, name)
+    if name not in (known := (*METRICS, QUEUE_METRIC)):
+        raise ConfigError(
+            f"--percentile-metrics: unknown metric {name!r}; known are {', '.join((*known, *METRIC_ALIASES))}"
+        )
+    return name
 
-    target: TargetConfig
-    label: str | None = None
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling fields and others, added to each request."""
-    summary: SummaryOptions = field(default_factory=SummaryOptions)
-    slo_classes: tuple[SLOClass, ...] = ()
-    """Objectives by share of the requests."""
-    send_slo: SendSLO = "auto"
-    """How the server is told of them; `auto` tells servers that say they are onbeat."""
-    asks_to_shed: bool = False
-    """Ask the server to refuse requests whose TTFT it predicts to be missed."""
-    has_jobs: bool = False
-    """Whether requests are calls of jobs, whose deadlines the server is told beside their objectives."""
-    names_classes: bool = True
-    """Tell the server the class of a request, which it must know then, beside its objectives."""
-    num_gpus: int = 1
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    keep_text: bool = False
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions(ResultOptions):
+    """What is shown and saved."""
+
+    label: str | None = _output(None, help="name of this run in files and reports (default: the backend)")
+    goodput: tuple[str, ...] = _output((), metavar="NAME:MS", help="objectives in ms: ttft, tpot, tbt, e2el")
+    percentile_metrics: tuple[str, ...] = _output(
+        METRICS, many=",", parse=_metric, metavar="NAMES", help="metrics in the table"
+    )
+    metric_percentiles: tuple[float, ...] = _output(
+        (50, 90, 99), many=",", metavar="P,P,...", help="percentiles that are shown and saved"
+    )
+    num_gpus: int = _output(1, parse=int, help="devices of the server, for tokens/s per GPU")
+    save_result: bool = _output(
+        default=False, is_switch=True, help="save the result under a name made from the settings"
+    )
+    save_detailed: bool = _output(
+        default=False, is_switch=True, help="also save every request's times and text"
+    )
+    append_result: bool = _output(
+        default=False, is_switch=True, help="add a line to the file instead of replacing it"
+    )
+    result_dir: Path | None = _output(
+        None, metavar="DIR", help="folder of the saved result (default: the current one)"
+    )
+    result_filename: str | None = _output(
+        None, metavar="NAME", help="name of the saved result (default: made from the settings)"
+    )
+    metadata: tuple[str, ...] = _output(
+        (), many="*", metavar="KEY=VALUE", help="keys and values added to the saved result"
+    )
 
     def __post_init__(self) -> None:
-        if self.has_jobs and self.target.api == "embeddings":
+        for item in self.metadata:
+            pair(item)
+        if self.saves_under_name:
+            return
+        if self.result_dir is not None:
+            raise ConfigError("--result-dir needs --save-result")
+        for each in changed(self) if self.json is None else ():
+            if each.name in {"save_detailed", "metadata"}:
+                raise ConfigError(f"{each.flag} is for a saved result: give --json FILE or --save-result too")
+
+    def objectives(self) -> dict[str, float]:
+        """Return those of --goodput, seconds.
+
+        Raises
+        ------
+        ConfigError : one is no name with a number.
+        """
+        objectives: dict[str, float] = {}
+        for item in self.goodput:
+            name, _, value = item.partition(":")
+            try:
+                objectives[name] = float(value) / 1e3
+            except ValueError:
+                raise ConfigError(f"--goodput takes NAME:MILLISECONDS like ttft:500, got {item!r}") from None
+        return objectives
+
+    @property
+    def saves_under_name(self) -> bool:
+        """Whether the result gets a file that is named after the settings, or as --result-filename says."""
+        appends = self.append_result and self.json is None  # else to the file of --json
+        return bool(self.save_result or self.result_filename or appends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """What a command measures: the settings that all its runs share, and the load that they are made of."""
+
+    target: TargetConfig = part(TargetConfig)
+    load: BenchLoad = part(BenchLoad)
+    slo_mode: SLOMode = slo_mode_option()
+    send_slo: SendSLO = _told(
+        "auto",
+        help="in the body, as x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms headers, or not at all; auto: in "
+        "the body if the server says that it is onbeat",
+    )
+    shed: bool = _told(
+        default=False,
+        is_switch=True,
+        help="ask the server to refuse requests that it predicts to be late",
+    )
+    sampling: SamplingConfig = part(SamplingConfig)
+    output: OutputOptions = part(OutputOptions)
+    check_plan: Path | None = option(
+        None,
+        metavar="PLAN.yaml",
+        group="load",
+        help="run the load of an `onbeat plan` file and check its promise; exit code 3 if it is broken",
+    )
+
+    def __post_init__(self) -> None:
+        self.summary()  # says what is wrong before a server is asked, as the next does
+        self.sampling.body(self.target.api)
+
+    def summary(self) -> SummaryOptions:
+        """Return what is computed of each run."""
+        return SummaryOptions(
+            metrics=tuple(name for name in self.output.percentile_metrics if name in METRICS),
+            percentiles=self.output.metric_percentiles,
+            objectives=self.output.objectives() or None,
+            slo_mode=self.slo_mode,
+        )
+
+    def runs(self) -> list[RunConfig]:
+        """Return the runs that are asked for: one, or those of sweeps.
+
+        Raises
+        ------
+        ConfigError : settings that do not go together.
+        """
+        load, has_jobs = self.load.named(), self.load.dataset_name in JOB_LOADS  # before a server is asked
+        if has_jobs and self.target.api == "embeddings":
             raise ConfigError(
                 "jobs are calls that are answered, and --backend openai-embeddings has no answers: use "
                 "openai or openai-chat"
             )
-        check_transport(
-            self.send_slo, self.slo_classes, asks_to_shed=self.asks_to_shed, has_jobs=self.has_jobs
-        )
+        if load.salt is None:
+            load = replace(load, salt=secrets.token_hex(4))
+        runs = load.runs(self.output.label or "")
+        check_transport(self.send_slo, runs[0].classes, asks_to_shed=self.shed, has_jobs=has_jobs)
+        return runs

@@ -114,8 +114,9 @@ class BenchLoad(Load):
             raise ConfigError("--sweep-rate sets --request-rate itself: leave one out")
         runs = [(f"c={level}", self.closed(level)) for level in levels]
         runs += [(f"{rate:g} req/s", replace(self, request_rate=rate, **_NO_SWEEP)) for rate in rates]
-        return [RunConfig(load=load, title=f"{title} {name}".strip()) for name, load in runs] or [
-            RunConfig(load=self, title=title)
+        return [
+            RunConfig(load=load, classes=self.classes(), title=f"{title} {name}".strip())
+            for name, load in runs or [("", self)]
         ]
 
     def closed(self, concurrency: int) -> BenchLoad:
@@ -180,6 +181,8 @@ class PromptTools:
 
     writer: PromptWriter
     count_tokens: Callable[[str], int]
+    keeps_text: bool = False
+    """Whether answers stay in the records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +259,8 @@ class RunConfig:
     """One measured run."""
 
     load: BenchLoad
+    classes: tuple[SLOClass, ...] = ()
+    """Objectives by share of the requests."""
     title: str = ""
     """What sets this run apart from others in a sweep, for tables and plots."""
 

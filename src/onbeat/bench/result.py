@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.bench.bench_config import BenchConfig
+from onbeat.bench.bench_config import BenchConfig, pair
 from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.compare import SETTINGS
 from onbeat.bench.record import SentRequest, Status
@@ -208,7 +208,7 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
         (record for record in outcome.records if record.status is not Status.INTERRUPTED),
         key=lambda record: record.index,
     )
-    options = bench.summary
+    options = bench.summary()
     expired = [record for record in records if record.status is Status.EXPIRED]
     summary = with_expired(summarise(records, duration=outcome.duration, options=options), expired)
     queue_times = np.array([record.client_queue_time for record in records])
@@ -224,7 +224,7 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
         title=run.title,
         header=_header(bench, run, model),
         summary=summary,
-        num_gpus=bench.num_gpus,
+        num_gpus=bench.output.num_gpus,
         timing_origin=SCHEDULED if run.load.timing else "send",
         is_interrupted=outcome.interrupted,
         records=records,
@@ -275,7 +275,7 @@ def _header(bench: BenchConfig, run: RunConfig, model: str) -> RunHeader:
     return RunHeader(
         model_id=model,
         backend=bench.target.backend,
-        label=bench.label,
+        label=bench.output.label,
         date=datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
         dataset_name=load.dataset_name or "random",
         num_prompts=load.num_prompts,
@@ -289,7 +289,7 @@ def _settings(bench: BenchConfig, load: BenchLoad) -> dict[str, Any]:
     """Return what a run was made with, as a file has it."""
     return {
         "tokenizer_id": None if load.tokenizer is None else str(load.tokenizer),
-        **bench.metadata,
+        **dict(map(pair, bench.output.metadata)),
         "dataset_path": None if load.dataset_path is None else str(load.dataset_path),
         "load": {
             # By their flags and in their units, those that have no key of their own.
@@ -299,9 +299,7 @@ def _settings(bench: BenchConfig, load: BenchLoad) -> dict[str, Any]:
         },
         "seed": load.seed,
         "salt": load.salt,
-        "goodput_objectives_ms": {
-            name: seconds * 1e3 for name, seconds in (bench.summary.objectives or {}).items()
-        },
+        "goodput_objectives_ms": {name: seconds * 1e3 for name, seconds in bench.output.objectives().items()},
     }
 
 
@@ -337,7 +335,7 @@ def request_columns(run: BenchRun) -> dict[str, Any]:
 def default_file_name(bench: BenchConfig, runs: Sequence[BenchRun]) -> str:
     """Return the name of a result file: {label}-{rate}qps[-concurrencyN]-{model}-{datetime}.json."""
     first = runs[0].header
-    label = bench.label or bench.target.backend
+    label = bench.output.label or bench.target.backend
     model = first.model_id.rstrip("/").rsplit("/", maxsplit=1)[-1]
     if len(runs) > 1:
         return f"{label}-sweep-{model}-{first.date}.json"

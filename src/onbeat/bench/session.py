@@ -81,15 +81,15 @@ class JobOffer:
         self._name = hashlib.blake2b(salt.encode(), digest_size=8).hexdigest()
 
     @classmethod
-    def make(cls, bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> JobOffer:
+    def make(cls, run: RunConfig, tools: PromptTools) -> JobOffer:
         """Return the jobs of a run."""
-        offered = load.offered(bench.slo_classes, count_tokens=tools.count_tokens)
+        offered = run.load.offered(run.classes, count_tokens=tools.count_tokens)
         if not offered.num_output_tokens.all():
             raise ConfigError(
                 "a job of this load has a call that embeds a text (output_tokens 0), and bench sends none; "
                 "leave such calls out, or simulate the load"
             )
-        return cls(offered, tools.writer, keeps_text=bench.keep_text)
+        return cls(offered, tools.writer, keeps_text=tools.keeps_text)
 
     async def items(self, limit: int | None = None) -> AsyncIterator[int]:
         """Return the numbers of the jobs, or of the first so many; words are made as a job begins."""
@@ -244,9 +244,9 @@ class RequestOffer:
         self.starts = self.load.arrivals
 
     @classmethod
-    def make(cls, bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> RequestOffer:
+    def make(cls, run: RunConfig, tools: PromptTools) -> RequestOffer:
         """Return the requests of a run."""
-        return cls(workload_of(load, bench.slo_classes, tools))
+        return cls(workload_of(run.load, run.classes, tools))
 
     async def items(self, limit: int | None = None) -> PromptFeed:
         """Return the requests, or the first so many, of which the first prompts are made."""
@@ -318,8 +318,9 @@ async def _probe(
     progress.on_phase(f"asking {target.root}")
     offered = await wait_until_ready(session, target)
     model = choose_model(target, offered)
-    transport = choose_transport(bench.send_slo, is_onbeat=offered.is_onbeat, asks_to_shed=bench.asks_to_shed)
-    objectives = replace(transport, names_classes=bench.names_classes)
+    transport = choose_transport(bench.send_slo, is_onbeat=offered.is_onbeat, asks_to_shed=bench.shed)
+    # A plan's server knows the objectives, not the names.
+    objectives = replace(transport, names_classes=bench.check_plan is None)
     pool: WordPool | None
     if tokenizer is not None:
         pool = tokenizer_pool(tokenizer)
@@ -329,7 +330,7 @@ async def _probe(
         session=session,
         endpoint=Endpoint(
             url=target.url,
-            payload=PayloadBuilder(api=target.api, model=model, extra=bench.extra_body),
+            payload=PayloadBuilder(api=target.api, model=model, extra=bench.sampling.body(target.api)),
             headers=dict(target.headers),
             objectives=objectives,
             timeout=target.request_timeout,
@@ -362,18 +363,20 @@ async def _run(
     tools = PromptTools(
         writer=PromptWriter(server.pool, f"{load.salt}/{position}"),
         count_tokens=server.count_tokens or _estimate_tokens,
+        keeps_text=bench.output.save_detailed,
     )
     progress.on_phase(f"making prompts ({load.dataset_name})")
-    offer = await _make_offer(bench, load, tools)
+    run = replace(run, load=load)
+    offer = await _make_offer(run, tools)
     client = StreamingClient(
         server.session,
         server.endpoint,
         count_tokens=server.count_tokens,
-        keep_text=bench.keep_text or offer.load.jobs is not None,  # later calls quote answers
+        keep_text=tools.keeps_text or offer.load.jobs is not None,  # later calls quote answers
     )
     if load.num_warmups:
         progress.on_phase(f"warming up with {load.num_warmups} requests")
-        await _warm_up(bench, load, client.send, tools, stop)
+        await _warm_up(load, client.send, tools, stop)
     runner = LoadRunner(
         client.send,
         offsets=offer.starts,
@@ -403,13 +406,12 @@ async def _run(
     )
 
 
-async def _make_offer(bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> JobOffer | RequestOffer:
-    kind: type[JobOffer | RequestOffer] = JobOffer if load.dataset_name in JOB_LOADS else RequestOffer
-    return await asyncio.to_thread(kind.make, bench, load, tools)
+async def _make_offer(run: RunConfig, tools: PromptTools) -> JobOffer | RequestOffer:
+    kind: type[JobOffer | RequestOffer] = JobOffer if run.load.dataset_name in JOB_LOADS else RequestOffer
+    return await asyncio.to_thread(kind.make, run, tools)
 
 
 async def _warm_up(
-    bench: BenchConfig,
     load: BenchLoad,
     send: Send,
     tools: PromptTools,
@@ -423,9 +425,7 @@ async def _warm_up(
     """
     tools = replace(tools, writer=replace(tools.writer, salt=f"{tools.writer.salt}/warm-up"))
     closed = load.closed(min(load.num_warmups, load.max_concurrency or load.num_warmups))
-    offer = await _make_offer(
-        replace(bench, slo_classes=(), send_slo="none", asks_to_shed=False), closed, tools
-    )
+    offer = await _make_offer(RunConfig(load=closed), tools)
     runner = LoadRunner(send, offsets=offer.starts, max_concurrency=closed.max_concurrency)
     outcome = await runner.run(await offer.items(load.num_warmups), offer.begin, stop)
     failures = [record for record in outcome.records if record.status is Status.FAILED]

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import secrets
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import TaskID
 
-from onbeat.bench.bench_config import BenchConfig, SamplingConfig, TargetConfig, pair
-from onbeat.bench.bench_load import BenchLoad, RunConfig
+from onbeat.bench.bench_config import BenchConfig, OutputOptions
+from onbeat.bench.bench_load import RunConfig
 from onbeat.bench.compare import compare, comparison_table, read_runs
-from onbeat.bench.objectives import SendSLO
 from onbeat.bench.promise import check_promise, compare_pace, refuse_too_few
 from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun, default_file_name, request_columns
@@ -31,186 +28,30 @@ from onbeat.bench.session import run_bench
 from onbeat.cli import chaos
 from onbeat.cli.args import FAILED, INTERRUPTED, natural
 from onbeat.cli.options import add_options, read_options, read_value
-from onbeat.cli.outputs import (
-    ResultOptions,
-    check_writable,
-    deliver,
-    progress_bar,
-    result_console,
-    shown_settings,
-)
+from onbeat.cli.outputs import check_writable, deliver, progress_bar, result_console, shown_settings
 from onbeat.core.errors import ConfigError, quoted
-from onbeat.core.options import change, changed, option, part, settings_of
+from onbeat.core.options import change, changed, settings_of
 from onbeat.core.protocols import Tokenizer
-from onbeat.core.slo import SLOMode, slo_mode_option
-from onbeat.metrics.summary import METRICS, SummaryOptions
 from onbeat.planner.plan_file import Promise, read_promise
 from onbeat.report.result import save, say, show_parts
 from onbeat.report.run_report import runs_result
 from onbeat.text.tokenizer import load_tokenizer
-from onbeat.workload.load import JOB_LOADS
-
-_output = partial(option, group="output")
-
-# Other names of metrics: E2E is timed from the scheduled arrival, so it contains the client's queue.
-METRIC_ALIASES = {"tbt": "itl", "e2el_including_client_queue": "e2el"}
-QUEUE_METRIC = "client_queue_time"
-
-
-def _metric(name: str) -> str:
-    name = METRIC_ALIASES.get(name, name)
-    if name not in (known := (*METRICS, QUEUE_METRIC)):
-        raise ConfigError(
-            f"--percentile-metrics: unknown metric {name!r}; known are {', '.join((*known, *METRIC_ALIASES))}"
-        )
-    return name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions(ResultOptions):
-    """What is shown and saved."""
-
-    label: str | None = _output(None, help="name of this run in files and reports (default: the backend)")
-    goodput: tuple[str, ...] = _output((), metavar="NAME:MS", help="objectives in ms: ttft, tpot, tbt, e2el")
-    percentile_metrics: tuple[str, ...] = _output(
-        METRICS, many=",", parse=_metric, metavar="NAMES", help="metrics in the table"
-    )
-    metric_percentiles: tuple[float, ...] = _output(
-        (50, 90, 99), many=",", metavar="P,P,...", help="percentiles that are shown and saved"
-    )
-    num_gpus: int = _output(1, parse=int, help="devices of the server, for tokens/s per GPU")
-    save_result: bool = _output(
-        default=False, is_switch=True, help="save the result under a name made from the settings"
-    )
-    save_detailed: bool = _output(
-        default=False, is_switch=True, help="also save every request's times and text"
-    )
-    append_result: bool = _output(
-        default=False, is_switch=True, help="add a line to the file instead of replacing it"
-    )
-    result_dir: Path | None = _output(
-        None, metavar="DIR", help="folder of the saved result (default: the current one)"
-    )
-    result_filename: str | None = _output(
-        None, metavar="NAME", help="name of the saved result (default: made from the settings)"
-    )
-    metadata: tuple[str, ...] = _output(
-        (), many="*", metavar="KEY=VALUE", help="keys and values added to the saved result"
-    )
-
-    def __post_init__(self) -> None:
-        if self.saves_under_name:
-            return
-        if self.result_dir is not None:
-            raise ConfigError("--result-dir needs --save-result")
-        for each in changed(self) if self.json is None else ():
-            if each.name in {"save_detailed", "metadata"}:
-                raise ConfigError(f"{each.flag} is for a saved result: give --json FILE or --save-result too")
-
-    @property
-    def saves_under_name(self) -> bool:
-        """Whether the result gets a file that is named after the settings, or as --result-filename says."""
-        appends = self.append_result and self.json is None  # else to the file of --json
-        return bool(self.save_result or self.result_filename or appends)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """Every flag of the command."""
-
-    target: TargetConfig = part(TargetConfig)
-    load: BenchLoad = part(BenchLoad)
-    slo_mode: SLOMode = slo_mode_option()
-    send_slo: SendSLO = option(
-        "auto",
-        group="what the server is told of objectives",
-        help="in the body, as x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms headers, or not at all; auto: in "
-        "the body if the server says that it is onbeat",
-    )
-    shed: bool = option(
-        default=False,
-        is_switch=True,
-        group="what the server is told of objectives",
-        help="ask the server to refuse requests that it predicts to be late",
-    )
-    sampling: SamplingConfig = part(SamplingConfig)
-    output: OutputOptions = part(OutputOptions)
-    check_plan: Path | None = option(
-        None,
-        metavar="PLAN.yaml",
-        group="load",
-        help="run the load of an `onbeat plan` file and check its promise; exit code 3 if it is broken",
-    )
-
-
-def bench_config(options: BenchOptions) -> BenchConfig:
-    """Return what all runs of the command share.
-
-    Raises
-    ------
-    ConfigError : a value is wrong.
-    """
-    output = options.output
-    return BenchConfig(
-        target=options.target,
-        label=output.label,
-        extra_body=options.sampling.body(options.target.api),
-        summary=SummaryOptions(
-            metrics=tuple(name for name in output.percentile_metrics if name in METRICS),
-            percentiles=output.metric_percentiles,
-            objectives=_objectives(output.goodput) or None,
-            slo_mode=options.slo_mode,
-        ),
-        slo_classes=options.load.classes(),
-        send_slo=options.send_slo,
-        asks_to_shed=options.shed,
-        has_jobs=options.load.dataset_name in JOB_LOADS,
-        names_classes=options.check_plan is None,  # a plan's server knows the objectives, not the names
-        num_gpus=output.num_gpus,
-        metadata=dict(map(pair, output.metadata)),
-        keep_text=output.save_detailed,
-    )
-
-
-def planned_runs(load: BenchLoad, title: str) -> list[RunConfig]:
-    """Return the runs that the flags ask for: one, or those of sweeps.
-
-    Raises
-    ------
-    ConfigError : flags that do not go together.
-    """
-    load = load.named()  # before anybody asks the server
-    if load.salt is None:
-        load = replace(load, salt=secrets.token_hex(4))
-    return load.runs(title)
-
-
-def _objectives(items: Sequence[str]) -> dict[str, float]:
-    objectives: dict[str, float] = {}
-    for item in items:
-        name, _, value = item.partition(":")
-        try:
-            objectives[name] = float(value) / 1e3
-        except ValueError:
-            raise ConfigError(f"--goodput takes NAME:MILLISECONDS like ttft:500, got {item!r}") from None
-    return objectives
-
 
 _OWN = ("num-prompts", "num-warmups", "salt", "seed", "tokenizer")
 """Flags of the load that may differ from the plan's: how long the test is, and what is drawn."""
 
 
-def with_planned_load(options: BenchOptions, promise: Promise) -> BenchOptions:
-    """Return the options with the load of a plan.
+def with_planned_load(bench: BenchConfig, promise: Promise) -> BenchConfig:
+    """Return the settings with the load of a plan.
 
     Raises
     ------
     ConfigError : the command line asks for another load, or for too few requests, or the plan for a flag that
         there is none of.
     """
-    settings = {setting.key.replace("_", "-"): setting for setting in settings_of(BenchOptions)}
+    settings = {setting.key.replace("_", "-"): setting for setting in settings_of(BenchConfig)}
     planned = {**promise.load, "slo-mode": promise.mode}
-    given = {each.name: value for each, value in changed(options).items()}
+    given = {each.name: value for each, value in changed(bench).items()}
     changes: dict[str, Any] = {"ignore_eos": True}
     for name, value in planned.items():
         if name not in settings:
@@ -227,13 +68,13 @@ def with_planned_load(options: BenchOptions, promise: Promise) -> BenchOptions:
             )
         if name not in _OWN or setting.name not in given:
             changes[setting.name] = wanted
-    for each in changed(options.load):
+    for each in changed(bench.load):
         if each.key.replace("_", "-") not in {*planned, *_OWN}:
             raise ConfigError(f"--check-plan runs the load of its plan: leave out {each.flag}")
     num_prompts = changes.get("num_prompts", given.get("num_prompts"))
     if num_prompts is not None:
         refuse_too_few(num_prompts, promise.share)  # rather than once they were sent
-    return change(options, **changes)
+    return change(bench, **changes)
 
 
 class BenchProgress:
@@ -295,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands `serve`, `compare` and `chaos`."""
     commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
     serve = commands.add_parser("serve", help="load a running server", description="Load a running server.")
-    add_options(serve, BenchOptions)
+    add_options(serve, BenchConfig)
     compare = commands.add_parser(
         "compare", help="compare two saved results", description="Compare two saved results."
     )
@@ -316,17 +157,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    options = read_options(args, BenchOptions)
+    bench = read_options(args, BenchConfig)
     promise = None
-    if options.check_plan is not None:
-        promise = read_promise(options.check_plan)
-        options = with_planned_load(options, promise)
-    output = options.output
+    if bench.check_plan is not None:
+        promise = read_promise(bench.check_plan)
+        bench = with_planned_load(bench, promise)
+    output = bench.output
     _check_outputs(output)
-    bench = bench_config(options)
-    runs = planned_runs(options.load, output.label or "")
+    runs = bench.runs()
     console = Console(stderr=True)
-    path = options.load.tokenizer
+    path = bench.load.tokenizer
     tokenizer = None if path is None else load_tokenizer(path)
     with BenchProgress(console, is_quiet=output.disable_tqdm, num_runs=len(runs)) as progress:
         results = asyncio.run(_measure(bench, runs, tokenizer, progress))
@@ -334,7 +174,7 @@ def _serve(args: argparse.Namespace) -> int:
         console.print("interrupted before anything was measured")
         return INTERRUPTED
     shown = shown_settings(args, hidden=("bench_command", "header"))  # headers may carry keys
-    _deliver(output, bench, results, shown, console)
+    _deliver(bench, results, shown, console)
     code = _exit_code(results)
     return _check(promise, results[0]) if promise is not None and code == 0 else code
 
@@ -392,14 +232,8 @@ def _check_outputs(output: OutputOptions) -> None:
     check_writable({"--json": output.json, "--report": output.report, "--result-dir": named})
 
 
-def _deliver(
-    output: OutputOptions,
-    bench: BenchConfig,
-    runs: list[BenchRun],
-    settings: dict[str, Any],
-    console: Console,
-) -> None:
-
+def _deliver(bench: BenchConfig, runs: list[BenchRun], settings: dict[str, Any], console: Console) -> None:
+    output = bench.output
     if output.save_detailed:
         runs = [replace(run, details={**run.details, **request_columns(run)}) for run in runs]
     result = runs_result(

@@ -19,7 +19,6 @@ from onbeat.cli.args import INFEASIBLE, INTERRUPTED
 from onbeat.cli.capacity_output import CapacityReport, capacity_result
 from onbeat.cli.options import add_options, read_options, read_value
 from onbeat.cli.outputs import (
-    ResultOptions,
     StudyOptions,
     check_writable,
     deliver,
@@ -40,6 +39,7 @@ from onbeat.planner.objectives import Objective, parse_objective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions, Trial
 from onbeat.report.objectives import classes_text
+from onbeat.report.result import ResultOptions
 from onbeat.report.units import significant
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.resolve import decode_context, resolve, resolve_for, step_times_text, what_binds

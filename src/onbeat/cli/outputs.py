@@ -92,17 +92,6 @@ class StudyOptions:
         check(self, StudyOptions)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultOptions:
-    """Where a result goes, and what is shown on the way."""
-
-    json: Path | None = option(None, metavar="FILE", group="output", help="save the result")
-    report: Path | None = option(
-        None, metavar="FILE.html", group="output", help="write one self-contained page with plots"
-    )
-    disable_tqdm: bool = option(default=False, is_switch=True, group="output", help="show no progress")
-
-
 def files_of(settings: Any) -> dict[str, Path | None]:
     """Return the files that settings name, by their flags."""
     return {each.flag: value for each, value in values_of(settings).items() if isinstance(value, Path)}

@@ -22,7 +22,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from onbeat.cli.args import INFEASIBLE, INTERRUPTED, add_config_flag, checked
 from onbeat.cli.options import add_options, find_group, number, read_options
-from onbeat.cli.outputs import ResultOptions, StudyOptions, check_writable, deliver, files_of
+from onbeat.cli.outputs import StudyOptions, check_writable, deliver, files_of
 from onbeat.cli.plan_output import PlanReport, plan_result
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
@@ -37,6 +37,7 @@ from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
 from onbeat.planner.plan_task import Fleet, PlanInterrupted, PlanProgress, PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.planner.units import choices_of, longest_request, make_units, rate_unit
+from onbeat.report.result import ResultOptions
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.resolve import step_times_text, what_binds

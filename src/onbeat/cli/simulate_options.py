@@ -9,11 +9,11 @@ from pathlib import Path
 
 from onbeat.cli.args import add_config_flag
 from onbeat.cli.options import add_options, find_group, read_options
-from onbeat.cli.outputs import ResultOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import changed, option
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.speculation.speculative_config import TRAINED, SpeculativeConfig
+from onbeat.report.result import ResultOptions
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.speculation import DEFAULT_RATE, Acceptance, SpeculationSettings

@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import option
 from onbeat.report.plot import Figure
 from onbeat.report.units import NOTHING, number
 from onbeat.version import __version__
@@ -22,6 +23,17 @@ SCHEMA = 2
 """Of the files of results; version 1 had `schema_version`, and no `kind`."""
 INTERRUPTED = "interrupted: this is a partial result"
 Show = Callable[[Any], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultOptions:
+    """Where a result goes, and what is shown on the way."""
+
+    json: Path | None = option(None, metavar="FILE", group="output", help="save the result")
+    report: Path | None = option(
+        None, metavar="FILE.html", group="output", help="write one self-contained page with plots"
+    )
+    disable_tqdm: bool = option(default=False, is_switch=True, group="output", help="show no progress")
 
 
 class Fact(NamedTuple):

@@ -11,6 +11,7 @@ from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
 from onbeat.bench.session import run_bench
+from onbeat.workload.slo_classes import SLOClass
 from tests.fake_openai import FakeOpenAI, serving
 
 
@@ -45,12 +46,14 @@ async def measure(
     dataset: dict[str, Any] | None = None,
     target: dict[str, Any] | None = None,
     watcher: Watcher | None = None,
+    classes: tuple[SLOClass, ...] = (),
     **bench_options: Any,
 ) -> BenchRun:
     """Measure one run of small requests, or of a data set; `bench_options` go to `BenchConfig`."""
     watcher = watcher or Watcher()
     asked = {"input_len": 12, "output_len": 6} if dataset is None else dataset
-    run = RunConfig(load=replace(load, num_prompts=num_prompts, num_warmups=num_warmups, **asked))
+    load = replace(load, num_prompts=num_prompts, num_warmups=num_warmups, **asked)
+    run = RunConfig(load=load, classes=classes)
     async with serving(fake) as url:
         bench = BenchConfig(target=TargetConfig(base_url=url, **(target or {})), **bench_options)
         results = await run_bench(bench, [run], tokenizer=None, progress=watcher, stop=watcher.stop)

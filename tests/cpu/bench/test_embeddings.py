@@ -25,7 +25,7 @@ async def test_an_embedding_has_one_delivery_and_is_held_to_its_ttft() -> None:
         fake,
         BenchLoad(max_concurrency=4),
         num_prompts=8,
-        slo_classes=CLASSES,
+        classes=CLASSES,
         target={"backend": "openai-embeddings"},
     )
     assert all(body.keys() == {"model", "input", "slo"} for body in fake.bodies)

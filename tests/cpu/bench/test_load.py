@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onbeat.bench.bench_load import BenchLoad
+from onbeat.bench.bench_config import BenchConfig, OutputOptions, SamplingConfig, TargetConfig
+from onbeat.bench.bench_load import BenchLoad, RunConfig
+from onbeat.bench.session import run_bench
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.summary import SummaryOptions
 from tests.cpu.bench.measure import Watcher, measure
 from tests.fake_openai import FakeOpenAI, serving
 
@@ -166,14 +167,12 @@ async def test_warm_up_that_fails_altogether_ends_the_run() -> None:
 
 async def test_goodput_and_sampling_fields_reach_their_ends() -> None:
     fake = FakeOpenAI(first_token_delay=0.05)
-    options = SummaryOptions(objectives={"ttft": 0.01})
-
     result = await measure(
         fake,
         BenchLoad(max_concurrency=2),
         num_prompts=4,
-        summary=options,
-        extra_body={"temperature": 0.5, "ignore_eos": True},
+        output=OutputOptions(goodput=("ttft:10",)),
+        sampling=SamplingConfig(temperature=0.5, ignore_eos=True),
         target={"header": (("X-Team", "a"),)},
     )
 
@@ -212,10 +211,6 @@ async def test_no_server_is_a_clear_error() -> None:
 
 
 async def measure_url(url: str) -> None:
-    from onbeat.bench.bench_config import BenchConfig, TargetConfig
-    from onbeat.bench.bench_load import RunConfig
-    from onbeat.bench.session import run_bench
-
     watcher = Watcher()
     run = RunConfig(load=BenchLoad(max_concurrency=1, num_prompts=1))
     bench = BenchConfig(target=TargetConfig(base_url=url))

@@ -22,7 +22,7 @@ CLOSED = BenchLoad(max_concurrency=2)
 async def test_onbeat_is_told_class_and_objectives_of_each_request() -> None:
     fake = FakeOpenAI(owned_by="onbeat")
 
-    result = await measure(fake, CLOSED, num_prompts=8, num_warmups=2, slo_classes=CLASSES, asks_to_shed=True)
+    result = await measure(fake, CLOSED, num_prompts=8, num_warmups=2, classes=CLASSES, shed=True)
 
     measured = fake.bodies[2:]
     sent = sorted((body["slo"] for body in measured), key=lambda slo: slo["class"])
@@ -42,7 +42,7 @@ async def test_onbeat_is_told_class_and_objectives_of_each_request() -> None:
 async def test_other_servers_are_not_told(send: str) -> None:
     fake = FakeOpenAI(owned_by="somebody")
 
-    result = await measure(fake, CLOSED, num_prompts=4, slo_classes=CLASSES, send_slo=send)
+    result = await measure(fake, CLOSED, num_prompts=4, classes=CLASSES, send_slo=send)
 
     assert all("slo" not in body for body in fake.bodies)
     assert result.values["slo_sent"] == "none"
@@ -56,7 +56,7 @@ async def test_headers_instead_of_the_body() -> None:
         fake,
         CLOSED,
         num_prompts=2,
-        slo_classes=(SLOClass(name="default", slo=SLO(ttft=5.0)),),
+        classes=(SLOClass(name="default", slo=SLO(ttft=5.0)),),
         send_slo="headers",
     )
 
@@ -67,7 +67,7 @@ async def test_headers_instead_of_the_body() -> None:
 async def test_the_verdict_of_the_last_chunk_is_kept_and_compared() -> None:
     fake = FakeOpenAI(verdict={"met": False, "ttft_ms": 1.5, "predicted_ttft_ms": 3.0, "relegated": True})
 
-    result = await measure(fake, CLOSED, num_prompts=4, slo_classes=CLASSES)
+    result = await measure(fake, CLOSED, num_prompts=4, classes=CLASSES)
 
     assert [record.verdict is not None for record in result.records] == [True] * 4
     verdicts = result.values["server_verdicts"]
@@ -89,7 +89,7 @@ async def test_the_verdict_of_the_last_chunk_is_kept_and_compared() -> None:
 async def test_refusals_are_no_failures_and_are_sent_once(faults: dict[str, Any], key: str) -> None:
     fake = FakeOpenAI(fail_every=2, **faults)
 
-    result = await measure(fake, CLOSED, num_prompts=10, slo_classes=CLASSES)
+    result = await measure(fake, CLOSED, num_prompts=10, classes=CLASSES)
     summary = result.values
 
     assert fake.num_completions == 10  # Retry-After or not: shed load is not offered twice

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.bench.bench_config import BenchConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig
 from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.record import SentRequest, Status, TokenCountSource
 from onbeat.bench.result import BenchRun, build_result, request_columns
 from onbeat.bench.runner import LoadOutcome
-from onbeat.metrics.summary import SummaryOptions
+from onbeat.core.options import make
 from onbeat.report.result import Result
 from onbeat.report.run_report import runs_result
 
@@ -69,14 +69,13 @@ def make_result(
     **run_options: Any,
 ) -> BenchRun:
     records = make_records(30) if records is None else records
-    options: dict[str, Any] = {"target": TargetConfig(), "summary": SummaryOptions(objectives={"ttft": 0.2})}
+    options: dict[str, Any] = {"goodput": ("ttft:200",)}
     load = replace(load or BenchLoad(max_concurrency=4), num_prompts=len(records))
     run = RunConfig(load=load, **run_options)
     end = max((record.end for record in records), default=START + 1)
     outcome = LoadOutcome(records=records, start=START, duration=end - START, interrupted=interrupted)
-    return build_result(
-        BenchConfig(**(options | (bench or {}))), run, outcome, model=model, length_source="tokenizer"
-    )
+    made = make(BenchConfig, **(options | (bench or {})))
+    return build_result(made, run, outcome, model=model, length_source="tokenizer")
 
 
 def result_of(*runs: BenchRun, percentiles: Sequence[float] = (50.0, 90.0, 99.0)) -> Result:

@@ -9,8 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from onbeat.bench.bench_config import BenchConfig, TargetConfig
-from onbeat.bench.bench_load import BenchLoad, PromptTools
+from onbeat.bench.bench_load import BenchLoad, PromptTools, RunConfig
 from onbeat.bench.objectives import SLOTransport
 from onbeat.bench.payload import Conversation, PayloadBuilder, Prompt
 from onbeat.bench.record import JobOfCall, SentRequest, Status
@@ -114,7 +113,7 @@ async def test_jobs_start_at_their_times_and_calls_wait_for_slots() -> None:
 def test_the_same_flags_make_the_same_jobs_as_in_a_simulation() -> None:
     load = BenchLoad(dataset_name="agents", max_concurrency=2, num_prompts=5, seed=3)
     tools = PromptTools(writer=WRITER, count_tokens=len)
-    offer = JobOffer.make(BenchConfig(target=TargetConfig()), load, tools)
+    offer = JobOffer.make(RunConfig(load=load), tools)
     simulated = Load(dataset_name="agents", max_concurrency=2, num_prompts=5, seed=3).offered()
     assert (offer.num_prompts, len(offer.load)) == (5, len(simulated))
     assert offer.load.num_prompt_tokens.tolist() == simulated.num_prompt_tokens.tolist()

@@ -9,12 +9,13 @@ import numpy as np
 import orjson
 import pytest
 
-from onbeat.bench.bench_config import BenchConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig
 from onbeat.bench.bench_load import BenchLoad, PromptTools, workload_of
-from onbeat.bench.objectives import SendSLO, SLOTransport, choose_transport
+from onbeat.bench.objectives import SendSLO, SLOTransport, check_transport, choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.record import SentRequest
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.prompts import PromptWriter, estimated_pool
@@ -110,20 +111,27 @@ def test_shedding_cannot_be_asked_of_a_server_that_is_not_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("send", "classes", "sheds", "message"),
     [
-        ({"asks_to_shed": True}, "--shed needs objectives"),
-        ({"send_slo": "body"}, "has nothing to send"),
-        (
-            {"send_slo": "headers", "asks_to_shed": True, "slo_classes": (TIGHT, LOOSE)},
-            "--shed goes in the body",
-        ),
-        ({"send_slo": "headers", "slo_classes": (TIGHT, LOOSE)}, "cannot carry e2e objectives or weights"),
+        ("auto", (), True, "--shed needs objectives"),
+        ("body", (), False, "has nothing to send"),
+        ("headers", (TIGHT, LOOSE), True, "--shed goes in the body"),
+        ("headers", (TIGHT, LOOSE), False, "cannot carry e2e objectives or weights"),
     ],
 )
-def test_what_cannot_be_told_is_refused(options: dict[str, object], message: str) -> None:
+def test_what_cannot_be_told_is_refused(
+    send: SendSLO, classes: tuple[SLOClass, ...], sheds: bool, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        BenchConfig(target=TargetConfig(), **options)  # type: ignore[arg-type]
+        check_transport(send, classes, asks_to_shed=sheds)
+
+
+def test_runs_are_refused_before_a_server_is_asked() -> None:
+    for wrong in ({"shed": True}, {"dataset_name": "agents", "backend": "openai-embeddings"}):
+        with pytest.raises(ConfigError, match=r"--shed|--backend"):
+            make(BenchConfig, **wrong).runs()
+    [run] = make(BenchConfig, ttft=0.5, shed=True).runs()
+    assert [each.slo.ttft for each in run.classes] == [0.5]
 
 
 def test_classes_are_shared_out_exactly_and_by_the_seed() -> None:

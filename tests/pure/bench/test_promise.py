@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from onbeat.bench.bench_config import BenchConfig
 from onbeat.bench.promise import check_promise, compare_pace
-from onbeat.cli.bench import BenchOptions, with_planned_load
+from onbeat.cli.bench import with_planned_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
@@ -54,7 +55,7 @@ def promise(**load: Any) -> Promise:
 
 def test_a_load_test_takes_the_load_of_its_plan() -> None:
     load = {"input-len": 300, "output-len": 20, "slo-ttft-ms": 500, "request-rate": 12, "num-prompts": 120}
-    options = with_planned_load(BenchOptions(), promise(**load))
+    options = with_planned_load(BenchConfig(), promise(**load))
     assert options.load.input_len == 300
     assert options.load.slo.ttft == 0.5
     assert options.load.request_rate == 12
@@ -64,16 +65,16 @@ def test_a_load_test_takes_the_load_of_its_plan() -> None:
 
 
 def test_a_load_test_may_be_longer_but_of_no_other_load() -> None:
-    longer = with_planned_load(make(BenchOptions, num_prompts=900), promise(**{"num-prompts": 120}))
+    longer = with_planned_load(make(BenchConfig, num_prompts=900), promise(**{"num-prompts": 120}))
     assert longer.load.num_prompts == 900
     with pytest.raises(ConfigError, match="--request-rate"):
-        with_planned_load(make(BenchOptions, request_rate=3.0), promise(**{"request-rate": 12}))
+        with_planned_load(make(BenchConfig, request_rate=3.0), promise(**{"request-rate": 12}))
     for other in ({"sweep_rate": (1.0, 2.0)}, {"output_len": 5}, {"tbt": 0.1}):
         with pytest.raises(ConfigError, match=r"runs the load of its plan: leave out --\w+"):
-            with_planned_load(make(BenchOptions, **other), promise(**{"request-rate": 12}))
+            with_planned_load(make(BenchConfig, **other), promise(**{"request-rate": 12}))
     with pytest.raises(ConfigError, match="--slo-mode"):
-        with_planned_load(make(BenchOptions, slo_mode="mean"), promise())
+        with_planned_load(make(BenchConfig, slo_mode="mean"), promise())
     with pytest.raises(ConfigError, match=r"49 requests.*send 50"):
-        with_planned_load(make(BenchOptions, num_prompts=49), promise(**{"num-prompts": 120}))
+        with_planned_load(make(BenchConfig, num_prompts=49), promise(**{"num-prompts": 120}))
     with pytest.raises(ConfigError, match="'spin'"):
-        with_planned_load(BenchOptions(), promise(spin=1))
+        with_planned_load(BenchConfig(), promise(spin=1))

@@ -15,7 +15,7 @@ import pytest
 from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.result import BenchRun
 from onbeat.core.slo import SLO
-from onbeat.metrics.summary import LatencyStatistic, SummaryOptions
+from onbeat.metrics.summary import LatencyStatistic
 from onbeat.report import charts, sweep_charts
 from onbeat.report.page import write_page
 from onbeat.report.plot import log_scale
@@ -171,7 +171,7 @@ def with_classes(slowdown: float = 1.0, load: BenchLoad | None = None) -> BenchR
     for place, record in enumerate(records):
         record.request_class = ("chat", "batch")[place % 2]
         record.slo = (SLO(ttft=0.1, tbt=0.05), SLO(ttft=0.5, tbt=0.05))[place % 2]
-    return make_result(records, load=load, bench={"summary": SummaryOptions()})
+    return make_result(records, load=load, bench={"goodput": ()})
 
 
 def test_the_head_names_the_objectives(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_the_head_names_the_objectives(tmp_path: Path) -> None:
     said = "batch TTFT 500 ms and TBT 50 ms; chat TTFT 100 ms and TBT 50 ms (stream mode)"
     assert said in page_of(tmp_path, [with_classes()]).text
     assert said in page_of(tmp_path, [with_classes(), with_classes(2.0)]).text
-    nothing = make_result(bench={"summary": SummaryOptions()})
+    nothing = make_result(bench={"goodput": ()})
     assert "TTFT 200 ms" not in page_of(tmp_path, [nothing]).text
 
 
@@ -228,7 +228,7 @@ def test_kept_requests_are_drawn_over_the_load(is_closed: bool) -> None:
     assert line["y"][0] == 100 > line["y"][1] >= line["y"][2]
     axis = kept["layout"]["xaxis"]["title"]["text"]
     assert axis == ("requests at once" if is_closed else "requests/s")
-    nothing = make_result(bench={"summary": SummaryOptions()})
+    nothing = make_result(bench={"goodput": ()})
     assert sweep_charts.kept_figure([nothing]) is None
     assert sweep_charts.goodput_figure([nothing]) is None
 
@@ -259,7 +259,7 @@ def test_an_objective_far_from_the_values_does_not_flatten_them() -> None:
     assert figure["layout"]["yaxis"].get("type", "linear") == "linear"
     for each in record.records:
         each.slo = SLO(ttft=60.0)
-    far = make_result(list(record.records), bench={"summary": SummaryOptions()})
+    far = make_result(list(record.records), bench={"goodput": ()})
     figure = sweep_charts.tradeoff_figure([far], LatencyStatistic("ttft", "mean"), "TTFT")
     assert figure is not None
     assert figure["layout"]["yaxis"]["type"] == "log"

@@ -8,13 +8,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from onbeat.bench.bench_config import BenchConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig
 from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.record import SentRequest, Status
 from onbeat.bench.result import default_file_name
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.metrics.summary import SummaryOptions
 from onbeat.report.result import write_document
 from onbeat.report.run_report import merge_texts
 from tests.pure.bench.results import START, document_of, failure, make_records, make_result
@@ -137,7 +136,7 @@ def test_details_add_one_entry_a_request() -> None:
 
 
 def test_metadata_stands_beside_the_other_keys() -> None:
-    document = document_of(make_result(bench={"metadata": {"commit": "abc"}}))
+    document = document_of(make_result(bench={"metadata": ("commit=abc",), "json": Path("x.json")}))
 
     assert document["commit"] == "abc"
 
@@ -190,8 +189,7 @@ def test_a_client_is_warned_of_where_its_lateness_matters(
         record.delivery_times = array("d", [time + shift for time in record.delivery_times])
         record.sent, record.end = record.sent + shift, record.end + shift
         record.scheduled = record.sent - lag
-    objectives = None if objective is None else {"ttft": objective}
-    options = {"summary": SummaryOptions(objectives=objectives)}
+    options = {"goodput": () if objective is None else (f"ttft:{objective * 1e3}",)}
     late = make_result(records, load=BenchLoad(request_rate=1 / gap), title="late", bench=options)
 
     assert late.values["p99_dispatch_lag_ms"] == pytest.approx(lag * 1e3)
@@ -225,7 +223,7 @@ def test_short_answers_are_warned_of() -> None:
     ],
 )
 def test_file_names(load: BenchLoad, name: str) -> None:
-    bench = BenchConfig(target=TargetConfig())
+    bench = BenchConfig()
 
     assert default_file_name(bench, [make_result(load=load)]).startswith(name)
 

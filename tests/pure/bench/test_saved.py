@@ -15,7 +15,6 @@ from onbeat.bench.record import SentRequest, ServerVerdict, Status
 from onbeat.bench.result import BenchRun
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.metrics.summary import SummaryOptions
 from tests.pure.bench.results import document_of, failure, make_records, make_result
 
 SAVED = Path(__file__).parents[2] / "data" / "bench_result.json"
@@ -51,7 +50,7 @@ def refusals() -> list[SentRequest]:
 
 
 def result_with_classes() -> BenchRun:
-    bench = {"summary": SummaryOptions(), "metadata": {"commit": "abc"}, "num_gpus": 2}
+    bench = {"goodput": (), "metadata": ("commit=abc",), "json": Path("x.json"), "num_gpus": 2}
     return make_result(
         [*answers(), *refusals()], load=BenchLoad(request_rate=2.5, burstiness=0.5, salt="s"), bench=bench
     )

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import pytest
 import yaml
 
+from onbeat.bench.bench_config import BenchConfig
 from onbeat.cli.args import Parser, parse
-from onbeat.cli.bench import BenchOptions
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.replay import ReplayOptions
 from onbeat.core.errors import ConfigError
@@ -34,7 +34,7 @@ DECLARED = {
     ("serve",): (EngineConfig, ServerConfig, SLODefaults, SLO),
     ("simulate",): (Deployment, Load, SummaryOptions),
     ("capacity",): (Deployment, Load),
-    ("bench", "serve"): (BenchOptions, SummaryOptions),
+    ("bench", "serve"): (BenchConfig, SummaryOptions),
     ("replay",): (ReplayOptions,),
 }
 NEEDED: dict[tuple[str, ...], list[str]] = {
@@ -247,7 +247,7 @@ def test_a_value_outside_of_its_bounds_is_refused(values: dict[str, Any], messag
 def test_a_list_may_be_one_word_with_commas(capsys: pytest.CaptureFixture[str]) -> None:
     read = partial(parse, parser_of())
     args = read(["bench", "serve", "--metric-percentiles", "50, 99.9", "--sweep-concurrency=1,4"])
-    options = read_options(args, BenchOptions)
+    options = read_options(args, BenchConfig)
     assert options.output.metric_percentiles == (50.0, 99.9)
     assert options.output.percentile_metrics == ("ttft", "tpot", "itl", "e2el")
     assert (options.load.sweep_concurrency, options.load.sweep_rate) == ((1, 4), ())
