@@ -19,7 +19,8 @@ from onbeat.server.structured import Constraint
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.families import FAMILIES, family_named, family_of, reasoning_named, reasoning_of
 from onbeat.text.reply.grammar import WantedCalls, answer_grammar
-from onbeat.text.reply.parser import ReplyOptions, ReplyParser, ReplyStyle, opens_in_reasoning
+from onbeat.text.reply.harmony import new_reader
+from onbeat.text.reply.parser import ReplyOptions, ReplyStyle, opens_in_reasoning
 
 _SHORT_ID = ascii_letters + digits
 
@@ -105,7 +106,7 @@ def plan_reply(
         drops_reasoning=drops_reasoning,
         is_guided=is_guided,
     )
-    return ReplyPlan(replace(options, new_reader=partial(ReplyParser, style, reply)), constraint)
+    return ReplyPlan(replace(options, new_reader=partial(new_reader, style, reply)), constraint)
 
 
 def _grammar(

@@ -182,7 +182,8 @@ Messages = list[dict[str, Any]]
 class ChatTemplate:
     """Renders chats as Hugging Face's `apply_chat_template` does.
 
-    The `developer` role is shown to the template as `system` unless the template itself speaks of it.
+    The `developer` role is shown to the template as `system` unless the template itself speaks of it, and
+    reasoning also as `thinking` if it reads that.
 
     Parameters
     ----------
@@ -210,6 +211,7 @@ class ChatTemplate:
         # the last two as transformers passes them: templates ask whether they are none
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
         self._knows_developer = "developer" in source
+        self._reads_thinking = ".thinking" in source  # as gpt-oss calls reasoning
         self.source = source
         self._renderer = renderer(source)
 
@@ -234,6 +236,8 @@ class ChatTemplate:
         """
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
+        if self._reads_thinking:
+            messages = [_with_thinking(message) for message in messages]
         return self._renderer.render(
             {
                 **self._variables,
@@ -269,6 +273,14 @@ def load_chat_template(tokenizer: Tokenizer, override: Path | str | None) -> Cha
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning by gpt-oss's name; its template refuses both beside a call."""
+    thought = message.get("reasoning_content")
+    if thought is None or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {**message, "thinking": thought}
 
 
 MAX_SECONDS = 5.0

@@ -358,8 +358,8 @@ async def test_the_openai_client_streams_calls_and_sends_them_back(
 
 def test_flags_name_what_is_known() -> None:
     assert ServerConfig(tool_call_parser="qwen3_coder", reasoning_parser="deepseek_r1")
-    with pytest.raises(ConfigError, match="'openai'"):
-        ServerConfig(tool_call_parser="openai")
+    with pytest.raises(ConfigError, match="'kimi'"):
+        ServerConfig(tool_call_parser="kimi")
     with pytest.raises(ConfigError, match="'glm45'"):
         ServerConfig(reasoning_parser="glm45")
     template = ChatTemplate(GEMMA, bos_token="", eos_token="")

@@ -44,6 +44,15 @@ def test_tools_and_documents_are_none_as_transformers_passes_them():
     assert template("{{ tools is defined and documents is defined }}").render(CHAT) == "True"
 
 
+def test_reasoning_goes_by_the_name_that_the_template_reads():
+    reads = template("{% for message in messages %}[{{ message.thinking }}]{% endfor %}")
+    said = {"role": "assistant", "reasoning_content": "Hm."}
+    assert (
+        reads.render([{**said, "content": "A"}, {**said, "content": "", "tool_calls": [{}]}]) == "[Hm.][Hm.]"
+    )
+    assert reads.render([{**said, "content": "A", "tool_calls": [{}]}]) == "[]", "gpt-oss refuses both"
+
+
 def test_developer_is_system_unless_the_template_knows_it():
     chat = [{"role": "developer", "content": "x"}]
     assert template(SIMPLE).render(chat, add_generation_prompt=False) == "<s><system>x</s>"

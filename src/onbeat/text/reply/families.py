@@ -14,9 +14,9 @@ from onbeat.text.reply.json_bodies import JsonCalls, NamedJson
 from onbeat.text.reply.python_calls import PythonCalls
 from onbeat.text.reply.xml_calls import XmlParams
 
-Form = Literal["objects", "array", "apart", "any", "named", "tags", "python"]
+Form = Literal["objects", "array", "apart", "any", "named", "tags", "python", "messages"]
 """How calls are written: each an object between marks, or in an array between marks; bare objects apart by
-semicolons, or bare in any way; a name and an object; tags; or Python."""
+semicolons, or bare in any way; a name and an object; tags; Python; or messages to functions (Harmony)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,8 @@ class Family:
     name: str
     marks: tuple[tuple[str, str], ...]
     """What opens a region of calls, and what closes it, empty where nothing does; those it prefers first."""
-    new_body: Callable[[Calls], Body]
+    new_body: Callable[[Calls], Body] | None = None
+    """Reads a region of calls; None where messages do without (`HarmonyParser`)."""
     bare: str = ""
     """Characters with which an answer begins that is calls without a mark."""
     inner_marks: tuple[str, ...] = ()
@@ -35,6 +36,8 @@ class Family:
     """Whether its template takes only ids of nine letters and digits."""
     arguments_key: str = "arguments"
     form: Form = "objects"
+    text_opening: str = ""
+    """What stands before an answer's text."""
 
     @property
     def is_json(self) -> bool:
@@ -55,8 +58,14 @@ class ReasoningMarks:
 
     opening: str
     closing: str
+    inner_marks: tuple[str, ...] = ()
+    """Special tokens that stand in them, or between them and an answer."""
 
 
+HARMONY_MARKS = (
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+    *("<|end|>", "<|call|>", "<|return|>"),
+)
 _BARE_JSON = partial(JsonCalls, needs_arguments=True)
 _MARKED, _FUNCTION = (("<tool_call>", "</tool_call>"),), ("<function=",)
 _TAGGED = (*_MARKED, (*_FUNCTION, "</tool_call>"))
@@ -108,6 +117,13 @@ FAMILIES = {
             new_body=JsonCalls,
             form="array",
         ),
+        Family(
+            name="harmony",
+            marks=(("<|channel|>commentary to=functions.", ""),),
+            inner_marks=HARMONY_MARKS,
+            form="messages",
+            text_opening="<|channel|>final<|message|>",
+        ),
         Family(name="json", marks=(("```json", "```"),), new_body=_BARE_JSON, bare="{[", form="any"),
     )
 }
@@ -115,6 +131,7 @@ FAMILIES = {
 REASONING = {
     "think": ReasoningMarks("<think>", "</think>"),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    "harmony": ReasoningMarks("<|channel|>analysis<|message|>", "<|end|><|start|>assistant", HARMONY_MARKS),
 }
 
 _ALIASES = {
@@ -124,11 +141,16 @@ _ALIASES = {
     **dict.fromkeys(("phi4_mini_json", "phi4"), "phi"),
     "granite4": "hermes",
     "qwen3": "hermes",
+    "openai": "harmony",
 }
 """vLLM's names."""
-_REASONING_ALIASES = dict.fromkeys(("deepseek_r1", "qwen3", "granite", "hermes"), "think")
+_REASONING_ALIASES = {
+    **dict.fromkeys(("deepseek_r1", "qwen3", "granite", "hermes"), "think"),
+    "openai_gptoss": "harmony",
+}
 
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "<|message|>")),
     ("qwen3-xml", ("<function=",)),
     ("mistral-args", ("[TOOL_CALLS]", "[ARGS]")),
     ("mistral", ("[TOOL_CALLS]",)),
@@ -188,6 +210,8 @@ def reasoning_of(template: str, has_token: Callable[[str], bool]) -> ReasoningMa
     ----------
     has_token : says whether a text is one token.
     """
+    if family_of(template).name == "harmony":
+        return REASONING["harmony"]
     for marks in REASONING.values():
         if marks.closing in template or (has_token(marks.opening) and has_token(marks.closing)):
             return marks

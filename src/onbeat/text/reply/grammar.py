@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,7 @@ def answer_grammar(
     if text is not None:
         writer.rules.append(renamed(text.text, "given_"))
     if calls is None:
-        writer.rules.append("answer_: given_")
+        writer.rules.append(f"answer_: {writer.text_opening} given_")
     else:
         writer.add_answer(calls, has_text=text is not None)
     writer.rules.append(f"start: {writer.thought(is_open=opens_in_reasoning)}answer_")
@@ -76,6 +77,8 @@ class _Writer:
     def __init__(self, style: ReplyStyle) -> None:
         self._style = style
         self.rules: list[str] = []
+        opening = "" if style.family is None else style.family.text_opening
+        self.text_opening = self._mark(opening) if opening else ""
 
     def thought(self, *, is_open: bool) -> str:
         """Return the reasoning that an answer begins with; only what the prompt has begun must come."""
@@ -103,7 +106,9 @@ class _Writer:
         if calls.is_required:
             self.rules.append("answer_: calls_")
         elif has_text:
-            self.rules.append("answer_: calls_ | given_")
+            self.rules.append(f"answer_: calls_ | {self.text_opening} given_")
+        elif self.text_opening:
+            self.rules.append(f"answer_: calls_ | {self.text_opening} TEXT_?")
         elif not opening:
             first = "".join(rf"\{character}" for character in family.bare)
             self.rules.append(rf"answer_: calls_ | FREE_?{chr(10)}FREE_: /[^{first} \t\r\n](.|\n)*/")
@@ -113,13 +118,14 @@ class _Writer:
 
     def _up_to(self, rule: str, mark: str) -> str:
         """Return the rule of any text up to a mark, the mark included."""
-        if mark in self._style.mark_ids:
+        if mark.startswith(tuple(self._style.mark_ids)):
             return f"{rule}: TEXT_? {self._mark(mark)}"
         return f"{rule}[lazy]: ANY_ {lark_text(mark)}"
 
     def _mark(self, mark: str) -> str:
-        token_id = self._style.mark_ids.get(mark)
-        return lark_text(mark) if token_id is None else f"<[{token_id}]>"
+        ids = self._style.mark_ids
+        parts = re.split(f"({'|'.join(map(re.escape, ids)) or '(?!)'})", mark)
+        return " ".join(f"<[{ids[part]}]>" if part in ids else lark_text(part) for part in parts if part)
 
     def _region(self, family: Family, closing: str, *, is_single: bool) -> str:
         """Return what stands between an opening mark and the end of a region, the closing mark included."""
@@ -145,6 +151,8 @@ class _Writer:
         if family.form == "tags":
             return self._tags(name, schema, is_strict=is_strict)
         arguments = embedded_json(schema, JsonStyle(is_lenient=not is_strict))
+        if family.form == "messages":
+            return f"{lark_text(name)} {self._mark(' <|constrain|>json<|message|>')} {arguments}"
         if family.form == "named":
             return f"{lark_text(name)} {self._mark('[ARGS]')} {arguments}"
         return f'{lark_text(f"""{{"name": {to_json(name)}, "{family.arguments_key}": """)} {arguments} "}}"'

@@ -78,6 +78,8 @@ class ReplyStyle:
             marks |= {reasoning.opening, reasoning.closing}
         self._tokenizer = tokenizer
         self.inner_marks = () if family is None else family.inner_marks
+        if reasoning is not None:
+            self.inner_marks += reasoning.inner_marks
         special = () if tokenizer is None else tokenizer.special_token_ids
         names = {} if tokenizer is None else {tokenizer.token_text(each): each for each in special}
         self.mark_ids = {each: names[each] for each in (*marks, *self.inner_marks) if each in names}
@@ -279,6 +281,7 @@ class ReplyParser:
 
     def _begin(self, opening: str) -> None:
         assert self._family is not None, "calls are read"
+        assert self._family.new_body is not None, "else another parser reads them"
         self._body = self._family.new_body(self._calls)
         self._closing = self._style.closings.get(opening, "")
         self._opening, self._num_before, self._owed = opening, self._calls.num_begun, ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any
 
+from onbeat.core.protocols import Tokenizer
 from onbeat.text.reply.calls import (
     CallEnd,
     CallStart,
@@ -18,7 +19,8 @@ from onbeat.text.reply.calls import (
     ReplyEvent,
 )
 from onbeat.text.reply.families import FAMILIES, REASONING
-from onbeat.text.reply.parser import ReplyOptions, ReplyParser, ReplyStyle
+from onbeat.text.reply.harmony import ReplyReader, new_reader
+from onbeat.text.reply.parser import ReplyOptions, ReplyStyle
 
 TOOLS: dict[str, Any] = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -92,16 +94,24 @@ class Read:
         return [(name, json.loads(text)) for name, text in self.calls]
 
 
-def parser(family: str | None = "hermes", *, reasoning: str | None = "think", **options: Any) -> ReplyParser:
+def parser(
+    family: str | None = "hermes",
+    *,
+    reasoning: str | None = "think",
+    tokenizer: Tokenizer | None = None,
+    **options: Any,
+) -> ReplyReader:
     ids = count()
     style = ReplyStyle(
-        None if family is None else FAMILIES[family], None if reasoning is None else REASONING[reasoning]
+        None if family is None else FAMILIES[family],
+        None if reasoning is None else REASONING[reasoning],
+        tokenizer,
     )
     defaults: dict[str, Any] = {"tools": TOOLS, "new_call_id": lambda: f"call_{next(ids)}"}
-    return ReplyParser(style, ReplyOptions(**(defaults | options)))
+    return new_reader(style, ReplyOptions(**(defaults | options)))
 
 
-def events(reader: ReplyParser, pieces: Pieces) -> list[ReplyEvent]:
+def events(reader: ReplyReader, pieces: Pieces) -> list[ReplyEvent]:
     """Return the events of pieces, neighbouring texts joined."""
     found: list[ReplyEvent] = []
     for piece in pieces:

@@ -12,6 +12,8 @@ def _text(family: str, name: str, text: str) -> Case:
     return Case(name, family, text, content=text)
 
 
+_THOUGHT = "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant"
+_TO = "<|channel|>commentary to=functions."
 _PARAMETER = "<parameter=text>"
 SPECIAL = [
     # tags
@@ -323,6 +325,60 @@ SPECIAL = [
         "hermes",
         f"<tool_call>{object_of(PARIS)}<tool_call>{object_of(NOON)}",
         calls_of(PARIS, NOON),
+    ),
+    # messages in channels
+    Case(
+        "reasoning, then an answer",
+        "harmony",
+        f"{_THOUGHT}<|channel|>final<|message|>It is 4.\n<|return|>",
+        content="It is 4.\n",
+        reasoning="Hm, <b>.",
+    ),
+    Case("an answer alone", "harmony", "<|channel|>final<|message|>It is 4.", content="It is 4."),
+    Case("no header", "harmony", "It is 4 <|x|>.", content="It is 4 <|x|>."),
+    Case("two that may become one", "harmony", "to", content="to"),
+    Case(
+        "a call",
+        "harmony",
+        f"{_THOUGHT}{_TO}get_weather <|constrain|>json<|message|>{PARIS[1]}<|call|>",
+        calls_of(PARIS),
+        reasoning="Hm, <b>.",
+    ),
+    Case(
+        "a call by its role",
+        "harmony",
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{PARIS[1]}",
+        calls_of(PARIS),
+    ),
+    Case(
+        "a preamble, two calls and no arguments",
+        "harmony",
+        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{_TO}refresh<|message|><|call|>"
+        f"<|start|>assistant{_TO}get_time <|constrain|>json<|message|>{NOON[1]}<|call|>",
+        calls_of(NOTHING, NOON),
+        "I look.",
+    ),
+    Case(
+        "an unknown tool",
+        "harmony",
+        f"<|channel|>final<|message|>So.<|end|><|start|>assistant{_TO}nobody<|message|>{{}}",
+        content="So.\nfunctions.nobody {}",
+    ),
+    Case("cut off in a header", "harmony", f"{_THOUGHT}<|channel|>fi", reasoning="Hm, <b>."),
+    Case(
+        "cut off in arguments",
+        "harmony",
+        f'{_TO}get_weather <|constrain|>json<|message|>{{"city": "P',
+        [("get_weather", None)],
+        raw=['{"city": "P'],
+    ),
+    Case(
+        "a message that is not ended",
+        "harmony",
+        "Hm.<|start|>assistant<|channel|>final<|message|>4",
+        content="4",
+        reasoning="Hm.",
+        opens=True,
     ),
     _text("hermes", "a mark alone", "</tool_call> ends what <tool_call> begins."),
 ]

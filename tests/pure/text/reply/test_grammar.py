@@ -14,9 +14,10 @@ from onbeat.core.request import Grammar
 from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
 from onbeat.text.grammar.source import json_grammar, lark_grammar
 from onbeat.text.reply.calls import CallStart, CallText, ContentText, MarkToken
-from onbeat.text.reply.families import FAMILIES, REASONING
+from onbeat.text.reply.families import FAMILIES, HARMONY_MARKS, REASONING
 from onbeat.text.reply.grammar import WantedCalls, answer_grammar
-from onbeat.text.reply.parser import ReplyOptions, ReplyParser, ReplyStyle
+from onbeat.text.reply.harmony import new_reader
+from onbeat.text.reply.parser import ReplyOptions, ReplyStyle
 from onbeat.text.reply.xml_calls import types_of
 from tests.fakes_engine import ByteTokenizer
 from tests.pure.text.reply.reading import Read, merged
@@ -34,7 +35,7 @@ TOOLS: dict[str, Any] = {
     },
     "stop": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-MARKS = ("[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<|tool_call|>", "<|python_tag|>")
+MARKS = ("[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<|tool_call|>", "<|python_tag|>", *HARMONY_MARKS)
 
 
 class TextTokenizer(ByteTokenizer):
@@ -109,7 +110,7 @@ def tokens(text: str, marks: str) -> list[int]:
 def read(style: ReplyStyle, answer: list[int], marks: str, **options: Any) -> Read:
     ids = count()
     defaults: dict[str, Any] = {"tools": TOOLS, "new_call_id": lambda: str(next(ids)), "is_guided": True}
-    parser = ReplyParser(style, ReplyOptions(**(defaults | options)))
+    parser = new_reader(style, ReplyOptions(**(defaults | options)))
     found, tokenizer = [], TOKENIZERS[marks]
     data = b""
     for token_id in answer:
@@ -174,7 +175,8 @@ def test_what_is_required_is_what_comes(family: str, marks: str) -> None:
 def test_strict_tools_leave_text_free_and_calls_not(family: str, marks: str) -> None:
     style = style_of(family, marks).guided
     grammar = answer_grammar(style, wanted(is_required=False), None, opens_in_reasoning=False)
-    assert is_allowed(grammar, marks, list(b"It is {sunny} <b>there</b>."))
+    text = FAMILIES[family].text_opening + "It is {sunny} <b>there</b>."
+    assert is_allowed(grammar, marks, tokens(text, marks))
     num_calls = 0
     for seed in range(12):
         found = read(style, walked(grammar, marks, seed), marks)
@@ -241,6 +243,19 @@ def test_a_schema_of_the_answer_goes_with_tools_and_with_reasoning() -> None:
     ):
         assert is_allowed(alone, "text", tokens(answer, "text")) is fits_alone, answer
         assert is_allowed(beside, "text", tokens(answer, "text")) is fits_beside, answer
+
+
+@pytest.mark.parametrize("marks", TOKENIZERS)
+def test_a_schema_of_the_answer_holds_in_the_final_channel(marks: str) -> None:
+    style = ReplyStyle(FAMILIES["harmony"], REASONING["harmony"], TOKENIZERS[marks]).guided
+    grammar = answer_grammar(style, None, json_grammar({"const": 5}), opens_in_reasoning=False)
+    final, thought = (
+        "<|channel|>final<|message|>5",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
+    )
+    for answer, fits in ((final, True), (thought + final, True), (thought, False), ("5", False)):
+        assert is_allowed(grammar, marks, tokens(answer, marks)) is fits, answer
+    assert read(style, tokens(thought + final, marks), marks).content == "5"
 
 
 def test_the_first_rule_of_a_grammar_is_renamed_and_nothing_else() -> None:

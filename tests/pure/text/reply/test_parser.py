@@ -21,11 +21,12 @@ from onbeat.text.reply.calls import (
     ReasoningText,
     ReplyEvent,
 )
-from onbeat.text.reply.families import FAMILIES, REASONING
-from onbeat.text.reply.parser import ReplyStyle, opens_in_reasoning
+from onbeat.text.reply.families import FAMILIES, HARMONY_MARKS, REASONING
+from onbeat.text.reply.harmony import new_reader
+from onbeat.text.reply.parser import ReplyOptions, ReplyStyle, opens_in_reasoning
 from tests.fakes_engine import ByteTokenizer
 from tests.pure.text.reply.cases import FORMS
-from tests.pure.text.reply.reading import Pieces, events, merged, parser, read
+from tests.pure.text.reply.reading import TOOLS, Pieces, events, merged, parser, read
 from tests.pure.text.reply.special_cases import CASES
 
 CALL = '<tool_call>{"name": "refresh", "arguments": {}}</tool_call>'
@@ -35,6 +36,7 @@ FRAGMENTS = sorted({
     *('"', "'", "\\", "\n", " ", ",", ";", ":", "=", "<", "`", "é", "🎉", "refresh", "mix", "nobody"),
     *('"name"', '"arguments"', '{"name": "mix", "arguments": {'),
     *("5", "null", "<function=mix>", "<parameter=text>"),
+    *(*HARMONY_MARKS, " to=", "functions.", "analysis", "final"),
     *("</parameter>", "</function>", "mix(text='", "refresh()"),
 })  # fmt: skip
 
@@ -279,8 +281,7 @@ def test_marks_that_are_special_tokens_count_only_as_such() -> None:
     assert known.mark_ids == {"[TOOL_CALLS]": 256, "[ARGS]": 257, "[THINK]": 258}
 
     def said(*pieces: str | MarkToken) -> Pieces:
-        reader = parser("mistral-args", reasoning="mistral")
-        reader._style = known
+        reader = new_reader(known, ReplyOptions(tools=TOOLS, new_call_id=lambda: "0"))
         return [str(event) for event in events(reader, pieces)]
 
     calls, args, think = MarkToken("[TOOL_CALLS]"), MarkToken("[ARGS]"), MarkToken("[THINK]")

@@ -8,8 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from onbeat.text.reply.calls import MarkToken, ReplyEvent
-from onbeat.text.reply.families import FAMILIES, REASONING
-from onbeat.text.reply.parser import ReplyParser, ReplyStyle
+from onbeat.text.reply.families import FAMILIES
 from onbeat.text.stream import TextStream
 from onbeat.text.tokenizer import SpecialRoles, VocabularyTokenizer
 from tests.many_cases import each_case
@@ -35,7 +34,7 @@ def vocabulary(kind: str, family: str) -> VocabularyTokenizer:
     )
     backend.train_from_iterator([case.text for case in CASES], trainer)
     if kind == "marks":
-        marks = {mark for pair in FAMILIES[family].marks for mark in pair}
+        marks = {mark for pair in FAMILIES[family].marks for mark in pair if " " not in mark}
         special = sorted(
             {*marks, *FAMILIES[family].inner_marks} - {"", "functools", "```", "```json", *ADDED}
         )
@@ -48,9 +47,7 @@ def vocabulary(kind: str, family: str) -> VocabularyTokenizer:
 
 def token_by_token(case: Case, kind: str) -> list[ReplyEvent]:
     tokenizer = vocabulary(kind, case.family if kind == "marks" else "")
-    reader: ReplyParser = parser(case.family, opens_in_reasoning=case.opens)
-    style = ReplyStyle(FAMILIES[case.family], REASONING["think"], tokenizer)
-    reader._style = style
+    reader = parser(case.family, tokenizer=tokenizer, opens_in_reasoning=case.opens)
     stream, found = TextStream(tokenizer), list[ReplyEvent]()
     stream.mark_ids = reader.mark_token_ids
     for token_id in tokenizer.encode(case.text, add_special_tokens=False):
