@@ -103,7 +103,7 @@ def test_older_spelling_of_linear_scaling() -> None:
     assert config.rope == RopeConfig(theta=500000.0, kind="linear", factor=4.0)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su"])
+@pytest.mark.parametrize("kind", ["ntk", "longrope", "su"])
 def test_unsupported_scaling_names_kind_and_choices(kind: str) -> None:
     with pytest.raises(ModelLoadError, match=f"kind '{kind}'.*supported: default, linear, llama3"):
         model_config_from_hf(LLAMA | {"rope_scaling": {"rope_type": kind, "factor": 4.0}})
@@ -175,7 +175,7 @@ def test_the_text_part_of_a_multimodal_gemma3() -> None:
     assert config.eos_token_ids == (1, 106)
     assert config.dtype == "bfloat16"
     with pytest.raises(ModelLoadError, match="text_config"):
-        model_config_from_hf({"architectures": whole["architectures"]})
+        model_config_from_hf({"architectures": whole["architectures"], "text_config": []})
 
 
 def test_gemma3_transformers_5_spelling() -> None:
@@ -203,6 +203,38 @@ def test_the_documents_list_the_families_that_run() -> None:
     assert named == set(GGUF_FAMILIES)
 
 
+def test_yarn_lengthens_the_context_and_dynamic_scaling_begins_behind_it() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    config = model_config_from_hf(LLAMA | {"max_position_embeddings": 5120, "rope_scaling": scaling})
+    assert config.max_position_embeddings == 16_384
+    dynamic = model_config_from_hf(LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    assert dynamic == model_config_from_hf(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "architecture"),
+    [
+        ("Mistral3ForConditionalGeneration", "mistral", "MistralForCausalLM"),
+        ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", "Qwen3ForCausalLM"),
+        ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", "Qwen2ForCausalLM"),
+    ],
+)
+def test_texts_of_other_multimodal_models(name: str, model_type: str, architecture: str) -> None:
+    text = LLAMA | {
+        "model_type": model_type,
+        "rope_scaling": {"type": "mrope", "mrope_section": [24, 20, 20]},
+    }
+    whole = {"architectures": [name], "text_config": text, "tie_word_embeddings": True, "vision_config": {}}
+    config = model_config_from_hf(whole)
+    assert config == model_config_from_hf(
+        LLAMA | {"architectures": [architecture], "tie_word_embeddings": True}
+    )
+    with pytest.raises(ModelLoadError, match="quantization_config"):
+        model_config_from_hf(whole | {"quantization_config": {"quant_method": "fp8"}})
+    if architecture.startswith("Qwen2"):  # older files have no parts
+        assert model_config_from_hf(text | {"architectures": [name], "tie_word_embeddings": True}) == config
+
+
 @each_case(
     ("change", "message"),
     [
@@ -215,7 +247,8 @@ def test_the_documents_list_the_families_that_run() -> None:
         ({"architectures": ["GptOssForCausalLM"]}, "needs attention sinks"),
         ({"architectures": ["Gemma3nForConditionalGeneration"]}, "not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config .*GGUF"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*llama3, and longrope in Phi-3"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su'.*yarn.*, and longrope in Phi-3"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 1000}}, "alpha to 1000"),
         ({"mlp_bias": True}, "mlp_bias to True"),
         ({"hidden_act": "gelu"}, "hidden_act to 'gelu'.*'silu'"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping to 50.0"),
@@ -279,8 +312,14 @@ def test_gguf_rope_scaling() -> None:
     assert rope(rope__scale_linear=2.0).kind == "linear"
     assert rope(rope__scaling__type="none", rope__scaling__factor=4.0).kind == "default"
     assert rope((1.0, 8.0)) == RopeConfig(theta=100000.0, kind="factors", frequency_factors=(1.0, 8.0))
-    with pytest.raises(ModelLoadError, match="kind 'yarn'"):
-        rope(rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    scaled: dict[str, Any] = {"rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 2048}
+    of_hf = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    expected = model_config_from_hf(LLAMA | {"head_dim": 64, "rope_theta": 1e5, "rope_scaling": of_hf}).rope
+    assert rope(rope__scaling__type="yarn", **scaled) == expected
+    with pytest.raises(ModelLoadError, match="yarn_log_multiplier"):
+        rope(rope__scaling__type="yarn", rope__scaling__yarn_log_multiplier=0.1, **scaled)
+    with pytest.raises(ModelLoadError, match="kind 'longrope'"):
+        rope(rope__scaling__type="longrope", rope__scaling__factor=4.0)
     with pytest.raises(ModelLoadError, match="only one can hold"):
         rope((1.0, 8.0), rope__scale_linear=2.0)
 

@@ -17,7 +17,7 @@ from tests.cpu.e2e.tiny_directory import write_tiny_directory
 BEYOND: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"architectures": ["Qwen3NextForCausalLM"]}, {}, "gated DeltaNet"),
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "'awq'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "'yarn'"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, {}, "'longrope'"),
     ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping to 30.0"),
     ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
 ]

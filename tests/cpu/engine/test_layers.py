@@ -92,6 +92,26 @@ def test_frequencies_equal_torchs(theta: float, width: int) -> None:
     np.testing.assert_array_max_ulp(inverse_frequencies(linear, width), (theirs / 4.0).numpy())
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"truncate": False}, {"beta_fast": 3.0, "beta_slow": 2.9}, {"mscale": 0.7, "mscale_all_dim": 1.2}],
+)
+@pytest.mark.parametrize("original", [128, 4096])
+def test_yarns_frequencies_equal_transformers(more: dict[str, Any], original: int) -> None:
+    scaling = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": original,
+    }
+    reference = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=scaling | more)
+    reference.architectures = ["LlamaForCausalLM"]
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](reference, CPU)
+    rope = model_config_from_hf(reference.to_dict()).rope
+    np.testing.assert_array_max_ulp(inverse_frequencies(rope, 64), expected.numpy())
+    assert rope.attention_factor == factor
+
+
 def test_frequency_factors_divide_frequencies() -> None:
     plain = inverse_frequencies(RopeConfig(theta=1e4), 8)
     factors = (1.0, 2.0, 4.0, 8.0)

@@ -61,6 +61,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "original_max_position_embeddings": 128,
+}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
     "llama-tied-linear-rope": (
@@ -77,7 +84,11 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         MistralConfig,
         {"sliding_window": 24, "head_dim": 16, "tie_word_embeddings": False},
     ),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"tie_word_embeddings": True, "rope_parameters": YARN_ROPE},
+    ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24, "tie_word_embeddings": False}),
     "gemma3": (
         Gemma3ForCausalLM,

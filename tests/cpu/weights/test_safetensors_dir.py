@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,34 +48,53 @@ def test_equals_the_saved_model(family: str, shard_size: str, tmp_path: Path) ->
         assert np.array_equal(checkpoint.get(name, BFLOAT16), to_array(tensor.to(torch.bfloat16)))
 
 
-def test_the_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3": ("gemma3", {"vision_config": VISION, "mm_tokens_per_image": 4}),
+    "Mistral3": ("mistral", {"vision_config": VISION | {"model_type": "pixtral"}}),
+    "Qwen3VL": ("qwen3", {"vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]}}),
+    "Qwen2_5_VL": ("qwen2", {"vision_config": QWEN_VISION}),
+}
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_text_part_of_a_multimodal_model(tmp_path: Path, name: str) -> None:
     """Under the names of any version of transformers; tokens are those of the whole model."""
-    config = transformers.Gemma3Config(
-        text_config=FAMILIES["gemma3"]().to_dict() | {"vocab_size": 211},
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-        mm_tokens_per_image=4,
-    )
+    of_text, options = MULTIMODAL[name]
+    text_config = FAMILIES[of_text]().to_dict() | {"vocab_size": 211}
+    if "VL" in name:
+        del text_config["model_type"]
+        text_config["rope_parameters"]["mrope_section"] = [8, 4, 4] if name == "Qwen3VL" else [2, 3, 3]
+    config = getattr(transformers, f"{name}Config")(text_config=text_config, **options)
+    config.tie_word_embeddings = name == "Gemma3"
     torch.manual_seed(0)
-    model = transformers.Gemma3ForConditionalGeneration(config)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     text = {
-        re.sub(r"(model\.)?language_model\.(model\.)?", "", name): value for name, value in tensors.items()
+        re.sub(r"^(model\.)?(language_model\.)?(model\.)?", "", name): value
+        for name, value in tensors.items()
     }
-    text = {name: value for name, value in text.items() if not re.search("vision|projector", name)}
+    text = {name: value for name, value in text.items() if not re.search("visual|vision|projector", name)}
+    head = text.pop("lm_head.weight", None)
     assert "embed_tokens.weight" in text
     for prefix, vision in (("language_model.model.", ""), ("model.language_model.", "model.")):
         renamed = {prefix + name: value for name, value in text.items()}
+        if head is not None:
+            renamed[
+                f"{prefix.removesuffix('model.')}lm_head.weight" if vision == "" else "lm_head.weight"
+            ] = head
         save_file({**renamed, f"{vision}vision_tower.x": torch.zeros(2)}, tmp_path / "model.safetensors")
         checkpoint = open_directory(tmp_path)
         for name, value in text.items():

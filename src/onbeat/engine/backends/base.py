@@ -201,6 +201,13 @@ class CheckpointBackend(ForwardBackend):
         """Yield them; see `Backend.remarks`."""
         if (advice := thread_advice(self.device)) is not None:
             yield advice
+        if (rope := self.model.rope).is_long:
+            original = rope.original_max_position_embeddings
+            yield (
+                "LongRoPE turns all requests by its angles for long contexts; answers within "
+                f"{original} tokens differ from those of transformers, which goes by each request: "
+                f"--max-model-len {original} gives these"
+            )
         yield from loading_remarks(self.checkpoint, self.plain_names(), self.device.dtype)
         if config.device == "auto" and (lacks := missed_gpu()) is not None:
             yield lacks

@@ -11,18 +11,18 @@ from typing import Literal
 from onbeat.core.errors import ModelLoadError, NeedsVllm
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
-RopeKind = Literal["none", "default", "linear", "llama3", "factors"]
+RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "factors"]
 NormPlaces = Literal["before", "after", "around"]
 """Where a layer's norms are: before attention and feed-forward (Llama), after them (OLMo 2), both (Gemma)."""
 QKNorm = Literal["head", "all"]
 """What a norm of queries and keys spans: each head by itself (Qwen 3), or all heads together (OLMo 2)."""
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "linear attention (gated DeltaNet)": ("qwen35", "qwen3next"),
-    "rotary positions of three parts": ("qwen2vl", "qwen25vl", "qwen3vl"),
+    "rotary positions of three parts": ("qwen2vl", "qwen25omni", "qwen3omni"),
+    "experts of a layer turned round in one tensor": ("qwen3vlmoe",),
     "attention sinks and MXFP4 experts": ("gptoss",),
     "layers with two head sizes and shared KV": ("gemma4",),
     "latent attention (MLA)": ("deepseekv2", "deepseekv3", "deepseek2"),
-    "its text taken out of a multimodal checkpoint": ("mistral3",),
     "attention in both directions": ("bert", "modernbert", "roberta", "xlmroberta", "gemma3text", "gemmaemb"),
 }
 """Needs of the most used models, and how the names of these begin: lower case, letters and digits alone."""
@@ -39,19 +39,23 @@ class RopeConfig:
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
-    """linear, llama3: frequencies (llama3: the low ones) are divided by this."""
+    """linear, llama3, yarn: frequencies (but for linear: the low ones) are divided by this."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths over `original_max_position_embeddings / low_freq_factor` are scaled in full."""
     high_freq_factor: float = 4.0
     """llama3: wavelengths under `original_max_position_embeddings / high_freq_factor` are not scaled."""
     original_max_position_embeddings: int = 8192
-    """llama3: the context length of pre-training."""
+    """llama3, yarn: the context length of pre-training."""
+    ramp: tuple[float, float] = (0.0, 0.0)
+    """yarn: up to the first of these pairs frequencies stay, from the second on they are divided in full."""
     frequency_factors: tuple[float, ...] | None = None
     """factors: one divisor for each of the rotary_dim / 2 frequencies (LongRoPE; llama3 in GGUF files)."""
+    is_long: bool = False
+    """factors: whether they are LongRoPE's for contexts longer than that of pre-training."""
     rotary_dim: int | None = None
     """Dimensions of a head that turn, its first ones; None: all."""
     attention_factor: float = 1.0
-    """Factor on what has turned, of queries and keys alike (LongRoPE)."""
+    """Factor on what has turned, of queries and keys alike (LongRoPE, YaRN)."""
 
 
 NO_ROPE = RopeConfig(theta=1.0, kind="none")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig, unsupported_architecture
 from onbeat.engine.model_config.families import FAMILIES, GGUF_FAMILIES, Family, read_model
-from onbeat.engine.model_config.rope import RopeSizes, longrope
+from onbeat.engine.model_config.rope import RopeSizes, longrope, yarn, yarn_magnitude
 from onbeat.engine.model_config.values import Values
 
 _KEYS: Mapping[str, str] = {
@@ -161,18 +161,29 @@ def _rope(values: Values, default_theta: float, factors: RopeFactors, sizes: Rop
     # Files older than `rope.scaling.*` have `rope.scale_linear`.
     factor_key = "rope.scaling.factor" if "rope.scaling.factor" in values else "rope.scale_linear"
     factor = values.raw(factor_key)
+    original = values.size("rope.scaling.original_context_length", None if factors.short else sizes.context)
     if factors.short and factors.long:
-        original = values.size("rope.scaling.original_context_length")
+        is_long = sizes.served > original
         return longrope(
-            rope,
-            factors.short if sizes.served <= original else factors.long,
+            replace(rope, is_long=is_long, original_max_position_embeddings=original),
+            factors.long if is_long else factors.short,
             attention_factor=values.number("rope.scaling.attn_factor", 1.0),
             num_frequencies=rotary_dim // 2,
+        )
+    if kind == "yarn":
+        values.refuse_unless("rope.scaling.yarn_log_multiplier", 0.0)
+        scale = values.number(factor_key)
+        return yarn(
+            replace(rope, factor=scale, original_max_position_embeddings=original),
+            values.number("rope.scaling.yarn_beta_fast", 32.0),
+            values.number("rope.scaling.yarn_beta_slow", 1.0),
+            width=rotary_dim,
+            attention_factor=values.number("rope.scaling.attn_factor", 1.0) * yarn_magnitude(scale),
         )
     if kind not in (None, "none", "linear"):
         raise ModelLoadError(
             f"the GGUF file asks for RoPE scaling of kind {kind!r}, which is not supported; "
-            "supported: none, linear, and llama3 as a rope_freqs.weight tensor"
+            "supported: none, linear, yarn, and llama3 as a rope_freqs.weight tensor"
         )
     is_linear = kind != "none" and factor not in (None, 0.0, 1.0)
     if factors.all_contexts:

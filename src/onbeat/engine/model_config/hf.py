@@ -34,6 +34,13 @@ _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Keys that change a model's output, with the values that leave it as onbeat computes it."""
 
 
+_SHARED = (
+    *("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings"),
+    *("quantization_config", "compression_config"),
+)
+"""Keys of a multimodal model that are its text's, too."""
+
+
 def model_config_from_hf(
     config: Mapping[str, Any],
     generation_config: Mapping[str, Any] | None = None,
@@ -78,15 +85,17 @@ def model_config_from_hf(
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of a multimodal model's text; that of any other model as it is."""
     names = config.get("architectures")
-    family = next(
-        (each for each in FAMILIES.values() if each.multimodal and names == [each.multimodal]), None
-    )
-    if family is None:
+    families = [
+        each for each in FAMILIES.values() if isinstance(names, list) and {*names} & {*each.multimodal}
+    ]
+    if not families:
         return config
-    text = config.get("text_config")
+    # Where there are no parts, as in Qwen 2.5's older files, the text's values stand beside the others.
+    text = config.get("text_config", config)
     if not isinstance(text, dict):
         raise Values(config, source="the model").wrong("text_config", text, "a table")
-    shared = {key: config[key] for key in ("eos_token_id", "dtype", "torch_dtype") if key in config}
+    family = next((each for each in families if each.model_type == text.get("model_type")), families[0])
+    shared = {key: config[key] for key in _SHARED if key in config}
     return {**text, **shared, "architectures": [family.architecture]}
 
 

@@ -38,6 +38,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Frequencies:
     frequencies: Frequencies = np.float32(1) / powers
     if config.kind == "linear":
         return frequencies / np.float32(config.factor)
+    if config.kind == "yarn":
+        return _scale_yarn(frequencies, np.float32(1) / (np.float32(config.factor) * powers), config.ramp)
     return _scale_llama3(frequencies, config) if config.kind == "llama3" else frequencies
 
 
@@ -53,6 +55,15 @@ def _scale_llama3(frequencies: Frequencies, config: RopeConfig) -> Frequencies:
     return np.where(wavelengths < context / high, frequencies, scaled)
 
 
+def _scale_yarn(frequencies: Frequencies, divided: Frequencies, ramp: tuple[float, float]) -> Frequencies:
+    """Keep high frequencies, divide low ones, blend between (Peng et al., 2023)."""
+    low, high = ramp
+    places = np.arange(len(frequencies), dtype=np.float32)
+    kept = 1 - np.clip((places - np.float32(low)) / np.float32(high - low), 0, 1)
+    blended: Frequencies = divided * (1 - kept) + frequencies * kept
+    return blended
+
+
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -60,7 +71,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 class RopeRules:
     """What a family says of its rotary embedding."""
 
-    kinds: tuple[str, ...] = ("default", "linear", "llama3")
+    kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic", "mrope")
     """Kinds of scaling that it knows."""
     is_partial: bool = False
     """Whether a part of a head may turn."""
@@ -105,9 +116,9 @@ def read_rope(values: Values, rules: RopeRules, sizes: RopeSizes) -> tuple[RopeC
 
 
 def _original(values: Values, rules: RopeRules) -> dict[str, Any]:
-    """Return the context of pre-training; Phi-3 keeps it beside its rope parameters, where it wins."""
+    """Return the context of pre-training where it stands beside the rope parameters, as in Phi-3: it wins."""
     key = "original_max_position_embeddings"
-    return {key: values.size(key, 4096)} if "longrope" in rules.kinds else {}
+    return {key: values.size(key, 4096)} if "longrope" in rules.kinds or key in values else {}
 
 
 def _table(values: Values, key: str) -> dict[str, Any]:
@@ -133,8 +144,12 @@ def _rope(table: dict[str, Any], rules: RopeRules, sizes: RopeSizes) -> RopeConf
             + ", and longrope in Phi-3"
             * ("longrope" not in rules.kinds)
         )
+    values.refuse_unless("llama_4_scaling_beta", 0)
     rope = RopeConfig(theta=values.number("rope_theta"), rotary_dim=_rotary_dim(values, rules, sizes))
-    if kind == "default":
+    if kind in ("default", "dynamic", "mrope"):
+        # Dynamic scaling begins behind the model's context, where nothing is served. The three positions of
+        # multimodal models are equal in text.
+        values.refuse_unless("alpha")
         return rope
     if kind == "linear":
         return replace(rope, kind="linear", factor=values.number("factor"))
@@ -147,7 +162,61 @@ def _rope(table: dict[str, Any], rules: RopeRules, sizes: RopeSizes) -> RopeConf
             high_freq_factor=values.number("high_freq_factor"),
             original_max_position_embeddings=values.size("original_max_position_embeddings", sizes.context),
         )
+    if "longrope" not in rules.kinds:
+        return _yarn(rope, values, sizes)
     return _longrope(rope, values, sizes)
+
+
+def _yarn(rope: RopeConfig, values: Values, sizes: RopeSizes) -> RopeConfig:
+    original = values.size("original_max_position_embeddings", sizes.context)
+    factor = values.number("factor", sizes.context / original)
+    magnitude = yarn_magnitude(factor)
+    if values.raw("mscale") and values.raw("mscale_all_dim"):
+        magnitude = yarn_magnitude(factor, values.number("mscale"))
+        magnitude /= yarn_magnitude(factor, values.number("mscale_all_dim"))
+    return yarn(
+        replace(rope, factor=factor, original_max_position_embeddings=original),
+        values.number("beta_fast", 32.0),
+        values.number("beta_slow", 1.0),
+        width=rope.rotary_dim or sizes.head_dim,
+        truncates=values.flag("truncate", default=True),
+        attention_factor=values.number("attention_factor", magnitude),
+    )
+
+
+def yarn(
+    rope: RopeConfig,
+    fast: float,
+    slow: float,
+    *,
+    width: int,
+    attention_factor: float,
+    truncates: bool = True,
+) -> RopeConfig:
+    """Return an embedding scaled by YaRN (Peng et al., 2023), whose factor and context it has already.
+
+    Parameters
+    ----------
+    fast, slow : pairs that turn so many times in the context of pre-training stay, and are divided in full.
+    width : dimensions that turn.
+    truncates : whether the pairs between are counted in whole ones.
+    """
+    low, high = (
+        width
+        * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
+        / (2 * math.log(rope.theta))
+        for turns in (fast, slow)
+    )
+    if truncates:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = low, high if high != low else high + 0.001
+    return replace(rope, kind="yarn", ramp=ramp, attention_factor=attention_factor)
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """Return what YaRN multiplies by where a file does not say."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def _rotary_dim(values: Values, rules: RopeRules, sizes: RopeSizes) -> int | None:
@@ -160,9 +229,10 @@ def _rotary_dim(values: Values, rules: RopeRules, sizes: RopeSizes) -> int | Non
 def _longrope(rope: RopeConfig, values: Values, sizes: RopeSizes) -> RopeConfig:
     original = values.size("original_max_position_embeddings")
     factor = values.number("factor", sizes.context / original)
+    is_long = sizes.served > original
     return longrope(
-        rope,
-        values.numbers("short_factor" if sizes.served <= original else "long_factor"),
+        replace(rope, is_long=is_long, original_max_position_embeddings=original),
+        values.numbers("long_factor" if is_long else "short_factor"),
         attention_factor=values.number("attention_factor", longrope_attention_factor(factor, original)),
         num_frequencies=(rope.rotary_dim or sizes.head_dim) // 2,
     )

@@ -44,7 +44,7 @@ _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old versions of transformers saved although the configuration gives them."""
 _TEXT_PART = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 """Before a name of the text part of a multimodal checkpoint, whichever version of transformers saved it."""
-_VISION_PART = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+_VISION_PART = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
 
 
 class _Stored(NamedTuple):

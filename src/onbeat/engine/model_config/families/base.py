@@ -49,8 +49,8 @@ class Family:
     architecture: str
     """The Hugging Face class."""
     model_type: str
-    multimodal: str | None = None
-    """The class whose `text_config` is such a model."""
+    multimodal: tuple[str, ...] = ()
+    """Classes whose `text_config` is such a model."""
     defaults: Mapping[str, Any]
     """Of the class: what a config.json means that leaves keys out. Null is a value like any other."""
     always: Mapping[str, Any] = field(default_factory=dict)
@@ -100,6 +100,8 @@ def read_model(
     rope, local_rope = ropes(
         RopeSizes(head_dim=head_dim, context=context, served=min(served_len or context, context))
     )
+    if rope.kind == "yarn":
+        context = max(context, round(rope.factor * rope.original_max_position_embeddings))
     common: dict[str, Any] = {
         "family": family.name,
         "architecture": family.architecture,

@@ -43,7 +43,7 @@ GEMMA3 = Family(
     name="gemma3",
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    multimodal="Gemma3ForConditionalGeneration",
+    multimodal=("Gemma3ForConditionalGeneration",),
     defaults={
         "vocab_size": 262_208,
         "hidden_size": 2304,

@@ -37,6 +37,7 @@ MISTRAL = Family(
     name="llama",
     architecture="MistralForCausalLM",
     model_type="mistral",
+    multimodal=("Mistral3ForConditionalGeneration",),
     defaults={"max_position_embeddings": 131_072, "sliding_window": 4096},
     may_have_biases=False,
     reads=frozenset({"sliding_window"}),
