@@ -19,6 +19,9 @@ from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import StepDriver
 
+NUM_DRAFTS = 3
+"""Of each row in steps that verify, which are graphs where others are in pieces."""
+
 
 def graphs_on(device: torch.device) -> Graphs:
     """Return captured graphs on a GPU, calls on a CPU."""
@@ -46,6 +49,7 @@ def on_gpu_engine(
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             piece_sizes=piece_sizes(max_num_batched_tokens) if pieces else (),
+            verify_widths=(1 + NUM_DRAFTS,) if pieces else (),
         )
         sizes = kernel_sizes(weights, options)
         kernels = fast_kernels(sizes, chunk_backend) if fast else ReferenceKernels(sizes)

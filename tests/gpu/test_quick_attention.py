@@ -23,6 +23,7 @@ from onbeat.engine.cuda.flashinfer_attention import (
     stream_of,
     unbuilt_kernel,
 )
+from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.torch.kernels import ChunkBackend, ChunkRows, DecodeRows, KernelSizes, LayerSpec
 from onbeat.engine.torch.kv import LayerKVCache
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
@@ -66,11 +67,13 @@ def cache() -> LayerKVCache:
     return LayerKVCache(*(random(NUM_BLOCKS, 2, BLOCK_SIZE, 128) for _ in range(2)))
 
 
-def decode_rows(lens: list[int], seed: int) -> DecodeRows:
-    """Return rows of these lengths, whose blocks lie anywhere."""
+def decode_rows(lens: list[int], width: int, seed: int) -> DecodeRows:
+    """Return rows of these lengths, or as long as what is new in them, whose blocks lie anywhere."""
+    lens = [max(length, width) for length in lens]
     columns = sizes(torch.float32).max_row_blocks
     table = np.random.default_rng(seed).integers(0, NUM_BLOCKS, (len(lens), columns), dtype=np.int32)
-    return DecodeRows(torch.from_numpy(table).to(CUDA), torch.tensor(lens, dtype=torch.int32, device=CUDA))
+    lens_R = torch.tensor(lens, dtype=torch.int32, device=CUDA)
+    return DecodeRows(torch.from_numpy(table).to(CUDA), lens_R, width)
 
 
 def expected_decodes(q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows) -> Tensor:
@@ -93,14 +96,15 @@ STEPS = ([1, 1, 1, 1], [700, 1, 33, 16], [5, 900, 17, 1024])
 
 
 def test_a_graph_of_planned_decodes_follows_its_plans() -> None:
-    """One size's plan lies where another's was: only one runs at a time."""
+    """One size's plan lies where another's was: only one runs at a time. Rows may verify drafts."""
     of_device, kv, buffers = sizes(torch.bfloat16), cache(), PlanBuffers(stream_of(CUDA), CUDA)
     workspace, library = allocate_workspace(of_device), FlashInfer.load()
     made = []
-    for num_rows in (4, 2):
-        planned = PlannedDecodes(library, of_device, layer(), num_rows, workspace=workspace, buffers=buffers)
-        q_RNH, out_RNH = random(num_rows, 8, 128), random(num_rows, 8, 128)
-        rows = decode_rows([1] * num_rows, 0)
+    for num_rows, width in ((4, 1), (2, 1), (4, 5), (3, 2)):
+        key = GraphKey(num_rows, width=width)
+        planned = PlannedDecodes(library, of_device, layer(), key, workspace=workspace, buffers=buffers)
+        q_RNH, out_RNH = (random(num_rows * width, 8, 128) for _ in range(2))
+        rows = decode_rows([1] * num_rows, width, 0)
 
         def work(planned=planned, q_RNH=q_RNH, rows=rows, out_RNH=out_RNH) -> None:
             planned.list_rows(rows)
@@ -109,11 +113,11 @@ def test_a_graph_of_planned_decodes_follows_its_plans() -> None:
         made.append((planned, rows, q_RNH, out_RNH, captured(work)))
     for seed, lens in enumerate(STEPS):
         for planned, rows, q_RNH, out_RNH, graph in made:
-            new = decode_rows(lens[: len(q_RNH)], seed)
-            for part, each in zip(rows, new, strict=True):
-                part.copy_(each)
+            new = decode_rows(lens[: len(rows.lens_R)], rows.width, seed)
+            rows.table_RW.copy_(new.table_RW)
+            rows.lens_R.copy_(new.lens_R)
             out_RNH.fill_(torch.nan)
-            planned.plan(np.array(lens[: len(q_RNH)], np.int32))
+            planned.plan(new.lens_R.cpu().numpy())
             graph.replay()
             assert relative_error(out_RNH, expected_decodes(q_RNH, kv, rows)) <= LARGEST_ERROR
 

@@ -243,8 +243,8 @@ class EngineConfig:
     )
     cuda_graph_pieces: bool = _engine(
         default=False,
-        help="capture steps with prompts too, as CUDA graphs of pieces around attention (GPU engine); not "
-        "run on a GPU yet",
+        help="capture steps with prompts too, as CUDA graphs of pieces around attention, and as whole "
+        "graphs those that verify as many drafts in each row (GPU engine); not run on a GPU yet",
     )
     tensor_parallel_size: int = _engine(
         1,

@@ -79,7 +79,7 @@ class ReferenceKernels(TorchKernels):
         super().__init__(sizes.dtype, sizes.device, sizes.block_size)
         self._wide = torch.float64 if sizes.dtype == torch.float64 else torch.float32
 
-    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec], width: int = 1) -> None:
         """Do nothing: lengths are read on the device."""
 
     def start_decodes(self, rows: DecodeRows) -> None:
@@ -88,8 +88,13 @@ class ReferenceKernels(TorchKernels):
     def attend_decodes(
         self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
     ) -> None:
-        """Attend with one query a row; see `GraphKernels.attend_decodes`."""
+        """Attend as if each new token were a row; see `GraphKernels.attend_decodes`."""
         num_rows = len(q_RNH)
+        before_T = torch.arange(rows.width - 1, -1, -1, device=q_RNH.device).repeat(len(rows.lens_R))
+        rows = DecodeRows(
+            rows.table_RW.repeat_interleave(rows.width, 0),
+            rows.lens_R.repeat_interleave(rows.width) - before_T,
+        )
         k_RKCH, v_RKCH = (
             part[rows.table_RW.long()].transpose(1, 2).flatten(2, 3).to(self._wide) for part in kv
         )

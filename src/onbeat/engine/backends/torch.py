@@ -19,7 +19,7 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, ScheduledRequest
 from onbeat.engine.backends.base import CheckpointBackend, Room
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
-from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes, piece_sizes
+from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
 from onbeat.engine.device import DeviceConfig, compute_capability
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.engine_config import EngineConfig
@@ -195,7 +195,8 @@ class CudaBackend(TorchBackend):
         """Load the weights, and find out what the largest steps take."""
         self._prepare()
         # The pieces of a size count as one graph: together they are a step.
-        captured = (*graph_sizes(limits.max_num_seqs), *self._piece_sizes(limits))
+        options = self._options(limits, limits.num_blocks)
+        captured = (*options.graph_keys, *options.piece_sizes)
         return measure(
             self._torch_device,
             lambda num_blocks: self._make(limits, num_blocks, EagerGraphs()),
@@ -203,9 +204,6 @@ class CudaBackend(TorchBackend):
             block_bytes=self.needs(limits.block_size).block_bytes,
             num_graphs=0 if self._is_eager else len(captured),
         )
-
-    def _piece_sizes(self, limits: SchedulerConfig) -> tuple[int, ...]:
-        return piece_sizes(limits.max_num_batched_tokens) if self._has_pieces else ()
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:
         """Return an estimate, until it is measured."""
@@ -217,9 +215,10 @@ class CudaBackend(TorchBackend):
         """Load the weights, measure memory, and capture the graphs."""
         if room is not None:
             limits = self.fit_measured(limits, room, say)
+        own = limits if room is not None else replace(limits, speculation=None)  # it verifies nothing
         self._prepare()
         graphs = EagerGraphs() if self._is_eager else CudaGraphs(self._torch_device)
-        return self._make(limits, limits.num_blocks, graphs), limits
+        return self._make(own, limits.num_blocks, graphs), limits
 
     def tell_excess(self, say: OnProgress) -> None:
         """Say it; see `Backend.tell_excess`."""
@@ -237,15 +236,25 @@ class CudaBackend(TorchBackend):
         torch.set_num_threads(1)
         self._weights = load_weights(self.checkpoint, torch_dtype(self.device.dtype), self._torch_device)
 
-    def _make(self, limits: SchedulerConfig, num_blocks: int, graphs: Graphs) -> CudaForward:
+    def _options(self, limits: SchedulerConfig, num_blocks: int) -> CudaOptions:
         options = CudaOptions(
             num_blocks=num_blocks,
             block_size=limits.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            piece_sizes=self._piece_sizes(limits),
         )
+        if not self._has_pieces:
+            return options
+        widths: tuple[int, ...] = ()
+        if (speculation := limits.speculation) is not None:
+            most = 1 + speculation.num_speculative_tokens
+            widths = (most,) if speculation.draft_length == "fixed" else tuple(range(2, most + 1))
+        sizes = piece_sizes(limits.max_num_batched_tokens)
+        return replace(options, piece_sizes=sizes, verify_widths=widths)
+
+    def _make(self, limits: SchedulerConfig, num_blocks: int, graphs: Graphs) -> CudaForward:
+        options = self._options(limits, num_blocks)
         weights = self._weights
         assert weights is not None, "nothing is loaded"
         kernels = self._make_kernels(kernel_sizes(weights, options))

@@ -16,6 +16,7 @@ from onbeat.engine.cuda.flashinfer_attention import (
     allocate_workspace,
     stream_of,
 )
+from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.torch.kernels import (
     ChunkBackend,
     ChunkRows,
@@ -35,23 +36,29 @@ class _PlannedBySize:
         self._sizes = sizes
         self._workspace = workspace
         self._buffers: dict[int | None, PlanBuffers] = {}
-        self._plans: dict[int, dict[int | None, PlannedDecodes]] = {}
+        self._plans: dict[GraphKey, dict[int | None, PlannedDecodes]] = {}
 
-    def plan(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
-        by_window = self._plans.setdefault(len(lens_R), {})
+    def plan(self, lens_R: Int32Array, layers: Sequence[LayerSpec], width: int) -> None:
+        key = GraphKey(len(lens_R), width=width)
+        by_window = self._plans.setdefault(key, {})
         for layer in layers:
             if layer.window not in by_window:
-                by_window[layer.window] = self._make(layer, len(lens_R))
+                by_window[layer.window] = self._make(layer, key)
             by_window[layer.window].plan(lens_R)
 
     def list_rows(self, rows: DecodeRows) -> None:
-        for planned in self._plans[len(rows.lens_R)].values():
+        for planned in self._of(rows).values():
             planned.list_rows(rows)
 
-    def attend(self, q_RNH: Tensor, kv: LayerKVCache, layer: LayerSpec, out_RNH: Tensor) -> None:
-        self._plans[len(q_RNH)][layer.window].attend(q_RNH, kv, out_RNH)
+    def attend(
+        self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
+    ) -> None:
+        self._of(rows)[layer.window].attend(q_RNH, kv, out_RNH)
 
-    def _make(self, layer: LayerSpec, num_rows: int) -> PlannedDecodes:
+    def _of(self, rows: DecodeRows) -> dict[int | None, PlannedDecodes]:
+        return self._plans[GraphKey(len(rows.lens_R), width=rows.width)]
+
+    def _make(self, layer: LayerSpec, key: GraphKey) -> PlannedDecodes:
         device = self._sizes.device
         if layer.window not in self._buffers:
             self._buffers[layer.window] = PlanBuffers(stream_of(device), device)
@@ -59,7 +66,7 @@ class _PlannedBySize:
             self._library,
             self._sizes,
             layer,
-            num_rows,
+            key,
             workspace=self._workspace,
             buffers=self._buffers[layer.window],
         )
@@ -94,24 +101,19 @@ class FastKernels:
         self._decodes = _PlannedBySize(library, sizes, workspace)
         self._chunks = Chunks(library, sizes, chunk_backend, workspace)
 
-    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec], width: int = 1) -> None:
         """Plan on the host; see `Kernels.plan_decodes`."""
-        self._decodes.plan(lens_R, layers)
+        self._decodes.plan(lens_R, layers, width)
 
     def start_decodes(self, rows: DecodeRows) -> None:
         """Show plans their rows; see `Kernels.start_decodes`."""
         self._decodes.list_rows(rows)
 
     def attend_decodes(
-        self,
-        q_RNH: Tensor,
-        kv: LayerKVCache,
-        rows: DecodeRows,  # noqa: ARG002 -- `start_decodes` has seen them
-        layer: LayerSpec,
-        out_RNH: Tensor,
+        self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
     ) -> None:
-        """Attend with one query a row; see `Kernels.attend_decodes`."""
-        self._decodes.attend(q_RNH, kv, layer, out_RNH)
+        """Attend with the new tokens of each row; see `Kernels.attend_decodes`."""
+        self._decodes.attend(q_RNH, kv, rows, layer, out_RNH)
 
     def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> Any:
         """Plan on the host; see `Kernels.plan_chunks`."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.cuda.triton_ops import list_blocks
 from onbeat.engine.forward import Mark
@@ -125,7 +126,7 @@ class PlanBuffers:
 
 
 class PlannedDecodes:
-    """One query a row, for a fixed number of rows, by a plan that the host makes of their lengths.
+    """As many queries a row, for a fixed number of rows, by a plan that the host makes of their lengths.
 
     `plan` comes before each step, outside of a capture; `list_rows` once a step and `attend` once a layer,
     inside of it.
@@ -135,7 +136,7 @@ class PlannedDecodes:
     library : FlashInfer.
     sizes : what it is made for.
     layer : one of those that it serves: they have its window, scale and heads.
-    num_rows : of each step.
+    key : rows of each step, and new tokens of each row.
     workspace : scratch memory on the device, which others may use in stream order.
     buffers : for the plans of all sizes of this window: only one step's runs at a time.
     """
@@ -145,32 +146,47 @@ class PlannedDecodes:
         library: FlashInfer,
         sizes: KernelSizes,
         layer: LayerSpec,
-        num_rows: int,
+        key: GraphKey,
         *,
         workspace: Tensor,
         buffers: PlanBuffers,
     ) -> None:
         int32 = partial(torch.zeros, dtype=torch.int32, device=sizes.device)
-        self._plan = library.fast_decode_plan
+        num_rows, self._width = key.size, key.width
         self._sizes = sizes
         self._layer = layer
         self._buffers = buffers
         self._ends_R1 = int32(num_rows + 1)
         self._blocks = int32(num_rows * sizes.max_row_blocks)
         self._last_lens_R = int32(num_rows)
-        self._wrapper = library.DecodeWrapper(
-            workspace,
-            "HND",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=self._ends_R1,
-            paged_kv_indices_buffer=self._blocks,
-            paged_kv_last_page_len_buffer=self._last_lens_R,
-            backend="fa2",
-        )
+        self._query_ends = torch.arange(num_rows + 1, dtype=torch.int32) * key.width
+        if key.width > 1:
+            self._wrapper = library.PrefillWrapper(
+                workspace,
+                "HND",
+                use_cuda_graph=True,
+                qo_indptr_buf=self._query_ends.to(sizes.device, copy=True),
+                paged_kv_indptr_buf=self._ends_R1,
+                paged_kv_indices_buf=self._blocks,
+                paged_kv_last_page_len_buf=self._last_lens_R,
+                backend="fa2",
+            )
+            self._plan = self._wrapper.plan
+        else:
+            self._wrapper = library.DecodeWrapper(
+                workspace,
+                "HND",
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                paged_kv_indptr_buffer=self._ends_R1,
+                paged_kv_indices_buffer=self._blocks,
+                paged_kv_last_page_len_buffer=self._last_lens_R,
+                backend="fa2",
+            )
+            self._plan = partial(library.fast_decode_plan, self._wrapper)
         self._wrapper.reset_workspace_buffer(workspace, buffers.on_device)
         # The first plan takes the module; `fast_decode_plan` only plans.
-        self._planned(self._wrapper.plan, np.ones(num_rows, np.int32))
+        self._planned(self._wrapper.plan, np.full(num_rows, key.width, np.int32))
 
     def plan(self, lens_R: Int32Array) -> None:
         """Plan a step of rows of these lengths: those that `list_rows` will find on the device.
@@ -179,7 +195,7 @@ class PlannedDecodes:
         """
         wanted = self, (-(-lens_R // self._sizes.block_size)).tobytes()
         if self._buffers.planned != wanted:
-            self._planned(lambda *args, **options: self._plan(self._wrapper, *args, **options), lens_R)
+            self._planned(self._plan, lens_R)
             self._buffers.planned = wanted
 
     def list_rows(self, rows: DecodeRows) -> None:
@@ -195,7 +211,14 @@ class PlannedDecodes:
         ends_R1 = _ends(num_blocks_R)
         last_lens_R = lens_R - (num_blocks_R - 1) * self._sizes.block_size
         _plan_in(self._wrapper, self._buffers.next())
+        queries: tuple[Tensor, ...] = ()
+        options = _options(self._layer, self._sizes.dtype)
+        if self._width > 1:
+            queries = (self._query_ends,)
+            options |= {"causal": True, "max_token_per_sequence": self._width}
+            options["seq_lens"] = torch.from_numpy(lens_R.astype(np.int32))
         plan(
+            *queries,
             torch.from_numpy(ends_R1),
             self._blocks[: ends_R1[-1]],
             torch.from_numpy(last_lens_R.astype(np.int32)),
@@ -203,7 +226,7 @@ class PlannedDecodes:
             self._layer.num_kv_heads,
             self._layer.head_dim,
             self._sizes.block_size,
-            **_options(self._layer, self._sizes.dtype),
+            **options,
         )
         self._buffers.mark_copied()
 
@@ -314,10 +337,12 @@ def allocate_workspace(sizes: KernelSizes) -> Tensor:
     group = config.num_heads // config.num_kv_heads
     # A plan splits contexts while its tiles of queries are fewer than two for each processor and KV head.
     chunk_queries = 2 * _MOST_PROCESSORS // config.num_kv_heads * 128
-    tile = 16 if group <= 16 else 64
-    decode_queries = (-(-sizes.max_rows * group // tile) + sizes.max_rows) * tile
+    most_queries = chunk_queries
+    for num_rows, width in ((sizes.max_rows, 1), *sizes.verify_rows):
+        tile = next(tile for tile in (16, 64, 128) if group * width <= tile or tile == 128)
+        most_queries = max(most_queries, (-(-num_rows * width * group // tile) + num_rows) * tile)
     # For each query and head an output and the logarithm of a sum, float32
-    needed = 4 * config.num_heads * (config.head_dim + 1) * max(chunk_queries, decode_queries)
+    needed = 4 * config.num_heads * (config.head_dim + 1) * most_queries
     return torch.zeros(max(_WORKSPACE_BYTES, needed), dtype=torch.uint8, device=sizes.device)
 
 

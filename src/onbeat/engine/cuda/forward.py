@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from onbeat.core.errors import EngineDead, EngineError
 from onbeat.engine.cuda.choice import Choice
-from onbeat.engine.cuda.graphs import GraphKey, Graphs, graph_sizes
+from onbeat.engine.cuda.graphs import GraphKey, Graphs
 from onbeat.engine.cuda.state import (
     CudaOptions,
     DeviceState,
@@ -152,14 +152,16 @@ __all__ = ["CudaForward", "CudaOptions", "kernel_sizes"]
 
 def kernel_sizes(weights: TorchWeights, options: CudaOptions) -> KernelSizes:
     """Return what the operators of such a forward pass are made for."""
+    most = {key.width: key.size for key in options.graph_keys}
     return KernelSizes(
         config=weights.config,
         dtype=weights.dtype,
         device=weights.device,
         block_size=options.block_size,
-        max_rows=max(options.max_num_seqs, *graph_sizes(options.max_num_seqs)),
+        max_rows=max(options.max_num_seqs, most[1]),
         max_tokens=options.max_num_batched_tokens,
         max_row_blocks=options.max_row_blocks,
+        verify_rows=tuple((size, width) for width, size in most.items() if width > 1),
     )
 
 
@@ -229,30 +231,30 @@ class CudaForward(ForwardPass):
         self._windows = first_of_windows(weights)
         on_cpu = weights.device.type == "cpu"
         self._stream = stream or (CpuStream() if on_cpu else CudaStream(weights.device))
-        self._sizes = graph_sizes(options.max_num_seqs)
+        keys = options.graph_keys
         spec = KVCacheSpec.of_model(
             weights.config, dtype=numpy_dtype(weights.dtype), block_size=options.block_size
         )
-        most = max(options.max_num_seqs, *self._sizes)
+        most = max(options.max_num_seqs, *(key.size * key.width for key in keys))
         pieces = " and pieces" if options.piece_sizes else ""
-        graphs_name = f"{graphs.name}{pieces}, up to {self._sizes[-1]} rows"
+        verifies = f", of up to {keys[-1].width} tokens each" if options.verify_widths else ""
+        graphs_name = f"{graphs.name}{pieces}, up to {max(key.size for key in keys)} rows{verifies}"
         self.settings = {"backend": "cuda", "kernels": kernels.name, "graphs": graphs_name}
         with torch.inference_mode():
             self._state = DeviceState(spec, options, weights.device)
             shape = most, weights.config.vocab_size
             self._logits_NV = torch.zeros(shape, dtype=weights.wide_dtype, device=weights.device)
-            self._packer = StepPacker(options, self._sizes)
+            self._packer = StepPacker(options)
             most_samples = max(most, options.max_num_batched_tokens)  # every token of a prompt that is scored
             counts = StepCounts(options.max_num_batched_tokens, most, most_samples, 0)
             self._ring = HostRing(self._stream, counts.num_words, 2 * most_samples)
-            self._fixed = {size: self._fixed_buffers(size) for size in self._sizes}
-            keys = [GraphKey(size) for size in self._sizes]
+            self._fixed = {key: self._fixed_buffers(key) for key in keys}
             self._stream.run(partial(graphs.prepare, keys, self._run_graph, self._plan_padding))
             self._pieces: Pieces | None = None
             if options.piece_sizes:
                 self._stream.run(self._make_pieces)
-            for size in {self._sizes[0], self._sizes[-1]}:
-                self._stream.run(partial(self._draw, self._fixed[size]))  # compiled before it is needed
+            for key in {keys[0], keys[-1]}:
+                self._stream.run(partial(self._draw, self._fixed[key]))  # compiled before it is needed
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
@@ -274,7 +276,7 @@ class CudaForward(ForwardPass):
 
         def compute(packed: PackedStep) -> None:
             logits_NV, pooled_PD = self._queue(packed)
-            places_C = left_C if packed.size is None else inputs.sampling_tokens[left_C]
+            places_C = left_C if packed.graph is None else inputs.sampling_tokens[left_C]
             copied.append(self._on_host(logits_NV, places_C))
             copied.append(self._on_host(pooled_PD, np.arange(len(inputs.pooled_tokens))))
 
@@ -308,7 +310,9 @@ class CudaForward(ForwardPass):
             computed: list[_Buffers] = []
             self._stream.run(lambda: computed.append(self._run_step(packed)[0]))
             settle()
-            places_N = np.arange(len(inputs.sampling_rows)) if packed.size is None else packed.sampling_tokens
+            places_N = packed.sampling_tokens
+            if packed.graph is None:
+                places_N = np.arange(len(inputs.sampling_rows))
             choice = Choice(inputs.sampling_rows, places_N, self.config.vocab_size, self._stream)
             self._stream.run(lambda: self._choose(packed, computed[0], choice))
             return choice
@@ -346,10 +350,10 @@ class CudaForward(ForwardPass):
                 entry.mark = self._stream.mark()
         return _Launched(inputs, packed, entry.mark, choice)
 
-    def _fixed_buffers(self, size: int) -> _Buffers:
-        """Return the buffers that the graph of a size reads and writes, full of padding."""
-        words = torch.from_numpy(self._packer.padding(size)).to(self.weights.device)
-        return self._buffers(words, self._packer.graph_counts(size))
+    def _fixed_buffers(self, key: GraphKey) -> _Buffers:
+        """Return the buffers that a graph reads and writes, full of padding."""
+        words = torch.from_numpy(self._packer.padding(key)).to(self.weights.device)
+        return self._buffers(words, self._packer.graph_counts(key))
 
     def _buffers(self, words: Tensor, counts: StepCounts) -> _Buffers:
         num_samples = counts.samples
@@ -386,11 +390,11 @@ class CudaForward(ForwardPass):
         if packed.late_updates is not None:
             places, blocks = packed.late_updates.to(self.weights.device, non_blocking=True)
             self._state.tables_SW.view(-1).index_put_((places,), blocks)
-        if packed.size is not None:
-            buffers = self._fixed[packed.size]
+        if packed.graph is not None:
+            buffers = self._fixed[packed.graph]
             buffers.words.copy_(words, non_blocking=True)
-            self._plan_decodes(packed.views.parts)
-            self._graphs.replay(GraphKey(packed.size))
+            self._plan_decodes(packed.views.parts, packed.graph.width)
+            self._graphs.replay(packed.graph)
         else:
             buffers = self._buffers(words.to(self.weights.device, non_blocking=True), packed.views.counts)
             wanted_N = buffers.parts.sampled_N
@@ -403,16 +407,17 @@ class CudaForward(ForwardPass):
                 pooled_PD = final_states(self.weights, self.kernels, pooled)
         return buffers, pooled_PD
 
-    def _plan_decodes(self, parts: StepWords) -> None:
-        self.kernels.plan_decodes(parts.lens_R, list(self._windows.values()))
+    def _plan_decodes(self, parts: StepWords, width: int) -> None:
+        self.kernels.plan_decodes(parts.lens_R, list(self._windows.values()), width)
 
     def _plan_padding(self, key: GraphKey) -> None:
         """Plan a graph's step that has no row."""
-        self._plan_decodes(host_words(self._packer.padding(key.size), self._packer.graph_counts(key.size)))
+        parts = host_words(self._packer.padding(key), self._packer.graph_counts(key))
+        self._plan_decodes(parts, key.width)
 
     def _run_graph(self, key: GraphKey) -> None:
         """Run what a graph is captured of."""
-        self._compute(self._fixed[key.size], (), None)
+        self._compute(self._fixed[key], (), None)
 
     @torch.inference_mode()
     def _make_pieces(self) -> None:
@@ -445,7 +450,8 @@ class CudaForward(ForwardPass):
         return hidden
 
     def _attend_decodes(self, parts: StepWords) -> Attend:
-        rows = DecodeRows(self._state.tables_SW.index_select(0, parts.slots_R), parts.lens_R)
+        width = len(parts.ids_T) // len(parts.lens_R)
+        rows = DecodeRows(self._state.tables_SW.index_select(0, parts.slots_R), parts.lens_R, width)
         self.kernels.start_decodes(rows)
 
         def attend(q_RNH: Tensor, kv: LayerKVCache, layer: LayerSpec, out_RNH: Tensor) -> None:

@@ -31,15 +31,25 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     )
 
 
+def verify_sizes(max_num_seqs: int, max_tokens: int, width: int) -> tuple[int, ...]:
+    """Return the rows that steps of so many new tokens a row are padded to; larger ones are not captured."""
+    most = min(max_tokens, PIECE_SIZES[-1])
+    return tuple(size for size in graph_sizes(max_num_seqs) if size * width <= most)
+
+
 class GraphKey(NamedTuple):
     """What a graph is captured of."""
 
     size: int
-    """Rows of decodes, or tokens of a step that is captured in pieces."""
+    """Rows, or tokens of a step that is captured in pieces."""
     piece: int | None = None
-    """Of such a step; None: the whole of a step of decodes."""
+    """Of such a step; None: the whole of a step whose rows are alike."""
+    width: int = 1
+    """New tokens of each row: one where it decodes, more where it verifies drafts."""
 
     def __str__(self) -> str:
+        if self.piece is None and self.width > 1:
+            return f"a step of {self.size} rows with {self.width} tokens each"
         if self.piece is None:
             return f"a decode step of {self.size} rows"
         return f"piece {self.piece} of a step of {self.size} tokens"

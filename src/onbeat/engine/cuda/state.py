@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onbeat.engine.cuda.graphs import GraphKey, graph_sizes, verify_sizes
 from onbeat.engine.cuda.stream import DeviceStream
 from onbeat.engine.forward import Mark
 from onbeat.engine.input_batch import AttentionBatch, IntArray
@@ -119,6 +120,18 @@ class CudaOptions:
     max_num_batched_tokens: int
     piece_sizes: tuple[int, ...] = ()
     """Tokens, rising: steps with prompts are padded to these and replayed in pieces; see `Pieces`."""
+    verify_widths: tuple[int, ...] = ()
+    """Tokens, at least 2: steps that have just so many of each row are replayed as decodes are."""
+
+    @property
+    def graph_keys(self) -> tuple[GraphKey, ...]:
+        """What is captured of whole steps: by width, and by rising rows of each."""
+        verifies = (
+            GraphKey(size, width=width)
+            for width in self.verify_widths
+            for size in verify_sizes(self.max_num_seqs, self.max_num_batched_tokens, width)
+        )
+        return (*map(GraphKey, graph_sizes(self.max_num_seqs)), *verifies)
 
     @property
     def max_row_blocks(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.cuda.graphs import PIECE_SIZES
+from onbeat.engine.cuda.graphs import PIECE_SIZES, GraphKey
 from onbeat.engine.cuda.state import (
     CudaOptions,
     EntryViews,
@@ -129,8 +129,8 @@ class PackedStep(NamedTuple):
 
     views: EntryViews
     """Its memory."""
-    size: int | None
-    """Of the graph of decodes; None for other steps."""
+    graph: GraphKey | None
+    """Of a step whose rows are alike; None for other steps."""
     sampling_tokens: IntArray
     late_updates: Tensor | None
     """int32 [2, U]: changes of the block tables that the words have no room for, places and blocks."""
@@ -139,12 +139,12 @@ class PackedStep(NamedTuple):
     pooled_tokens: IntArray = np.zeros(0, np.int64)
     """Where the tokens of `StepInputs.pooled_tokens` are among the step's."""
     chunks: Sequence[ChunkRows] = ()
-    """Its rows, in the order of their tokens, in parts that attend one after the other; none where the step
-    is of a graph of decodes."""
+    """Its rows, in the order of their tokens, in parts that attend one after the other; none where it has a
+    graph."""
 
     def best_tokens(self) -> BestTokens:
         """Return what came back of each sampling row, once the step is done."""
-        rows = slice(None) if self.size is None else self.sampling_tokens
+        rows = slice(None) if self.graph is None else self.sampling_tokens
         return BestTokens(self.views.ids_N[rows].astype(np.int64), self.views.peaks_N[rows].copy())
 
 
@@ -154,25 +154,28 @@ class StepPacker:
     Parameters
     ----------
     options : sizes.
-    sizes : rows of the graphs, rising.
     """
 
-    def __init__(self, options: CudaOptions, sizes: Sequence[int]) -> None:
+    def __init__(self, options: CudaOptions) -> None:
         self._options = options
-        self._sizes = np.array(sizes)
+        self._sizes: dict[int, list[int]] = {}
+        """Rows of the graphs of each width, rising."""
+        for key in options.graph_keys:
+            self._sizes.setdefault(key.width, []).append(key.size)
         self._mirror = TableMirror(options)
         self._settings = SlotSettings(options.max_num_seqs)
 
-    def graph_counts(self, size: int) -> StepCounts:
+    def graph_counts(self, key: GraphKey) -> StepCounts:
         """Return the counts of a graph's words."""
-        return StepCounts(size, size, size, size)
+        num_tokens = key.size * key.width
+        return StepCounts(num_tokens, key.size, num_tokens, key.size)
 
-    def padding(self, size: int) -> Int32Array:
+    def padding(self, key: GraphKey) -> Int32Array:
         """Return the words of a graph's step that has no row."""
-        counts = self.graph_counts(size)
+        counts = self.graph_counts(key)
         words = np.zeros(counts.num_words, np.int32)
         parts = host_words(words, counts)
-        self._pad_rows(parts, 0)
+        self._pad_rows(parts, 0, key.width)
         self._pad_updates(parts, 0)
         return words
 
@@ -184,18 +187,26 @@ class StepPacker:
         drawn_N : of each token that is sampled, whether the device draws it if its row is random; None where
             it only finds the most likely ones.
         """
-        batch = inputs.attention
-        num_rows = len(batch.slots_R)
-        places, blocks = self._mirror.changes(batch)
-        is_decode = num_rows == len(inputs.token_ids_T)
-        # A graph of decodes shows no hidden states.
-        if is_decode and num_rows <= self._sizes[-1] and not inputs.pooled:
-            return self._pack_decodes(inputs, entry, places, blocks, drawn_N)
+        places, blocks = self._mirror.changes(inputs.attention)
+        if (key := self._graph_of(inputs)) is not None:
+            return self._pack_alike(inputs, key, entry, places, blocks, drawn_N)
         return self._pack_eager(inputs, entry, places, blocks, drawn_N)
 
-    def _pack_decodes(
+    def _graph_of(self, inputs: StepInputs) -> GraphKey | None:
+        """Return what a step is replayed by: its rows are alike, and nobody asks for hidden states."""
+        lens_R = inputs.attention.query_lens_R
+        num_rows, width = len(lens_R), int(lens_R[0])
+        sizes = self._sizes.get(width, ())
+        if inputs.pooled or num_rows * width != len(inputs.token_ids_T):
+            return None
+        if width > 1 and not (lens_R == width).all():
+            return None
+        return next((GraphKey(size, width=width) for size in sizes if size >= num_rows), None)
+
+    def _pack_alike(
         self,
         inputs: StepInputs,
+        key: GraphKey,
         entry: RingEntry,
         places: IntArray,
         blocks: Int32Array,
@@ -203,28 +214,28 @@ class StepPacker:
     ) -> PackedStep:
         batch = inputs.attention
         num_rows = len(batch.slots_R)
-        size = int(self._sizes[self._sizes.searchsorted(num_rows)])
-        counts = self.graph_counts(size)
-        views = entry.views(counts)
+        num_tokens = num_rows * key.width
+        views = entry.views(self.graph_counts(key))
         parts = views.parts
-        late = _later(places, blocks, size, entry)
+        late = _later(places, blocks, key.size, entry)
         num_updates = len(places) if late is None else 0
-        parts.ids_T[:num_rows] = inputs.token_ids_T
-        parts.positions_T[:num_rows] = inputs.positions_T
-        parts.kv_slots_T[:num_rows] = batch.slot_mapping_T
+        parts.ids_T[:num_tokens] = inputs.token_ids_T
+        parts.positions_T[:num_tokens] = inputs.positions_T
+        parts.kv_slots_T[:num_tokens] = batch.slot_mapping_T
         parts.lens_R[:num_rows] = batch.context_lens_R
         parts.update_places_U[:num_updates] = places[:num_updates]
         parts.update_blocks_U[:num_updates] = blocks[:num_updates]
         self._pad_updates(parts, num_updates)
         if entry.rows is not inputs.sampling_rows or drawn_N is not ALL_DRAWN:
-            parts.token_slots_T[:num_rows] = parts.slots_R[:num_rows] = batch.slots_R
-            self._pad_rows(parts, num_rows)
+            parts.slots_R[:num_rows] = batch.slots_R
+            parts.token_slots_T[:num_tokens] = np.repeat(batch.slots_R, key.width)
+            self._pad_rows(parts, num_rows, key.width)
             entry.is_random = self._choose(inputs, parts, inputs.sampling_tokens, drawn_N)
             entry.rows = inputs.sampling_rows if drawn_N is ALL_DRAWN else None
         elif entry.is_random:
             slots_N, positions_N = inputs.sampling_slots, inputs.sampling_positions
             self._settings.write_numbers(parts, inputs.sampling_tokens, slots_N, positions_N)
-        return PackedStep(views, size, inputs.sampling_tokens, late, entry.is_random)
+        return PackedStep(views, key, inputs.sampling_tokens, late, entry.is_random)
 
     def _pack_eager(
         self,
@@ -282,12 +293,12 @@ class StepPacker:
         """Know nothing of the device's block tables any more: a step failed, and may have changed none."""
         self._mirror.forget()
 
-    def _pad_rows(self, parts: StepWords, num_rows: int) -> None:
-        """Fill the rest of a graph's rows: each has one token, in a block that nobody else has."""
-        self._pad_tokens(parts, num_rows)
-        parts.lens_R[num_rows:] = 1
+    def _pad_rows(self, parts: StepWords, num_rows: int, width: int) -> None:
+        """Fill the rest of a graph's rows: each sees its own tokens, in a block that nobody else has."""
+        self._pad_tokens(parts, num_rows * width)
+        parts.lens_R[num_rows:] = width
         parts.slots_R[num_rows:] = self._options.padding_slot
-        parts.write_slots_N[num_rows:] = self._options.padding_slot
+        parts.write_slots_N[num_rows * width :] = self._options.padding_slot
 
     def _pad_updates(self, parts: StepWords, num_updates: int) -> None:
         """Fill the rest of the changes of block tables: they change nothing."""

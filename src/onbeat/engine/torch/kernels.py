@@ -50,6 +50,8 @@ class KernelSizes:
     """Most tokens of a step."""
     max_row_blocks: int
     """Most KV blocks of a row: the columns W of `DecodeRows.table_RW`."""
+    verify_rows: tuple[tuple[int, int], ...] = ()
+    """Most rows of a step for each `DecodeRows.width` above 1, and that width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +99,14 @@ class StepTensors(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """Rows of one new token each."""
+    """Rows of one new token each, or of some drafts more, as many in each."""
 
     table_RW: Tensor
     """int32 [R, W]: block ids; those beyond the row's length are any valid ids."""
     lens_R: Tensor
-    """int32 [R], >= 1: tokens that the row sees, the new one (stored already) included."""
+    """int32 [R], >= width: tokens that the row's last one sees, the new ones (stored already) included."""
+    width: int = 1
+    """New tokens of each row."""
 
 
 class ChunkRows(NamedTuple):
@@ -239,14 +243,14 @@ class Kernels(Protocol):
 class GraphKernels(Kernels, Protocol):
     """With what steps need that are queued ahead, and replayed from graphs."""
 
-    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec], width: int = 1) -> None:
         """Do a step's host work for `attend_decodes`, before its operators are queued; not part of a graph.
 
         The step before may still run on the device.
 
         Parameters
         ----------
-        lens_R : what `DecodeRows.lens_R` will be.
+        lens_R, width : what those of `DecodeRows` will be.
         layers : one of each window.
         """
         ...
@@ -258,11 +262,11 @@ class GraphKernels(Kernels, Protocol):
     def attend_decodes(
         self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
     ) -> None:
-        """Attend with one query a row.
+        """Attend with the new tokens of each row, causally.
 
         Parameters
         ----------
-        q_RNH, out_RNH : [R, N, H], the model's type.
+        q_RNH, out_RNH : [R * width, N, H], the model's type: row after row.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from onbeat.engine.cuda.flashinfer_attention import (
     can_build,
     unbuilt_kernel,
 )
+from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.cuda.stream import CpuStream
 from onbeat.engine.forward import Mark
 from onbeat.engine.torch.kernels import ChunkRows, DecodeRows, LayerSpec
@@ -130,7 +132,9 @@ def test_rows_of_one_token_have_a_plan_beside_that_of_their_steps_chunks(backend
 def test_planned_decodes_plan_on_the_host_what_they_list_on_the_device() -> None:
     recorder = Recorder()
     buffers = PlanBuffers(CpuStream(), SIZES.device)
-    decodes = PlannedDecodes(recorder.library(), SIZES, layer(40), 3, workspace=WORKSPACE, buffers=buffers)
+    decodes = PlannedDecodes(
+        recorder.library(), SIZES, layer(40), GraphKey(3), workspace=WORKSPACE, buffers=buffers
+    )
     made = recorder.last("DecodeWrapper")
     assert (made["kv_layout"], made["backend"]) == ("HND", "fa2")
     assert made["use_cuda_graph"]
@@ -153,12 +157,44 @@ def test_planned_decodes_plan_on_the_host_what_they_list_on_the_device() -> None
     assert recorder.last("decode run")["out"] is out_RNH
 
 
+def test_rows_that_verify_drafts_are_planned_causally_for_the_buffers_of_their_graph() -> None:
+    recorder = Recorder()
+    buffers = PlanBuffers(CpuStream(), SIZES.device)
+    rows = ROWS._replace(lens_R=torch.tensor([5, 17, 40], dtype=torch.int32), width=5)
+    verifies = PlannedDecodes(
+        recorder.library(), SIZES, layer(40), GraphKey(3, width=5), workspace=WORKSPACE, buffers=buffers
+    )
+    made = recorder.last("PrefillWrapper")
+    assert (made["kv_layout"], made["backend"], made["use_cuda_graph"]) == ("HND", "fa2", True)
+    assert numbers(made["qo_indptr_buf"]) == [0, 5, 10, 15]
+    assert [name for name, _ in recorder.calls] == ["PrefillWrapper", "prefill plan"]
+
+    for _ in range(2):
+        verifies.plan(rows.lens_R.numpy())
+    verifies.list_rows(rows)
+    assert [name for name, _ in recorder.calls] == ["PrefillWrapper", *["prefill plan"] * 2]
+    call = recorder.last("prefill plan")
+    assert numbers(call["qo_indptr"]) == [0, 5, 10, 15]
+    assert numbers(call["paged_kv_indptr"]) == numbers(made["paged_kv_indptr_buf"]) == [0, 1, 3, 6]
+    assert numbers(call["paged_kv_last_page_len"]) == numbers(made["paged_kv_last_page_len_buf"]) == [5, 1, 8]
+    assert numbers(made["paged_kv_indices_buf"][:6]) == [0, 64, 65, 128, 129, 130]
+    assert numbers(call["seq_lens"]) == [5, 17, 40]
+    assert (call["causal"], call["max_token_per_sequence"], call["window_left"]) == (True, 5, 39)
+    assert len(call["paged_kv_indices"]) == 6
+
+    q_TNH, out_TNH = (torch.zeros(15, 8, 64, dtype=torch.bfloat16) for _ in range(2))
+    verifies.attend(q_TNH, KV, out_TNH)
+    assert recorder.last("prefill run")["out"] is out_TNH
+
+
 def test_decodes_are_planned_again_only_where_a_row_has_another_block() -> None:
     """Sizes share the memory of their plans on the device."""
     recorder = Recorder()
     buffers = PlanBuffers(CpuStream(), SIZES.device)
     two, three = (
-        PlannedDecodes(recorder.library(), SIZES, layer(40), num, workspace=WORKSPACE, buffers=buffers)
+        PlannedDecodes(
+            recorder.library(), SIZES, layer(40), GraphKey(num), workspace=WORKSPACE, buffers=buffers
+        )
         for num in (2, 3)
     )
     steps = [
@@ -245,6 +281,9 @@ def test_the_workspace_holds_the_largest_plan() -> None:
     wide = kernel_sizes(num_heads=64, num_kv_heads=8, head_dim=128)
     # Two tiles of 128 queries for each of 188 processors, shared by 8 KV heads
     assert allocate_workspace(wide).nbytes >= 47 * 128 * 64 * (128 + 1) * 4
+    # Rows of 5 tokens and 8 heads a KV head fill a tile of 64, and each may begin one
+    verifying = replace(wide, verify_rows=((96, 5),))
+    assert allocate_workspace(verifying).nbytes == (60 + 96) * 64 * 64 * (128 + 1) * 4
 
 
 def test_the_recorded_signatures_are_those_of_the_library() -> None:

@@ -14,17 +14,20 @@ from onbeat.core.request import Request
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.cuda import step_packer
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
-from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey, graph_sizes, piece_sizes
+from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey, graph_sizes, piece_sizes, verify_sizes
 from onbeat.engine.cuda.state import TableMirror
 from onbeat.engine.input_batch import AttentionBatch
 from onbeat.engine.model_config import Activation
 from onbeat.engine.torch.kernels import ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.torch.weights import load_weights
+from tests.cpu.engine.cuda.test_overlap import SETTINGS, requests_of
 from tests.cpu.engine.engines import TorchEngine
+from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import GREEDY, StepDriver
 from tests.cpu.engine.test_golden_tiny import assert_equals_reference
-from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt
+from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
+from tests.cpu.speculation.runs import ScriptedProposer, answers, assert_same, fixed, run
 
 CPU = torch.device("cpu")
 
@@ -36,6 +39,7 @@ class PoisonedGraphs:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.widths: list[int] = []
         self.pieces: list[GraphKey] = []
         self.forward: CudaForward | None = None
         self._graphs = EagerGraphs()
@@ -51,10 +55,11 @@ class PoisonedGraphs:
             self._replay_piece(key, self.forward)
             return
         self.sizes.append(key.size)
+        self.widths.append(key.width)
         self.forward._logits_NV.fill_(torch.nan)
         for other, buffers in self.forward._fixed.items():
             buffers.results.fill_(-1)
-            if other != key.size:
+            if other != key:
                 buffers.words.fill_(2**31 - 1)
         self._graphs.replay(key)
 
@@ -75,7 +80,7 @@ class PlanningKernels(ReferenceKernels):
         super().__init__(sizes)
         self.planned: list[list[int]] = []
 
-    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec], width: int = 1) -> None:
         assert len({layer.window for layer in layers}) == len(layers)
         self.planned.append(lens_R.tolist())
 
@@ -266,6 +271,44 @@ def test_a_first_decode_of_a_long_cached_prompt_brings_its_whole_table() -> None
     assert output.sampled_token_ids == [driver.requests[first].output_token_ids]
 
 
+@pytest.mark.parametrize("shortfall", [0, 2])
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "mistral-sliding"])
+def test_rows_that_verify_as_many_drafts_are_replayed_and_others_are_not(name: str, shortfall: int) -> None:
+    """Greedy rows and such as draw by each rule, five of them in graphs of eight."""
+    requests = requests_of(SETTINGS, 24)
+    expected = run(on_torch(tiny_model(name).weights), requests)
+    script = ScriptedProposer(
+        answers(requests, expected),
+        right=lambda position: position % 7 != 0,
+        shortfall=lambda position: shortfall if position % 3 == 0 else 0,
+    )
+    graphs = PoisonedGraphs()
+    make = poisoned(name, graphs, WidthKernels, max_num_batched_tokens=96, verify_widths=(3, 5))
+    done = run(make, requests, speculation=fixed(4), proposer=script)
+    assert_same(done, expected)
+    assert 0 < done.num_accepted < done.num_drafted
+    assert graphs.forward is not None
+    kernels = graphs.forward.kernels
+    assert isinstance(kernels, WidthKernels)
+    assert kernels.planned == list(zip(graphs.sizes, graphs.widths, strict=True))
+    assert (8, 5) in kernels.planned
+    num_verifying = sum(bool(output.num_drafted and any(output.num_drafted)) for _, output in done.steps)
+    num_replayed = sum(width > 1 for width in graphs.widths)
+    assert 0 < num_replayed < num_verifying if shortfall else num_replayed > num_verifying / 2
+
+
+class WidthKernels(ReferenceKernels):
+    """Notes for how many rows steps are planned, and how many tokens of each."""
+
+    def __init__(self, sizes: KernelSizes) -> None:
+        super().__init__(sizes)
+        assert sizes.verify_rows == ((32, 3), (16, 5))
+        self.planned: list[tuple[int, int]] = []
+
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec], width: int = 1) -> None:
+        self.planned.append((len(lens_R), width))
+
+
 def test_sizes_reach_the_largest_step() -> None:
     assert graph_sizes(1) == (1,)
     assert graph_sizes(5) == (1, 2, 4, 8)
@@ -273,6 +316,9 @@ def test_sizes_reach_the_largest_step() -> None:
     assert graph_sizes(257)[-2:] == (256, 320)
     assert graph_sizes(10**6)[-1] == 512
     assert piece_sizes(100) == (16, 32, 64)
+    assert verify_sizes(10**6, 10**6, 5)[-1] == 96
+    assert verify_sizes(16, 64, 5) == (1, 2, 4, 8)
+    assert verify_sizes(16, 4, 5) == ()
 
 
 def test_the_mirror_tells_each_change_once() -> None:

@@ -73,3 +73,5 @@ def test_what_cannot_be_captured_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     recorder = Recorder(monkeypatch)
     with pytest.raises(ConfigError, match=r"1.*64.*--enf"):
         prepare(recorder, GraphKey(64, 1), broken=GraphKey(64, 1))
+    with pytest.raises(ConfigError, match=r"32.*5.*--enf"):
+        prepare(recorder, GraphKey(32, width=5), broken=GraphKey(32, width=5))

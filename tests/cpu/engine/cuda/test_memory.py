@@ -21,7 +21,7 @@ from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
-from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig
+from onbeat.scheduler.scheduler_config import DraftLength, SchedulerConfig, SpeculationConfig
 from tests.cpu.engine.cuda.test_backend import MODEL as TINY
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 
@@ -175,6 +175,40 @@ def test_steps_captured_in_pieces_count_as_graphs_and_serve(monkeypatch: pytest.
     monkeypatch.setattr(cast(Any, forward)._graphs, "replay", replayed.append)
     forward.run(largest_steps(replace(limits, max_num_batched_tokens=20))[0], wants_logits=True)
     assert replayed == [GraphKey(32, piece) for piece in range(TINY.num_layers + 1)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "draft_length", "widths"),
+    [(False, "fixed", ()), (True, "fixed", (4,)), (True, "adaptive", (2, 3, 4))],
+)
+def test_steps_that_verify_drafts_count_as_graphs(
+    monkeypatch: pytest.MonkeyPatch, pieces: bool, draft_length: DraftLength, widths: tuple[int, ...]
+) -> None:
+    Memory(monkeypatch)
+    monkeypatch.setattr("onbeat.engine.backends.torch.CudaGraphs", lambda _: EagerGraphs())
+    speculation = SpeculationConfig(num_speculative_tokens=3, draft_length=draft_length)
+    limits = SchedulerConfig(
+        policy="sarathi",
+        num_blocks=64,
+        max_model_len=200,
+        max_num_seqs=8,
+        max_num_batched_tokens=15,
+        speculation=speculation,
+    )
+    model = ModelFiles(kind="hf", path=Path("/nowhere"), name="tiny")
+    config = EngineConfig(model=model, cuda_graph_pieces=pieces)
+    device = DeviceConfig(CPU, FLOAT32, num_threads=1)
+    backend = CudaBackend(DummyCheckpoint(TINY), device, config, ReferenceKernels)
+    # Of 1, 2, 4 and 8 rows, as far as 15 tokens go
+    num_rows = {2: 3, 3: 3, 4: 2}
+    assert backend._measured(limits).num_graphs == 4 + sum(num_rows[width] for width in widths)
+    forward, _ = backend.build(limits, lambda _: None, Room(lambda _: limits, None))
+    assert isinstance(forward, CudaForward)
+    assert forward.options.verify_widths == widths
+    assert ("4 tokens" in forward.settings["graphs"]) == bool(widths)
+    draft, _ = backend.build(limits, lambda _: None)
+    assert isinstance(draft, CudaForward)
+    assert not draft.options.verify_widths
 
 
 @pytest.mark.parametrize("is_same", [True, False])
