@@ -219,6 +219,21 @@ def test_only_kernels_of_these_versions_are_packed(
         script.pack_kernels()
 
 
+def test_kernels_are_compiled_for_the_card_that_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer asks a card that is there; the variable stands for one that is not."""
+    name = "FLASHINFER_CUDA_ARCH_LIST"
+    monkeypatch.delenv(name, raising=False)
+    assert name not in load("gpu-check").environment(tmp_path, is_rehearsal=False)
+    assert load("gpu-check").environment(tmp_path, is_rehearsal=True)[name] == "9.0a"
+    assert load("gpu-kernels").environment(tmp_path)[name] == "9.0a"
+    monkeypatch.setenv(name, "8.0 8.9")
+    builder = load("gpu-kernels")
+    assert builder.environment(tmp_path)[name] == "8.0 8.9"
+    assert "compute capability 8.0 8.9" in builder.VERSIONS
+
+
 def test_a_pack_that_is_too_large_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
