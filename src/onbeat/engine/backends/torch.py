@@ -20,6 +20,7 @@ from onbeat.core.step import AdmittedRequest, ScheduledRequest
 from onbeat.engine.backends.base import CheckpointBackend, Room
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
+from onbeat.engine.cuda.toolkit import missing_tool
 from onbeat.engine.device import DeviceConfig, compute_capability
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.engine_config import EngineConfig
@@ -58,23 +59,21 @@ def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> st
         return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     if find_spec("flashinfer") is None:
         return "FlashInfer is not installed: pip install 'onbeat[gpu]'"
-    kernel, can_build = unbuilt_kernel(checkpoint.config)
-    if kernel is not None and not can_build:
-        return (
-            f"the kernel {kernel} is not ready-made and cannot be built here: nvcc is not found, or "
-            "FLASHINFER_DISABLE_JIT is set; install NVIDIA's CUDA toolkit and set CUDA_HOME to its folder"
-        )
+    kernel, problem = unbuilt_kernel(checkpoint.config)
+    if kernel is not None and problem is not None:
+        return f"the kernel {kernel} is not ready-made and cannot be compiled: {problem}"
     return None
 
 
-def unbuilt_kernel(config: ModelConfig) -> tuple[str | None, bool]:
-    """Return a kernel of FlashInfer that is not there yet, and whether it can be built here.
+def unbuilt_kernel(config: ModelConfig) -> tuple[str | None, str | None]:
+    """Return a kernel of FlashInfer that is not there yet, and why it cannot be compiled, with the cure.
 
     The library is imported only now.
     """
-    from onbeat.engine.cuda.flashinfer_attention import can_build, unbuilt_kernel
+    problem = missing_tool()  # before the library looks for its tools
+    from onbeat.engine.cuda.flashinfer_attention import unbuilt_kernel
 
-    return unbuilt_kernel(config), can_build()
+    return unbuilt_kernel(config), problem
 
 
 def fast_kernels(sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2") -> GraphKernels:

@@ -8,8 +8,6 @@ Legend: T tokens of a step, R rows, N query heads, K KV heads, H head width, W c
 
 from __future__ import annotations
 
-import os
-import shutil
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +37,6 @@ _PLAN_BYTES = 8 << 20
 """Of a plan, as FlashInfer's wrappers have it."""
 _LONG_CHUNK = 128
 """New tokens of a row from which on fa3 is taken: what one of its tiles holds."""
-_DEFAULT_CUDA_BIN = "/usr/local/cuda/bin"
 _MOST_PROCESSORS = 188
 """Of a GPU: an H100 has 132 of them, an RTX PRO 6000 has the most."""
 
@@ -63,15 +60,6 @@ class FlashInfer(NamedTuple):
             flashinfer.BatchDecodeWithPagedKVCacheWrapper,
             flashinfer.fast_decode_plan,
         )
-
-
-def can_build() -> bool:
-    """Return whether FlashInfer can build what is not ready-made: it looks for nvcc in these places."""
-    cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    compiler = shutil.which("nvcc", path=f"{cuda_home}/bin" if cuda_home else None)
-    if compiler is None and cuda_home is None:
-        compiler = shutil.which("nvcc", path=_DEFAULT_CUDA_BIN)
-    return compiler is not None and not os.environ.get("FLASHINFER_DISABLE_JIT")
 
 
 def unbuilt_kernel(config: ModelConfig, chunk_backend: ChunkBackend = "fa2") -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from onbeat.engine.cuda.flashinfer_attention import (
     PlanBuffers,
     PlannedDecodes,
     allocate_workspace,
-    can_build,
     unbuilt_kernel,
 )
 from onbeat.engine.cuda.graphs import GraphKey
@@ -286,8 +286,17 @@ def test_the_workspace_holds_the_largest_plan() -> None:
     assert allocate_workspace(verifying).nbytes == (60 + 96) * 64 * 64 * (128 + 1) * 4
 
 
+@pytest.fixture(scope="module")
+def flashinfer() -> Iterator[None]:
+    """The library, which asks the GPU what to compile for when it is imported, unless it is told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+        pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+        yield
+
+
+@pytest.mark.usefixtures("flashinfer")
 def test_the_recorded_signatures_are_those_of_the_library() -> None:
-    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     real, recorded = FlashInfer.load(), Recorder().library()
     assert real.version == recorded.version
     for ours, theirs in (
@@ -301,9 +310,8 @@ def test_the_recorded_signatures_are_those_of_the_library() -> None:
         assert _parameters(ours) == _parameters(theirs)
 
 
+@pytest.mark.usefixtures("flashinfer")
 def test_a_kernel_that_is_not_ready_made_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")  # it asks the GPU otherwise
-    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     env = importlib.import_module("flashinfer.jit.env")
     monkeypatch.setattr(env, "FLASHINFER_AOT_DIR", tmp_path)
     monkeypatch.setattr(env, "FLASHINFER_JIT_DIR", tmp_path / "jit")
@@ -314,27 +322,6 @@ def test_a_kernel_that_is_not_ready_made_is_named(monkeypatch: pytest.MonkeyPatc
     (tmp_path / unbuilt / f"{unbuilt}.so").touch()
     assert unbuilt_kernel(SIZES.config) is None
     assert unbuilt_kernel(SIZES.config, "fa3") is not None
-
-
-@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "PATH", None])
-def test_the_compiler_is_looked_for_where_the_library_does(
-    variable: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_DISABLE_JIT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(flashinfer_attention, "_DEFAULT_CUDA_BIN", "/nowhere")
-    folder = tmp_path / "bin"
-    if variable is None:
-        monkeypatch.setattr(flashinfer_attention, "_DEFAULT_CUDA_BIN", str(folder))
-    else:
-        monkeypatch.setenv(variable, str(folder if variable == "PATH" else tmp_path))
-    assert not can_build()
-    folder.mkdir()
-    (folder / "nvcc").touch(mode=0o755)
-    assert can_build()
-    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
-    assert not can_build()
 
 
 def _parameters(function: object) -> list[tuple[str, object, object]]:
