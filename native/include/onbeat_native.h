@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 13
+#define OB_ABI_VERSION 14
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -35,9 +35,10 @@ enum {
     OB_STORE_Q8 = 2, /* 8 bits, one scale for 32 (or 16) neighbours of a row */
     OB_STORE_Q4 = 3, /* 4 bits, one scale and minimum for 32 */
     OB_STORE_Q8_MIN = 4, /* 8 bits, one scale and minimum for 32 (or 16) neighbours of a row */
+    OB_STORE_E2M1 = 5, /* floats of 4 bits, one scale for 32 (or 16) neighbours of a row: MXFP4, NVFP4 */
 };
 
-/* Types of the rows that are packed: GGUF's own numbers. */
+/* Types of the rows that are packed: GGUF's own numbers, and from 1000 on what GGUF has not. */
 enum {
     OB_SOURCE_F32 = 0,
     OB_SOURCE_Q4_0 = 2,
@@ -53,6 +54,8 @@ enum {
     OB_SOURCE_IQ4_NL = 20,
     OB_SOURCE_IQ4_XS = 23,
     OB_SOURCE_BF16 = 30,
+    OB_SOURCE_MXFP4 = 39,
+    OB_SOURCE_E2M1_16 = 1000, /* a half, half of the scale; 16 floats of 4 bits, i in a lower half, i + 8 in the upper */
 };
 
 enum { OB_ACTIVATION_SILU = 0, OB_ACTIVATION_GELU_TANH = 1 };
@@ -82,7 +85,7 @@ const char* ob_withheld_instruction_sets(void);
 typedef struct ob_matrix ob_matrix;
 
 /* Returns NULL where memory is short or the sizes do not suit the store (`error` says which). Sizes are below 2^31.
- * `group` is the number of neighbours that share a scale (Q8, Q4: 32 or 16; else 0). */
+ * `group` is the number of neighbours that share a scale (32, or where the store has it 16; plain numbers: 0). */
 ob_matrix* ob_matrix_create(int32_t store, int64_t num_outputs, int64_t num_inputs, int32_t group, char* error,
                             size_t error_size);
 

@@ -97,7 +97,7 @@ extern "C" {
 ob_matrix* ob_matrix_create(int32_t store, int64_t num_outputs, int64_t num_inputs, int32_t group, char* error,
                             size_t error_size) try {
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-    if (store < OB_STORE_F32 || store > OB_STORE_Q8_MIN || num_outputs < 1 || num_inputs < 1 || num_outputs > kMost ||
+    if (store < OB_STORE_F32 || store > OB_STORE_E2M1 || num_outputs < 1 || num_inputs < 1 || num_outputs > kMost ||
         num_inputs > kMost) {
         std::snprintf(error, error_size, "store %d, %lld x %lld is no matrix", store,
                       static_cast<long long>(num_outputs), static_cast<long long>(num_inputs));

@@ -184,6 +184,72 @@ struct Q4Group {
     }
 };
 
+// Bytes of a table stand for the codes of 4 bits (quant_layout.h): products are those of `Q4Group`, and what all numbers
+// are too large by counts for what the inputs' bytes sum up to.
+template <int kGroup>
+struct E2M1Group {
+    static constexpr QuantLayout kLayout = kGroup == 32 ? kE2M1Layout32 : kE2M1Layout16;
+    // Else sums of half a block are as many as their registers hold.
+    static constexpr bool kIsAtOnce = kGroup == 32 && !Nibbles::kAreShort;
+
+    template <int kRows>
+    static OB_INLINE void add_block(const uint8_t* group, int64_t index, const TileRows& rows, TileAhead ahead,
+                                    F16 (*totals)[2]) {
+        GroupSums<Nibbles::Sums, kRows> sums = {};
+        F16 scaled[kRows][2];
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; ++part) {
+            const uint8_t* at = kGroup == 32 ? group : group + part * kLayout.bytes;
+            const int begin = kGroup == 32 ? 16 * part : 0;
+#pragma GCC unroll 4
+            for (int first = begin; first < begin + 16; first += 4) {
+                if (first < kGroup / 2) ahead.ask(at + first * kPanelOutputs, first / 4 + 2 * part);
+                add_products<Nibbles, kRows>(sums, stored(at, first, 0), stored(at, first, 1), rows,
+                                             16 * part + first - begin);
+            }
+            if (kIsAtOnce && part == 0) continue;
+            prefetch(at + kLayout.scales + ahead.distance);
+            const F16 scales[2] = {scale(at, 0), scale(at, 1)};
+#pragma GCC unroll 8
+            for (int row = 0; row < kRows; ++row) {
+                const QuantizedBlock& block = rows.block(row, index);
+                const int32_t offset = kIsAtOnce ? block.bytes_offset : block.half_offsets[part];
+                const F16 excess = splat((float)offset * ((float)kE2M1Zero / kByteZero));
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half) {
+                    const F16 sum = Nibbles::total(sums.of[row][half]) + excess;
+                    const F16 before = scaled[row][half];
+                    if (kGroup == 16) {
+                        scaled[row][half] = part == 0 ? sum * scales[half] : fma(sum, scales[half], before);
+                    } else if (part == 0) {
+                        scaled[row][half] = sum;
+                    } else {
+                        scaled[row][half] = (kIsAtOnce ? sum : before + sum) * scales[half];
+                    }
+                }
+            }
+            sums = {};
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+            const F16 scale = splat(rows.block(row, index).scale);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) totals[row][half] = fma(scaled[row][half], scale, totals[row][half]);
+        }
+    }
+
+    static OB_INLINE U16 stored(const uint8_t* group, int first, int half) {
+        const U16 bytes = load_bytes(group + first % (kGroup / 2) * kPanelOutputs + half * 64);
+        return look_up(nibbles(bytes, first < kGroup / 2 ? 0 : 4), kE2M1Numbers);
+    }
+    static OB_INLINE F16 scale(const uint8_t* group, int half) {
+        return load_halves(group + kLayout.scales + half * 32);
+    }
+    static OB_INLINE F16 minimum(const uint8_t* group, int half) {
+        return scale(group, half) * splat(-(float)kE2M1Zero);
+    }
+};
+
 template <class Group, int kRows>
 OB_KERNEL void tile_of_blocks(const uint8_t* block, TileRows rows, TileAhead ahead,
                               float (*out)[kPanelOutputs]) {
@@ -224,6 +290,7 @@ OB_INLINE void tile_of_panel(const ob_matrix& matrix, int64_t panel, const Quant
 template <class Use>
 OB_INLINE void with_groups(const ob_matrix& matrix, const Use& use) {
     if (matrix.store == OB_STORE_Q4) return use(Q4Group{});
+    if (matrix.store == OB_STORE_E2M1) return matrix.group == 32 ? use(E2M1Group<32>{}) : use(E2M1Group<16>{});
     if (matrix.store == OB_STORE_Q8) return matrix.group == 32 ? use(Q8Group<32, false>{}) : use(Q8Group<16, false>{});
     return matrix.group == 32 ? use(Q8Group<32, true>{}) : use(Q8Group<16, true>{});
 }

@@ -48,6 +48,24 @@ OB_INLINE F16 load_halves(const uint8_t* from) {
 #endif
 }
 
+// For each byte of `codes`, which are below 16, that of a table.
+OB_INLINE U16 look_up(U16 codes, const uint8_t* table) {
+#if defined(__AVX512BW__)
+    int32_t words[4];
+    memcpy(words, table, sizeof words);
+    const __m512i all = _mm512_set4_epi32(words[3], words[2], words[1], words[0]);
+    return {{(U16::Part)_mm512_shuffle_epi8(all, (__m512i)codes.part[0])}};
+#elif defined(__AVX2__)
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return each<U16>([&](int i) { return (U16::Part)_mm256_shuffle_epi8(all, (__m256i)codes.part[i]); });
+#else
+    typedef uint8_t SixteenBytes __attribute__((vector_size(16)));
+    SixteenBytes all;
+    memcpy(&all, table, sizeof all);
+    return each<U16>([&](int i) { return (U16::Part)__builtin_shuffle(all, (SixteenBytes)codes.part[i]); });
+#endif
+}
+
 #if defined(__AVX512VNNI__)
 
 struct UnsignedBytes {
@@ -60,7 +78,9 @@ struct UnsignedBytes {
     }
     static OB_INLINE F16 total(Sums sums) { return as_floats(sums); }
 };
-struct Nibbles : UnsignedBytes {};
+struct Nibbles : UnsignedBytes {
+    static constexpr bool kAreShort = false;
+};
 // Bytes as they are stored: their sums are too large by 128 times the sum of the inputs.
 struct Bytes : UnsignedBytes {
     static constexpr bool kAreOffset = true;
@@ -86,8 +106,10 @@ OB_INLINE ByteVector magnitude(ByteVector a) { return _mm256_abs_epi8(a); }
 OB_INLINE ByteVector with_sign(ByteVector a, ByteVector sign) { return _mm256_sign_epi8(a, sign); }
 #endif
 
-// Sums of 16 bits: a group of 32 numbers up to 15 adds at most 8 * 2 * 15 * 127 < 2^15 to each.
+// Sums of 16 bits: a group of 32 numbers up to 15 adds at most 8 * 2 * 15 * 127 < 2^15 to each, one of 16 numbers up to
+// 24 at most 4 * 2 * 24 * 127.
 struct Nibbles {
+    static constexpr bool kAreShort = true;
     typedef U16 Weights;
     typedef Vector16<int32_t> Sums;
     static OB_INLINE Weights prepare(U16 stored) { return stored; }
@@ -151,7 +173,9 @@ struct BytesAsFloats {
     }
     static OB_INLINE F16 total(Sums sums) { return sums; }
 };
-struct Nibbles : BytesAsFloats<0> {};
+struct Nibbles : BytesAsFloats<0> {
+    static constexpr bool kAreShort = false;
+};
 struct Bytes : BytesAsFloats<kByteZero> {
     static constexpr bool kAreOffset = false;
 };

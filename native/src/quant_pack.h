@@ -5,7 +5,7 @@
 
 namespace ob {
 
-// Bytes of a panel; 0 where the store has no groups of this size (Q8: 32 or 16, Q4: 32).
+// Bytes of a panel; 0 where the store has no groups of this size (32; all but Q4 16, too).
 int64_t quantized_panel_bytes(int32_t store, int64_t padded_inputs, int32_t group);
 
 // Whether a matrix holds the numbers of a source as they are (scales rounded to half precision), or, for

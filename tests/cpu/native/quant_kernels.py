@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[3]
 SHIM = Path(__file__).with_name("quant_shim.cpp")
-STORES = {"Q8": 2, "Q4": 3, "Q8_MIN": 4}
+STORES = {"Q8": 2, "Q4": 3, "Q8_MIN": 4, "E2M1": 5}
 SOURCES = {
     "F32": 0, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
-    "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30,
+    "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39, "E2M1_16": 1000,
 }  # fmt: skip
 HALF_SCALES = {
     "Q4_0": (0,),
@@ -195,6 +195,11 @@ def random_rows(
 ) -> NDArray[np.uint8]:
     """Return rows of a GGUF type: random numbers quantized, or random blocks where gguf cannot quantize."""
     rng = np.random.default_rng(seed)
+    if kind == "E2M1_16":  # which GGUF has not
+        blocks = rng.integers(0, 256, (num_rows, num_inputs // 16, 10), dtype=np.uint8)
+        scales = (factor * rng.uniform(0.002, 0.006, blocks.shape[:2])).astype(np.float16)
+        blocks[:, :, :2] = scales[:, :, None].view(np.uint8)
+        return blocks.reshape(num_rows, -1)
     quant_type = gguf.GGMLQuantizationType[kind]
     try:
         values = rng.standard_normal((num_rows, num_inputs)).astype(np.float32) * (0.05 * factor)
@@ -210,5 +215,12 @@ def random_rows(
 
 def dequantized(kind: str, rows: NDArray[np.uint8]) -> Floats:
     """Return what the gguf package makes of them."""
+    if kind == "E2M1_16":
+        blocks = rows.reshape(len(rows), -1, 10)
+        scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16).astype(np.float32)
+        codes = np.concatenate([blocks[:, :, 2:] & 15, blocks[:, :, 2:] >> 4], axis=-1)
+        doubled = np.array(gguf.quants.MXFP4.kvalues, np.float32)[codes]
+        of_blocks: Floats = (scales * doubled).reshape(len(rows), -1)
+        return of_blocks
     values: Floats = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
     return values

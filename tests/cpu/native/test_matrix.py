@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -11,10 +10,13 @@ from onbeat.core.errors import ModelLoadError
 from onbeat.engine.native.layouts import INT8_LAYOUT, NATURAL_LAYOUTS
 from onbeat.engine.native.library import MatrixLayout, NativeLibrary, PackedMatrix, Source, Store
 from tests.cpu.engine.forwards import rows_of
+from tests.cpu.native.quant_kernels import dequantized as dequantized_blocks
 from tests.cpu.weights.ggml_blocks import DECODERS
 from tests.many_cases import each_case
 
 SHAPES = [(1, 256), (16, 256), (33, 512), (100, 768)]
+E2M1_16 = (16, 10, None, (0,))
+"""As `DECODERS` has GGUF's types."""
 SCALE_ERROR = 1e-3
 """Relative; scales may be kept in half precision."""
 
@@ -26,7 +28,7 @@ def bfloat16(values: NDArray[np.float32]) -> NDArray[np.int16]:
 
 def random_blocks(kind: str, num_rows: int, num_inputs: int) -> NDArray[np.uint8]:
     """Random rows of a GGUF type, with scales of a sensible size."""
-    block_size, block_bytes, _, halves = DECODERS[kind]
+    block_size, block_bytes, _, halves = DECODERS.get(kind, E2M1_16)
     rng = np.random.default_rng(num_rows)
     if kind == "F32":  # random bytes would be NaNs too
         return rng.standard_normal((num_rows, num_inputs)).astype(np.float32).view(np.uint8)
@@ -35,12 +37,13 @@ def random_blocks(kind: str, num_rows: int, num_inputs: int) -> NDArray[np.uint8
     for offset in halves:
         scales = rng.uniform(-0.01, 0.01, (num_rows, num_blocks)).astype(np.float16)
         raw[:, :, offset : offset + 2] = scales[:, :, None].view(np.uint8)
+    if kind == "MXFP4":
+        raw[:, :, 0] = rng.integers(110, 130, raw.shape[:2])
     return raw.reshape(num_rows, -1)
 
 
 def dequantized(kind: str, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
-    values: NDArray[np.float32] = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
-    return values
+    return dequantized_blocks(kind, raw)
 
 
 def assert_near(actual: NDArray[np.float32], expected: NDArray[np.float32], error: float) -> None:

@@ -36,9 +36,11 @@ STORE_OF = {
     "Q3_K": ("Q8", 16),
     "IQ4_NL": ("Q8", 32),
     "IQ4_XS": ("Q8", 32),
+    "MXFP4": ("E2M1", 32),
+    "E2M1_16": ("E2M1", 16),
 }
 HAVE_MINIMA = ("Q4", "Q8_MIN")
-EXACT = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "IQ4_NL")
+EXACT = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "IQ4_NL", "MXFP4", "E2M1_16")
 """Types whose scales are of half precision already; those of the others are products, rounded to it."""
 HALF_ULP = 2.0**-11
 
@@ -96,6 +98,7 @@ def test_numbers_are_those_of_the_file(kernels: Kernels, kind: str, num_outputs:
     ("kind", "store", "group"),
     [
         *(("Q8_0", "Q8", 16), ("Q5_0", "Q8", 16), ("Q4_0", "Q8", 16), ("Q4_0", "Q8", 32)),
+        *(("MXFP4", "Q8", 32), ("MXFP4", "E2M1", 16), ("E2M1_16", "Q8", 16), ("E2M1_16", "Q8_MIN", 16)),
         *(("Q8_0", "Q8_MIN", 16), ("Q5_1", "Q8_MIN", 16), ("Q4_1", "Q8_MIN", 16), ("Q4_1", "Q8_MIN", 32)),
     ],
 )
@@ -118,6 +121,9 @@ def test_what_would_be_quantized_a_second_time_is_refused(kernels: Kernels) -> N
         ("Q4", 32, "Q5_0"),
         ("Q4", 32, "F32"),
         ("Q4", 16, "Q4_1"),
+        ("E2M1", 32, "E2M1_16"),  # has a scale for 16
+        ("E2M1", 32, "Q4_0"),
+        ("Q4", 32, "MXFP4"),
         ("Q8", 64, "Q8_0"),
     ):
         assert not kernels.takes(store, group, kind), (store, group, kind)
@@ -147,7 +153,16 @@ def test_plain_numbers_are_quantized_to_the_nearest(kernels: Kernels, num_inputs
 
 @each_case(
     ("kind", "most_bits"),
-    [("Q8_0", 8.5), ("Q4_1", 5.0), ("Q4_0", 5.0), ("Q6_K", 9.0), ("Q5_K", 9.0), ("Q2_K", 10.0)],
+    [
+        ("Q8_0", 8.5),
+        ("Q4_1", 5.0),
+        ("Q4_0", 5.0),
+        ("Q6_K", 9.0),
+        ("Q5_K", 9.0),
+        ("Q2_K", 10.0),
+        ("MXFP4", 4.5),
+        ("E2M1_16", 5.0),
+    ],
 )
 def test_bits_of_a_weight(kernels: Kernels, kind: str, most_bits: float) -> None:
     matrix = kernels.pack(*STORE_OF[kind], kind, random_rows(kind, 64, 512), 512)
@@ -245,6 +260,10 @@ def test_the_largest_bytes_do_not_overflow(kernels: Kernels) -> None:
     fours[:, :, :4] = np.array([1.0, -2.0], np.float16).view(np.uint8)
     matrix = kernels.pack("Q4", 32, "Q4_1", fours.reshape(2, -1), 256)
     np.testing.assert_allclose(matrix.multiply(x), 13 * x.sum(-1, keepdims=True).repeat(2, axis=1), rtol=1e-6)
+    floats = np.full((2, 8, 17), [[[0x77]], [[0xFF]]], np.uint8)  # 6 and -6 throughout
+    floats[:, :, 0] = 127  # 2 to the power of 0
+    matrix = kernels.pack("E2M1", 32, "MXFP4", floats.reshape(2, -1), 256)
+    np.testing.assert_array_equal(matrix.multiply(x), x.sum(-1, keepdims=True) * [6, -6])
 
 
 def test_zeros_large_and_small_inputs_keep_their_size(kernels: Kernels) -> None:
@@ -260,7 +279,7 @@ def test_zeros_large_and_small_inputs_keep_their_size(kernels: Kernels) -> None:
 
 
 @each_case("bad", [np.nan, np.inf, -np.inf])
-@each_case("kind", ["Q8_0", "Q4_1", "Q6_K", "Q5_1", "Q2_K"])
+@each_case("kind", ["Q8_0", "Q4_1", "Q6_K", "Q5_1", "Q2_K", "MXFP4", "E2M1_16"])
 @each_case("place", [0, 17, 255])
 def test_a_number_that_is_none_spoils_its_row_only(
     kernels: Kernels, kind: str, place: int, bad: float

@@ -144,6 +144,16 @@ def q6_k(data: bytes) -> list[float]:
     return values
 
 
+def mxfp4(data: bytes) -> list[float]:
+    """Sign, two bits of exponent (biased by 1), one of mantissa; the block's scale is a power of two."""
+    values = []
+    for q in _nibbles(data, 1):
+        exponent, mantissa = q >> 1 & 3, q & 1
+        size = (1 + mantissa / 2) * 2 ** (exponent - 1) if exponent else mantissa / 2
+        values.append((-size if q & 8 else size) * 2.0 ** (data[0] - 127))
+    return values
+
+
 DECODERS: dict[str, tuple[int, int, Callable[[bytes], list[float]], tuple[int, ...]]] = {
     "F32": (1, 4, f32, ()),
     "F16": (1, 2, f16, (0,)),
@@ -160,5 +170,6 @@ DECODERS: dict[str, tuple[int, int, Callable[[bytes], list[float]], tuple[int, .
     "Q6_K": (256, 210, q6_k, (208,)),
     "IQ4_NL": (32, 18, iq4_nl, (0,)),
     "IQ4_XS": (256, 136, iq4_xs, (0,)),
+    "MXFP4": (32, 17, mxfp4, ()),
 }
 """Type name to numbers in a block, bytes in a block, decoder, and where half-precision numbers stand."""

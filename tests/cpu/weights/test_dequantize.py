@@ -23,6 +23,8 @@ def random_blocks(name: str, count: int, seed: int = 0) -> list[bytes]:
             struct.pack_into("<e", block, offset, rng.uniform(-2, 2))
         if name in ("F32", "BF16"):
             block = bytearray(struct.pack("<f", rng.uniform(-2, 2))[4 - size :])
+        if name == "MXFP4":
+            block[0] = rng.randint(0, 200)
         blocks.append(bytes(block))
     return blocks
 

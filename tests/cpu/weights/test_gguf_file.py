@@ -28,7 +28,7 @@ from tests.cpu.weights.tiny_models import (
     write_metadata,
 )
 
-QUANTIZABLE = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+QUANTIZABLE = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"]
 K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
 
 
@@ -158,10 +158,14 @@ def test_unsupported_type_is_named(tmp_path: Path) -> None:
     # The type stands after the name, the number of dimensions (4 bytes) and the dimensions (8 each).
     at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 16
     assert data[at] == gguf.GGMLQuantizationType.Q8_0
-    for number, shown in ((gguf.GGMLQuantizationType.IQ2_S, "IQ2_S"), (250, "number 250")):
+    refused = ("IQ1_S", "IQ2_XXS", "IQ2_S", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4")
+    for number, shown in (
+        *((gguf.GGMLQuantizationType[name], name) for name in refused),
+        (250, "number 250"),
+    ):
         (tmp_path / "odd.gguf").write_bytes(data[:at] + bytes([number]) + data[at + 1 :])
         with pytest.raises(
-            ModelLoadError, match=rf"blk\.0\.ffn_up\.weight is of GGUF type {shown}.*supported: BF16,"
+            ModelLoadError, match=rf"blk\.0\.ffn_up\.weight is of GGUF type {shown}.*: BF16,.*NAME:Q4_K_M"
         ):
             open_checkpoint(gguf_files(tmp_path / "odd.gguf"))
 

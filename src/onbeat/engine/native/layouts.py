@@ -32,10 +32,19 @@ NATURAL_LAYOUTS: Mapping[str, MatrixLayout] = {
     "Q4_0": MatrixLayout(Store.Q4, 32),
     "Q4_1": MatrixLayout(Store.Q4, 32),
     "Q4_K": MatrixLayout(Store.Q4, 32),
+    "MXFP4": MatrixLayout(Store.E2M1, 32),
+    "E2M1_16": MatrixLayout(Store.E2M1, 16),
 }
 """GGUF type to the store that holds its numbers as they are. Other quantized types become plain numbers."""
 EMBEDDING, LM_HEAD, ROUTER = "model.embed_tokens.weight", "lm_head.weight", ".mlp.gate.weight"
-_FORMATS = {Store.F32: "fp32", Store.BF16: "bf16", Store.Q8: "int8", Store.Q8_MIN: "int8", Store.Q4: "int4"}
+_FORMATS = {
+    Store.F32: "fp32",
+    Store.BF16: "bf16",
+    Store.Q8: "int8",
+    Store.Q8_MIN: "int8",
+    Store.Q4: "int4",
+    Store.E2M1: "int4",
+}
 
 
 class WeightLayouts:

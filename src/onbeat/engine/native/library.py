@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.engine_config import ActivationQuantization
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 
 
 class Status(IntEnum):
@@ -38,10 +38,11 @@ class Store(IntEnum):
     Q8 = 2
     Q4 = 3
     Q8_MIN = 4
+    E2M1 = 5
 
 
 class Source(IntEnum):
-    """Types of the rows that are packed: GGUF's own numbers."""
+    """Types of the rows that are packed: GGUF's own numbers, and from 1000 on what GGUF has not."""
 
     F32 = 0
     Q4_0 = 2
@@ -57,6 +58,8 @@ class Source(IntEnum):
     IQ4_NL = 20
     IQ4_XS = 23
     BF16 = 30
+    MXFP4 = 39
+    E2M1_16 = 1000
 
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
@@ -243,7 +246,7 @@ class MatrixLayout(NamedTuple):
 
     store: Store
     group: int = 0
-    """Neighbours in a row that share a scale (Q8), or a scale and a minimum (Q4, Q8_MIN)."""
+    """Neighbours in a row that share a scale (Q8, E2M1), or a scale and a minimum (Q4, Q8_MIN)."""
 
     @property
     def bytes_per_number(self) -> float:
@@ -259,6 +262,8 @@ class MatrixLayout(NamedTuple):
                 return 1.0 + 4 / self.group
             case Store.Q4:
                 return 0.5 + 4 / self.group
+            case Store.E2M1:
+                return 0.5 + 2 / self.group
 
 
 class PackedMatrix:

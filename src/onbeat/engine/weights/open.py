@@ -178,7 +178,7 @@ SUPPORTED_TYPES = frozenset(
     GGMLQuantizationType[name]
     for name in (
         *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
-        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
     )
 )
 PLAIN_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
@@ -237,7 +237,8 @@ def _map_tensor(path: Path, tensor: GgufTensor, data: NDArray[np.uint8]) -> _Ten
         known = {kind.value: kind.name for kind in GGMLQuantizationType}
         raise ModelLoadError(
             f"{path}: tensor {name} is of GGUF type {known.get(number, f'number {number}')}, which is not "
-            f"supported; supported: {', '.join(sorted(kind.name for kind in SUPPORTED_TYPES))}"
+            f"supported; supported: {', '.join(sorted(kind.name for kind in SUPPORTED_TYPES))}. Serve a "
+            "file of such a type: `onbeat serve OWNER/NAME:Q4_K_M` takes that one of a repository"
         )
     kind = GGMLQuantizationType(number)
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
