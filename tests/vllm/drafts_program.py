@@ -19,9 +19,9 @@ import transformers
 from safetensors.torch import save_file
 
 from onbeat.core.request import Grammar, SamplingParams
-from onbeat.engine.speculation.speculative_config import SpeculativeConfig
 from onbeat.engine.vllm.arguments import speculation_of
 from onbeat.hub.files import ModelFiles
+from onbeat.speculative_config import SpeculativeConfig
 from tests.vllm.executor_program import MAX_LEN, Bench, errors, greedy, prompts, tokens
 from tests.vllm.tiny_models import SIZES, make_model
 

@@ -26,7 +26,7 @@ from onbeat.cli.outputs import (
     progress_bar,
     shown_settings,
 )
-from onbeat.cli.simulate_options import add_simulation_arguments, replica_settings
+from onbeat.cli.simulate_options import add_simulation_arguments
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
 from onbeat.core.hints import likely_meant
@@ -132,7 +132,7 @@ def plan_cases(
         )
     axes = parse_vary(vary)
     tbts = axes.pop("tbt", [])
-    base = replica_settings(args)
+    base = read_options(args, Deployment, seed=args.seed, max_concurrency=args.max_concurrency)
     for each, value in changed(base).items():
         if value not in axes.get(each.name, [value]) and each.name != "device":  # which must be given
             raise ConfigError(f"--vary does not try {each.flag} {value}: add it to --vary, or leave it out")

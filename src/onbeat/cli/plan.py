@@ -41,6 +41,7 @@ from onbeat.report.result import ResultOptions
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.resolve import step_times_text, what_binds
+from onbeat.simulator.speculation import Drafts
 from onbeat.version import __version__
 from onbeat.workload.load import Load
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
@@ -51,6 +52,7 @@ _NOT_ASKED = frozenset(
         *("fleet_changes", "kinds", "start_seconds", "drain_seconds"),
         *("disaggregate", "pool_rule", "move_rule", "kv_bandwidth", "kv_latency"),
         *("autoscale", "autoscale_policy", "scale_down_seconds"),
+        *(setting.name for setting in settings_of(Drafts)),
     }
 )
 """Settings of replicas that a plan chooses, or that it has no use for."""

@@ -18,7 +18,7 @@ from rich.console import Console
 from onbeat.cli.args import INTERRUPTED
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable, deliver, files_of, progress_bar, shown_settings
-from onbeat.cli.simulate_options import SimulateOptions, add_simulation_arguments, replica_settings
+from onbeat.cli.simulate_options import SimulateOptions, add_simulation_arguments
 from onbeat.core.errors import counted
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.metrics.attainment import count_missed
@@ -60,8 +60,9 @@ def asked_of(args: argparse.Namespace) -> tuple[Deployment, Resolved, OfferedLoa
     ------
     ConfigError : an unknown name, or settings that do not go together.
     """
-    deployment, load = replica_settings(args), read_options(args, Load)
-    return deployment, *resolve_for(deployment, load, load.classes())
+    asked = read_options(args, Load)
+    said = read_options(args, Deployment, seed=asked.seed, max_concurrency=asked.max_concurrency)
+    return said, *resolve_for(said, asked, asked.classes())
 
 
 def run(args: argparse.Namespace) -> int:

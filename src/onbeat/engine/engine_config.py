@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, part
 from onbeat.core.slo import SLO
-from onbeat.engine.speculation.speculative_config import METHODS, SpeculativeConfig, parse_speculative_config
 from onbeat.files import parse_object
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import SchedulerLimits
+from onbeat.speculative_config import SpeculativeConfig, speculative_option
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float64"]
 DTYPES: tuple[str, ...] = get_args(DTypeName)
@@ -260,15 +260,7 @@ class EngineConfig:
         "this model and machine, else roofline, corrected by two steps timed now; calibrate: measure for "
         "some seconds now; roofline: estimate from hardware limits; none: no predictions",
     )
-    speculative: SpeculativeConfig | None = _engine(
-        None,
-        flag="--speculative-config",
-        parse=parse_speculative_config,
-        metavar="JSON",
-        help=f"draft tokens ahead and verify them together: method ({', '.join(METHODS)}), "
-        "num_speculative_tokens, draft_length (adaptive to the load, or fixed), model, prompt_lookup_max, "
-        'prompt_lookup_min, num_layers; such as \'{"method": "ngram"}\'',
-    )
+    speculative: SpeculativeConfig | None = speculative_option("engine")
     limits: SchedulerLimits = part(SchedulerLimits)
     async_scheduling: bool | None = option(
         default=None,

@@ -16,10 +16,10 @@ from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import FinishReason, Pooling, Request, RequestOutput, SamplingParams, TokenLogprobs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.speculation.speculative_config import read_speculative_config
 from onbeat.engine.start import build_engine
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import find_stand_in, resolve_model
+from onbeat.speculative_config import read_speculative_config
 from onbeat.text.chat_template import load_chat_template
 from onbeat.text.embedding import vector_of
 from onbeat.text.stream import TextStream, holds_text

@@ -15,7 +15,7 @@ from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.simulation_config import FleetTerms
-from onbeat.simulator.speculation import SpeculationSettings
+from onbeat.simulator.speculation import Drafts
 from onbeat.workload.offered import Overlong
 
 AUTO = "auto"
@@ -111,8 +111,7 @@ class Deployment(FleetTerms):
     overlong: Overlong = option(
         "error", group="data set", help="what to do with requests that do not fit the context"
     )
-    speculation: SpeculationSettings | None = None
-    """None plans no drafts."""
+    drafts: Drafts = part(Drafts)
 
     def __post_init__(self) -> None:
         FleetTerms.__post_init__(self)

@@ -24,6 +24,7 @@ from onbeat.scheduler.replica.policies import check_policy, composition, largest
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
 from onbeat.simulator.deployment import AUTO, Deployment
+from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.simulation_config import FleetTerms, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.speculation import Acceptance, beside_draft_model
 from onbeat.workload.load import Load, tightest_tbt
@@ -115,11 +116,11 @@ def _fitted(deployment: Deployment, choices: Choices = CHOICES) -> Resolved:
 
 def _resolve(said: Deployment) -> Resolved:
     """Resolve a deployment of equal replicas, from its names to its numbers."""
-    limits, drafts = said.limits, said.speculation
+    limits, speculative = said.limits, said.drafts.speculative
     if _is_auto(said):
         limits = replace(limits, max_num_batched_tokens=None)
     model, device = find_model_spec(said.model), find_device(said.device)
-    draft = None if drafts is None else drafts.draft_spec(model)
+    draft = said.drafts.model(model)
     parallelism = Parallelism(tensor=said.tensor_parallel, pipeline=said.pipeline_parallel)
     kv = None if said.kv_cache_dtype == AUTO else said.kv_cache_dtype
     precision = precision_by_weights(said.dtype, kv=kv, computes=device.peak_flops)
@@ -160,7 +161,7 @@ def _resolve(said: Deployment) -> Resolved:
         memory = holds(model) if draft is None else beside_draft_model(holds(model), holds(draft), least)
         num_blocks = memory.num_blocks
 
-    server = target_time.server
+    server, record = target_time.server, said.drafts.acceptance_record
     config = SimulationConfig(
         **{each.name: getattr(said, each.name) for each in fields(FleetTerms)},
         scheduler=settle(
@@ -169,12 +170,12 @@ def _resolve(said: Deployment) -> Resolved:
             model_len=model.max_position_embeddings,
             model=target_time,
             num_micro_batches=said.pipeline_parallel,
-            speculation=None if drafts is None else drafts.for_scheduler(),
+            speculation=None if speculative is None else speculative.for_scheduler(),
         ),
         request_overhead=server.request_seconds if said.request_overhead is None else said.request_overhead,
         # None through stages, where vLLM refuses it too.
         steps_ahead=0 if said.pipeline_parallel > 1 else server.steps_ahead,
-        acceptance=Acceptance() if drafts is None else drafts.acceptance,
+        acceptance=said.drafts.acceptance(Acceptance() if record is None else read_acceptance(record)),
         kv_link=_link(said, model, precision),
     )
     resolved = Resolved(
@@ -256,7 +257,7 @@ def _without_drafts(said: Deployment, kinds: tuple[ReplicaKind, ...]) -> tuple[R
     A prompt's first token is nearly all that its replica delivers: there is nothing to draft.
     """
     pools = said.fleet.disaggregate
-    if pools is None or said.speculation is None:
+    if pools is None or said.drafts.speculative is None:
         return kinds
     kinds += (kinds[-1],) * (pools.prefill + 1 - len(kinds))
     prefill = [replace(each, scheduler=replace(each.scheduler, speculation=None)) for each in kinds]

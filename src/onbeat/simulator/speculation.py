@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from onbeat.core.errors import ConfigError, DoesNotFit
+from onbeat.core.options import changed, option
 from onbeat.perfmodel.memory import KVCapacity
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
-from onbeat.scheduler.scheduler_config import SpeculationConfig
+from onbeat.speculative_config import TRAINED, SpeculativeConfig, speculative_option
 
+_TITLE = "speculative decoding"
+_drafts = partial(option, group=_TITLE)
 DEFAULT_RATE = 0.7
 _RIGHT, _FOUND = 1, 2
 """Streams of random numbers of a request."""
@@ -115,41 +120,88 @@ class RequestDrafts:
         return num_asked if self.num_available is None else min(num_asked, self.num_available[place])
 
 
-MAX_CATCH_UP_TOKENS = 256
-"""Tokens of prompts that a draft model reads in a step: what the engine allows."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationSettings:
-    """Drafts of one replica. Without a draft model they are looked up, which takes no time."""
+class Drafts:
+    """What a person says of speculative decoding: what makes drafts, and what becomes of them.
 
-    num_speculative_tokens: int
-    """Most drafts of a request in one step."""
-    is_adaptive: bool = True
-    """Whether the scheduler weighs how many are worth their time; else it always plans the most."""
-    draft_model: str | None = None
-    """A packaged name, a config.json or its directory; on the target's devices, cut and stored alike."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    Raises
+    ------
+    ConfigError : settings that do not go together, drafts that a simulation does not know, or a rate that is
+        none.
+    """
 
-    def for_scheduler(self) -> SpeculationConfig:
-        """Return what the scheduler must know of this."""
-        return SpeculationConfig(
-            num_speculative_tokens=self.num_speculative_tokens,
-            draft_length="adaptive" if self.is_adaptive else "fixed",
-            runs_model=self.draft_model is not None,
-            max_catch_up_tokens=0 if self.draft_model is None else MAX_CATCH_UP_TOKENS,
+    speculative: SpeculativeConfig | None = speculative_option(_TITLE)
+    acceptance_rate: tuple[str, ...] = _drafts(
+        (),
+        metavar="[CLASS=]RATE",
+        help="probability that a draft is accepted if all before it are, for all requests or by class "
+        f"(default: {DEFAULT_RATE:g})",
+    )
+    acceptance_record: Path | None = _drafts(
+        None, metavar="FILE", help="take acceptance rates from a file of `onbeat serve --record`"
+    )
+    draft_hit_rate: float | None = _drafts(
+        None,
+        metavar="SHARE",
+        help="share of steps for which ngram finds drafts (default: all, or as in the record)",
+    )
+
+    def __post_init__(self) -> None:
+        config = self.speculative
+        if config is None:
+            for each in changed(self):
+                raise ConfigError(f"{each.flag} needs --speculative-config")
+        elif config.method == "grammar":
+            raise ConfigError(
+                "simulated requests have no text, so method grammar finds no drafts; use method ngram "
+                "with --draft-hit-rate, the share of steps with drafts"
+            )
+        elif config.method in TRAINED:
+            raise ConfigError(
+                f"a simulation does not know what drafts by {config.method} cost; take method draft-model "
+                "and name a model of that size"
+            )
+        elif config.runs_model and self.draft_hit_rate is not None:
+            raise ConfigError(
+                f"--draft-hit-rate is for method ngram, but {config.method} has drafts in every step; "
+                "leave it out"
+            )
+        self.acceptance(Acceptance())
+
+    def acceptance(self, found: Acceptance) -> Acceptance:
+        """Return the given rates; where none is given, those that a record shows.
+
+        Raises
+        ------
+        ConfigError : one is no share.
+        """
+        rates = {"": found.rate, **dict(found.rates)}
+        for text in self.acceptance_rate:
+            name, _, number = text.rpartition("=")
+            try:
+                rates[name] = float(number)
+            except ValueError:
+                raise ConfigError(f"--acceptance-rate is {text!r}; write 0.7 or CLASS=0.7") from None
+        given, usual = self.draft_hit_rate, 1.0 if found.hit_rate is None else found.hit_rate
+        # A model makes any number; others have to be found.
+        looks_up = self.speculative is not None and not self.speculative.runs_model
+        return replace(
+            found,
+            rate=rates.pop(""),
+            rates=tuple(sorted(rates.items())),
+            hit_rate=None if not looks_up else usual if given is None else given,
         )
 
-    def draft_spec(self, target: ModelSpec) -> ModelSpec | None:
-        """Return the model that makes the drafts; None where they are looked up.
+    def model(self, target: ModelSpec) -> ModelSpec | None:
+        """Return what makes the drafts, on the target's devices, cut and stored alike; None looks them up.
 
         Raises
         ------
         ConfigError : an unknown model, or one that is not smaller than the target.
         """
-        if self.draft_model is None:
+        if self.speculative is None or self.speculative.model is None:
             return None
-        draft = find_model_spec(self.draft_model)
+        draft = find_model_spec(self.speculative.model)
         if draft.layer_parameters >= target.layer_parameters:
             raise ConfigError(
                 f"the draft model {draft.name} has {draft.layer_parameters / 1e9:.2f} billion parameters in "

@@ -18,9 +18,9 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler, SamplingRow
 from onbeat.engine.speculation.build import NgramProposer
 from onbeat.engine.speculation.proposer import Proposer
-from onbeat.engine.speculation.speculative_config import read_speculative_config
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import DraftLength, SchedulerConfig, SpeculationConfig
+from onbeat.speculative_config import read_speculative_config
 from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.engine.tiny_models import random_prompt
 from tests.fake_step_time import LinearStepTime

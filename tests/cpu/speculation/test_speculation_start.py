@@ -19,11 +19,11 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.same_tokenizer import first_difference
-from onbeat.engine.speculation.speculative_config import read_speculative_config
 from onbeat.engine.start import build_engine, prepare
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.recording.reader import Recording
+from onbeat.speculative_config import read_speculative_config
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 

@@ -13,10 +13,11 @@ import pytest
 
 from onbeat.cli.main import main
 from onbeat.cli.options import read_options
-from onbeat.cli.simulate_options import add_simulation_arguments, replica_settings
+from onbeat.cli.simulate_options import add_simulation_arguments
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
 from tests.pure.cli.simulating import DATA, MODEL, error_of, simulate, summary_of
 
@@ -306,7 +307,7 @@ def test_what_is_scored_is_what_is_planned_for() -> None:
     flags = ["--slo-mode", "gap", "--shed", "reject", "--max-num-queued-tokens", "9k"]
     flags += ["--shed-order", "longest-wait"]
     args = parser.parse_args([*MODEL, *flags])
-    settings = replica_settings(args)
+    settings = read_options(args, Deployment)
     assert (settings.limits.slo_mode, settings.shed) == ("gap", ShedMode.REJECT)
     config = resolve(settings).config
     assert (config.scheduler.slo_mode, config.scheduler.max_num_queued_tokens) == ("gap", 9000)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onbeat.cli import capacity as capacity_command
 from onbeat.cli import simulate as simulate_command
 from onbeat.cli.args import Parser
-from onbeat.cli.simulate_options import replica_settings
+from onbeat.cli.options import read_options
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import make
@@ -144,7 +144,7 @@ def test_command_line_reaches_the_simulation(command):
     args = parser.parse_args(
         ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm", "--declared-max-tokens", "2048"]
     )
-    assert resolve(replica_settings(args)).config.declared_max_tokens == 2048
+    assert resolve(read_options(args, Deployment)).config.declared_max_tokens == 2048
 
 
 def test_it_must_be_a_number_of_tokens():

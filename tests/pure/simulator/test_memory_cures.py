@@ -20,7 +20,7 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import BYTES
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve, resolve_for
-from onbeat.simulator.speculation import SpeculationSettings
+from onbeat.speculative_config import SpeculativeConfig
 from tests.examples import examples
 from tests.pure.planner.test_units import load_of
 
@@ -135,9 +135,9 @@ def test_what_no_single_change_does_is_named_together() -> None:
 
 
 def test_a_draft_model_that_does_not_fit_beside_its_target_is_cured_likewise() -> None:
-    drafts = SpeculationSettings(num_speculative_tokens=4, draft_model="Llama-3.2-3B")
-    settings = settings_of(speculation=drafts)
-    assert fits(settings, speculation=None)
+    drafts = SpeculativeConfig(method="draft-model", num_speculative_tokens=4, model="Llama-3.2-3B")
+    settings = settings_of(speculative=drafts)
+    assert fits(settings, speculative=None)
     with pytest.raises(DoesNotFit, match="the draft model does not fit") as caught:
         resolve(settings)
     cures = cures_of(str(caught.value))

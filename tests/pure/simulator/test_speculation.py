@@ -18,7 +18,8 @@ from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import KVLink, ReplicaKind
-from onbeat.simulator.speculation import Acceptance, KnownDrafts, SpeculationSettings
+from onbeat.simulator.speculation import Acceptance, Drafts, KnownDrafts
+from onbeat.speculative_config import Method, SpeculativeConfig
 from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
@@ -261,10 +262,14 @@ def settings_of(**changes) -> Deployment:
     return make(Deployment, **(values | changes))
 
 
+def drafts_of(**changes) -> SpeculativeConfig:
+    method: Method = "draft-model" if "model" in changes else "ngram"
+    return SpeculativeConfig(**({"method": method, "num_speculative_tokens": 4} | changes))
+
+
 def test_a_draft_model_takes_time_and_memory() -> None:
     plain = resolve(settings_of())
-    drafts = SpeculationSettings(num_speculative_tokens=4, draft_model="meta-llama/Llama-3.2-1B")
-    simulation = resolve(settings_of(speculation=drafts))
+    simulation = resolve(settings_of(speculative=drafts_of(model="meta-llama/Llama-3.2-1B")))
     speculation = simulation.config.scheduler.speculation
     assert speculation is not None
     assert speculation.runs_model
@@ -278,8 +283,7 @@ def test_a_draft_model_takes_time_and_memory() -> None:
 
 def test_a_pool_for_prompts_drafts_nothing() -> None:
     pools = PoolSizes(prefill=1, decode=1)
-    drafts = SpeculationSettings(num_speculative_tokens=4)
-    simulation = resolve(settings_of(policy="sarathi", disaggregate=pools, speculation=drafts))
+    simulation = resolve(settings_of(policy="sarathi", disaggregate=pools, speculative=drafts_of()))
     prefill, decode = simulation.config.kinds
     assert prefill.scheduler.speculation is None
     assert decode.scheduler.speculation is not None
@@ -288,12 +292,36 @@ def test_a_pool_for_prompts_drafts_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"draft_model": "meta-llama/Llama-3.1-70B"}, "choose a smaller one"),
-        ({"draft_model": "meta-llama/Llama-3.1-8B"}, "choose a smaller one"),
+        ({"model": "meta-llama/Llama-3.1-70B"}, "choose a smaller one"),
+        ({"model": "meta-llama/Llama-3.1-8B"}, "choose a smaller one"),
         ({"num_speculative_tokens": 17}, "must not be above block_size"),
         ({"num_speculative_tokens": 0}, "at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(settings_of(speculation=SpeculationSettings(**({"num_speculative_tokens": 4} | changes))))
+        resolve(settings_of(speculative=drafts_of(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        (None, {"draft_hit_rate": 0.5}, "--draft-hit-rate needs"),
+        ({"method": "grammar"}, {}, "grammar"),
+        ({"method": "eagle", "model": "m"}, {}, "eagle"),
+        ({"model": "m"}, {"draft_hit_rate": 0.5}, "--draft-hit-rate"),
+        ({}, {"acceptance_rate": ("x",)}, "'x'"),
+        ({}, {"acceptance_rate": ("code=1.5",)}, "of code is 1.5"),
+    ],
+)
+def test_what_a_person_says_of_drafts_goes_together(config, changes, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Drafts(speculative=None if config is None else drafts_of(**config), **changes)
+
+
+def test_given_rates_replace_those_of_a_record_by_class() -> None:
+    found = Acceptance(rate=0.5, rates=(("chat", 0.6), ("code", 0.8)), hit_rate=0.4)
+    said = Drafts(speculative=drafts_of(), acceptance_rate=("code=0.9",))
+    assert said.acceptance(found) == Acceptance(rate=0.5, rates=(("chat", 0.6), ("code", 0.9)), hit_rate=0.4)
+    assert Drafts(speculative=drafts_of(), draft_hit_rate=0.3).acceptance(Acceptance()).hit_rate == 0.3
+    assert Drafts(speculative=drafts_of(model="m")).acceptance(found).hit_rate is None

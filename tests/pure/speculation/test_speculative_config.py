@@ -13,14 +13,14 @@ from onbeat.cli.args import parse
 from onbeat.cli.engine_args import engine_config
 from onbeat.cli.main import build_parser, main
 from onbeat.core.errors import ConfigError
-from onbeat.engine.speculation.speculative_config import (
+from onbeat.hub.files import ModelFiles
+from onbeat.scheduler.scheduler_config import SpeculationConfig
+from onbeat.speculative_config import (
     MAX_CATCH_UP_TOKENS,
     SpeculativeConfig,
     parse_speculative_config,
     read_speculative_config,
 )
-from onbeat.hub.files import ModelFiles
-from onbeat.scheduler.scheduler_config import SpeculationConfig
 from tests.many_cases import each_case
 
 
@@ -147,7 +147,7 @@ def test_a_wrong_flag_ends_the_command_with_one_line(capsys: pytest.CaptureFixtu
 
 
 def test_configuring_loads_no_torch() -> None:
-    modules = "onbeat.engine.speculation.speculative_config, onbeat.engine.engine_config"
+    modules = "onbeat.speculative_config, onbeat.engine.engine_config"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 

@@ -33,10 +33,10 @@ from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
 from onbeat.engine.speculation.same_tokenizer import check_same_tokenizer
-from onbeat.engine.speculation.speculative_config import TRAINED, SpeculativeConfig
 from onbeat.engine.weights import parameter_shapes
 from onbeat.hub.resolve import resolve_model
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.speculative_config import TRAINED, SpeculativeConfig
 
 
 class NoDrafts(Proposer):

@@ -32,7 +32,7 @@ from onbeat.engine.input_batch import InputBatch, IntArray, StepInputs
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
-from onbeat.engine.speculation.speculative_config import MAX_CATCH_UP_TOKENS
+from onbeat.speculative_config import MAX_CATCH_UP_TOKENS
 
 
 def chunk_inputs(

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import SamplingParams
-from onbeat.engine.speculation.speculative_config import SpeculativeConfig
 from onbeat.hub.files import ModelFiles
+from onbeat.speculative_config import SpeculativeConfig
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 import msgspec
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import option
 from onbeat.files import parse_object
 from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
 from onbeat.typed import Size, Table, Text, convert
@@ -96,6 +97,20 @@ class SpeculativeConfig:
             max_catch_up_tokens=MAX_CATCH_UP_TOKENS if runs_model else 0,
             num_lookahead_tokens=self.num_speculative_tokens if self.runs_model and is_ahead else 0,
         )
+
+
+def speculative_option(group: str) -> Any:
+    """Return the field of what drafts are made by; None plans no drafts."""
+    return option(
+        None,
+        flag="--speculative-config",
+        group=group,
+        parse=parse_speculative_config,
+        metavar="JSON",
+        help=f"draft tokens ahead and verify them together: method ({', '.join(METHODS)}), "
+        "num_speculative_tokens, draft_length (adaptive to the load, or fixed), model, prompt_lookup_max, "
+        'prompt_lookup_min, num_layers; such as \'{"method": "ngram"}\'',
+    )
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
