@@ -7,8 +7,10 @@ then. `schedule`: a step of these 32 streams and 8 prompts. `request`: one reque
 from a load to its record, behind one replica; model and device are known by then. `arguments`: from the flags
 of `onbeat simulate`, parsed, to all that is simulated, with no name left, and its load. Its walk is told too:
 the files in the order in which functions are entered for the first time. A stay lasts while they are of one
-file; a return is a stay in a file that had been left. A function counts once, however often it is called;
-comprehensions, lambdas and what `dataclass` makes do not count.
+file; a return is a stay in a file that had been left. The same is told of the functions that are handed what
+was asked: the parsed flags, an object of settings, or a word or path among their values. The others compute
+with what is already known: sizes of the model, step times, lengths. A function counts once, however often it
+is called; comprehensions, lambdas and what `dataclass` makes do not count.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -27,7 +30,7 @@ import onbeat
 from onbeat.cli.args import parse
 from onbeat.cli.main import build_parser
 from onbeat.cli.simulate import asked_of
-from onbeat.core.options import make
+from onbeat.core.options import make, settings_of, values_of
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import ModelRunnerOutput
@@ -38,18 +41,25 @@ from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve, resolve_for
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.virtual_replica import make_scheduler
+from onbeat.workload.load import Load
 
 SOURCES = f"{Path(onbeat.__file__).parent}/"
 NUM_STREAMS, NUM_PROMPTS = 32, 8
 MODEL, DEVICE = "mistralai/Mistral-7B-v0.3", "h100-sxm"
+NAMES = {"model": MODEL, "device": DEVICE}
 
 
-def follow(call: Callable[[], Any]) -> list[str]:
-    """Make a call, and return the file of each function that it ran through, by their first calls."""
+def follow(call: Callable[[], Any], counts: Callable[[FrameType], bool] = lambda _frame: True) -> list[str]:
+    """Make a call, and return the file of each function that it ran through, by their first calls.
+
+    Parameters
+    ----------
+    counts : whether a call is one of those that are asked for.
+    """
     codes: dict[CodeType, None] = {}
 
     def note(frame: FrameType, event: str, _arg: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(SOURCES):
+        if event == "call" and frame.f_code.co_filename.startswith(SOURCES) and counts(frame):
             codes[frame.f_code] = None
 
     sys.setprofile(note)
@@ -112,22 +122,31 @@ def one_request(settings: Deployment) -> list[str]:
     return follow(lambda: simulate(offered, simulation.config, simulation.step_time))
 
 
-def arguments(policy: str) -> list[str]:
-    command = [
-        "simulate",
-        "--model",
-        MODEL,
-        "--device",
-        DEVICE,
-        "--policy",
-        policy,
-        "--max-model-len",
-        "8192",
-    ]
+def arguments(policy: str, *, handed: bool = False) -> list[str]:
+    """Return the files of functions from parsed flags to a simulation, or of those that are handed some."""
+    command = ["simulate", *chain(*((f"--{name}", word) for name, word in NAMES.items()))]
+    command += ["--policy", policy, "--max-model-len", "8192"]
     command += ["--request-rate", "4", "--slo-ttft-ms", "500", "--slo-tbt-ms", "50"]
     args = parse(build_parser(command), command)
     asked_of(args)  # imports what it needs
-    return follow(lambda: asked_of(args))
+    declared = chain(
+        vars(args).values(), *(values_of(each).values() for each in (make(Deployment, **NAMES), Load()))
+    )
+    words = {str(value) for value in declared if isinstance(value, (str, Path))}
+
+    def is_handed(frame: FrameType) -> bool:
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return any(was_asked(frame.f_locals.get(name), words) for name in names)
+
+    return follow(lambda: asked_of(args), *([is_handed] if handed else []))
+
+
+def was_asked(value: object, words: set[str]) -> bool:
+    if isinstance(value, (str, Path)):
+        return str(value) in words
+    has_settings = is_dataclass(value) and not isinstance(value, type) and settings_of(type(value))
+    return bool(has_settings) or isinstance(value, argparse.Namespace)
 
 
 def main() -> None:
@@ -138,13 +157,14 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["sarathi", "slo"])
     args = parser.parse_args()
     for policy in args.policies:
-        settings = make(Deployment, model=MODEL, device=DEVICE, policy=policy)
+        settings = make(Deployment, **NAMES, policy=policy)
         found = replica_calls(policy, resolve(settings).step_time)
         found |= {"request": one_request(settings), "arguments": arguments(policy)}
+        found["arguments handed"] = arguments(policy, handed=True)
         for name, files in found.items():
             functions = Counter(files)
             stays, returns = walk(files)
-            way = f"; {stays} stays, {returns} of them returns" if name == "arguments" else ""
+            way = f"; {stays} stays, {returns} of them returns" if name.startswith("arguments") else ""
             print(f"{policy} {name}: {len(files)} functions in {len(functions)} files{way}")
             for path in sorted(functions) if args.files else ():
                 print(f"    {functions[path]:3} {path}")

@@ -246,7 +246,7 @@ class CapacityOptions:
         "delay of at most 2 s; vidur: a P99 scheduling delay below 5 s; attainment:0.9: this share of "
         "good requests; distserve:0.9: this share within TTFT and TPOT",
     )
-    tolerance: float = _capacity(0.025, metavar="SHARE", help="stop the search at a bracket of this width")
+    search: SearchOptions = part(SearchOptions)
     study: StudyOptions = part(StudyOptions)
     vary: tuple[str, ...] = option(
         (),
@@ -269,12 +269,12 @@ def run(args: argparse.Namespace) -> int:
     require("scipy", extra="plan", purpose="onbeat capacity")
     console = Console(stderr=True, highlight=False)
     options = read_options(args, CapacityOptions)
-    output, how = options.output, SearchOptions(tolerance=options.tolerance)
+    output = options.output
     check_writable(files_of(output))
     planned = plan_cases(args, options.vary, objective=options.objective, repeats=options.study.repeats)
     lead = _lead(args, planned)
     console.print(lead, markup=False, soft_wrap=True)
-    capacities = _search(options, how, planned, console)
+    capacities = _search(options, planned, console)
     report = CapacityReport(
         title=f"Capacity of {_what(args, planned)}",
         lead=lead,
@@ -288,16 +288,14 @@ def run(args: argparse.Namespace) -> int:
     return INFEASIBLE if report.is_infeasible else 0
 
 
-def _search(
-    options: CapacityOptions, how: SearchOptions, planned: Sequence[PlannedCase], console: Console
-) -> list[Capacity]:
+def _search(options: CapacityOptions, planned: Sequence[PlannedCase], console: Console) -> list[Capacity]:
     """Search the capacity of every case, with progress."""
     tasks = [
         CapacityTask(
             case=each.case,
             load=load,
             objective=each.objective,
-            options=how,
+            options=options.search,
             has_more_load=options.output.report is not None and repeat == 0,
         )
         for each in planned

@@ -76,7 +76,7 @@ def read_options(args: argparse.Namespace, kind: type[T], **others: Any) -> T:
 def given_options(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     """Return the value of each setting of a dataclass for which there is a flag."""
     return {
-        setting.name: _inside(setting, getattr(args, setting.key))
+        setting.name: setting.inside(getattr(args, setting.key))
         for setting in settings_of(kind)
         if hasattr(args, setting.key)
     }
@@ -92,7 +92,7 @@ def read_value(setting: Setting, text: str) -> Any:
     value = _converter(setting)(text)
     if setting.choices and value not in setting.choices:
         raise argparse.ArgumentTypeError(unknown_value_message(value, setting.choices))
-    return _inside(setting, value)
+    return setting.inside(value)
 
 
 def _arguments(setting: Setting) -> dict[str, Any]:
@@ -103,9 +103,9 @@ def _arguments(setting: Setting) -> dict[str, Any]:
         return arguments | {"action": "store_true"}
     if setting.kinds == (bool,):
         return arguments | {"action": argparse.BooleanOptionalAction, "default": default}
-    if _has_commas(setting):
+    if setting.has_commas:
         default = ",".join(map(str, default)) or None
-    elif _is_list(setting):
+    elif setting.is_list:
         arguments |= {"action": "append"} if option.many == "append" else {"nargs": option.many}
         default = list(default)
     elif isinstance(default, Enum):
@@ -117,7 +117,7 @@ def _arguments(setting: Setting) -> dict[str, Any]:
 
 def _converter(setting: Setting) -> Callable[[str], Any]:
     convert = _converter_of_one(setting)
-    if not _has_commas(setting):
+    if not setting.has_commas:
         return convert
     return lambda text: [convert(word.strip()) for word in text.split(",")]
 
@@ -127,7 +127,7 @@ def _converter_of_one(setting: Setting) -> Callable[[str], Any]:
         return setting.option.parse
     if setting.choices:
         return str
-    kind = get_args(setting.kinds[0])[0] if _is_list(setting) else setting.kinds[0]
+    kind = get_args(setting.kinds[0])[0] if setting.is_list else setting.kinds[0]
     converters: dict[Any, Callable[[str], Any]] = {int: count, float: number, Path: Path, str: str}
     convert = converters[kind]
     if setting.option.unit == "ms":
@@ -135,22 +135,3 @@ def _converter_of_one(setting: Setting) -> Callable[[str], Any]:
     if not setting.words:
         return convert
     return lambda text: text if text in setting.words else convert(text)
-
-
-def _inside(setting: Setting, value: Any) -> Any:
-    """Return a value of the command line in the unit and the type that the setting has inside."""
-    if value is None:
-        return () if _has_commas(setting) else None
-    if setting.option.unit is not None:
-        return {"ms": value / 1e3, "gbps": value * 1e9 / 8}[setting.option.unit]
-    if _is_list(setting):
-        return tuple(value)
-    return value if setting.enum is None else setting.enum(value)
-
-
-def _is_list(setting: Setting) -> bool:
-    return bool(setting.kinds) and getattr(setting.kinds[0], "__origin__", None) is tuple
-
-
-def _has_commas(setting: Setting) -> bool:
-    return setting.option.many == ","

@@ -60,9 +60,8 @@ def asked_of(args: argparse.Namespace) -> tuple[Deployment, Resolved, OfferedLoa
     ------
     ConfigError : an unknown name, or settings that do not go together.
     """
-    asked = read_options(args, Load)
-    said = read_options(args, Deployment, seed=asked.seed, max_concurrency=asked.max_concurrency)
-    return said, *resolve_for(said, asked, asked.classes())
+    said = read_options(args, Deployment, seed=args.seed, max_concurrency=args.max_concurrency)
+    return said, *resolve_for(said, read_options(args, Load))
 
 
 def run(args: argparse.Namespace) -> int:

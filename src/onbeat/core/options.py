@@ -125,6 +125,26 @@ class Setting(NamedTuple):
         """Return a value in the unit of the command line."""
         return value * 1e3 if self.option.unit == "ms" and value is not None else value
 
+    def inside(self, value: Any) -> Any:
+        """Return a value of the command line in the unit and the type that the setting has inside."""
+        if value is None:
+            return () if self.has_commas else None
+        if self.option.unit is not None:
+            return {"ms": value / 1e3, "gbps": value * 1e9 / 8}[self.option.unit]
+        if self.is_list:
+            return tuple(value)
+        return value if self.enum is None else self.enum(value)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it has several values."""
+        return bool(self.kinds) and getattr(self.kinds[0], "__origin__", None) is tuple
+
+    @property
+    def has_commas(self) -> bool:
+        """Whether these are one word of the command line."""
+        return self.option.many == ","
+
     @property
     def is_open(self) -> bool:
         """Whether there is something to choose: a table with one entry offers nothing."""
@@ -207,8 +227,9 @@ def check(settings: Any, kind: type[Any]) -> None:
     ------
     ConfigError : names the setting, its value and what it may be.
     """
+    own = {each.name for each in fields(kind)}
     for each in settings_of(kind):
-        value = getattr(settings, each.name, None)  # a part's is not there
+        value = getattr(settings, each.name) if each.name in own else None  # a part has checked its own
         if value is None or value in each.words:
             continue
         is_checked_later = isinstance(each.option.choices, tuple) and bool(each.option.choices)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import option
 from onbeat.planner.objectives import Verdict
 
 Judge = Callable[[float], Verdict]
@@ -21,8 +22,10 @@ class Stopped(Exception):
 class SearchOptions:
     """How precise a search is, and where it gives up."""
 
-    tolerance: float = 0.025
-    """Width of the final bracket, as a share of its lower end."""
+    tolerance: float = option(
+        0.025, group="capacity", metavar="SHARE", help="stop the search at a bracket of this width"
+    )
+    """As a share of its lower end."""
     growth: float = 2.0
     """Factor between the rates that look for the bracket."""
     is_hasty: bool = False

@@ -64,10 +64,6 @@ def simulate(
     deployment = make(Deployment, model=model, device=device, **settings)
 
     asked = Load(trace=Path(trace or ""), arrivals="replay") if load is None else load
-    if slo is not None:
-        classes: tuple[SLOClass, ...] = (SLOClass(name="default", slo=slo),)
-    else:
-        classes = () if isinstance(asked, OfferedLoad) else asked.classes()
-
+    classes = None if slo is None else (SLOClass(name="default", slo=slo),)
     resolved, offered = resolve_for(deployment, asked, classes)
     return simulate_load(offered, resolved.config, resolved.step_time)

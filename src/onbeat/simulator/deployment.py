@@ -114,11 +114,15 @@ class Deployment(FleetTerms):
     drafts: Drafts = part(Drafts)
 
     def __post_init__(self) -> None:
-        FleetTerms.__post_init__(self)
-        hands_over = self.kv_bandwidth is not None or self.fleet.disaggregate is not None
-        check_move_rule(self.fleet.move_rule, moves=hands_over, cure="give --kv-transfer-gbps")
-        if self.kv_latency and not hands_over:
+        check_move_rule(self.fleet.move_rule, moves=self.hands_over, cure="give --kv-transfer-gbps")
+        if self.kv_latency and not self.hands_over:
             raise ConfigError(
                 "--kv-transfer-latency-ms needs a link between replicas; give --kv-transfer-gbps or "
                 "--disaggregate, or leave it out"
             )
+        FleetTerms.__post_init__(self)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether requests go on elsewhere with their KV."""
+        return self.kv_bandwidth is not None or self.fleet.disaggregate is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from functools import partial
 
 from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.core.kinds import as_settings
@@ -17,16 +17,15 @@ from onbeat.perfmodel.memory import Change, Choices, KVCapacity, kv_capacity, wh
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by_weights
-from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.replica.policies import check_policy, composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
-from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
+from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.simulation_config import FleetTerms, KVLink, ReplicaKind, SimulationConfig
-from onbeat.simulator.speculation import Acceptance, beside_draft_model
+from onbeat.simulator.speculation import Acceptance, beside_draft_model, draft_model
 from onbeat.workload.load import Load, tightest_tbt
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
@@ -120,44 +119,39 @@ def _resolve(said: Deployment) -> Resolved:
     if _is_auto(said):
         limits = replace(limits, max_num_batched_tokens=None)
     model, device = find_model_spec(said.model), find_device(said.device)
-    draft = said.drafts.model(model)
+    draft = None if speculative is None else draft_model(speculative, model)
     parallelism = Parallelism(tensor=said.tensor_parallel, pipeline=said.pipeline_parallel)
+    num_devices = said.fleet.most_replicas * parallelism.num_devices
     kv = None if said.kv_cache_dtype == AUTO else said.kv_cache_dtype
     precision = precision_by_weights(said.dtype, kv=kv, computes=device.peak_flops)
     engine = None if said.engine == NO_ENGINE else said.engine
 
-    def predict(kind: str, model: ModelSpec, profile: Path | None = None) -> Predictor:
-        return make_step_time_model(
-            kind,
-            model=model,
-            device=device,
-            parallelism=parallelism,
-            precision=precision,
-            profile=profile,
-            engine=engine,
-        )
-
-    def holds(model: ModelSpec) -> KVCapacity:
-        return kv_capacity(
-            model,
-            device,
-            parallelism=parallelism,
-            precision=precision,
-            block_size=limits.block_size,
-            max_num_batched_tokens=_largest_step(limits, target_time),
-            gpu_memory_utilization=said.gpu_memory_utilization,
-            least_tokens=least,
-        )
-
-    target_time = predict(said.step_time, model, said.profile)
+    predict = partial(
+        make_step_time_model, device=device, parallelism=parallelism, precision=precision, engine=engine
+    )
+    target_time = predict(said.step_time, model=model, profile=said.profile)
     # A draft model has a roofline: what is measured, if anything is, is the target.
     step_time: StepTimeModel = target_time
     if draft is not None:
-        step_time = SpeculativeStepTime(target_time, predict("roofline", draft))
+        step_time = SpeculativeStepTime(target_time, predict("roofline", model=draft))
     # What the KV cache must hold: the longest request, where somebody said how long that is.
     least = min(limits.max_model_len or 1, model.max_position_embeddings)
     memory, num_blocks = None, said.num_blocks
     if num_blocks is None:
+        most = limits.max_num_batched_tokens  # of a step, for the memory of its activations
+        if not isinstance(most, int):
+            is_bound_by_time = composition(limits.policy or DEFAULT_POLICY).is_bound_by_time
+            most = largest_step(target_time, limits.max_num_seqs) if is_bound_by_time else LARGEST_BUDGET
+        holds = partial(
+            kv_capacity,
+            device=device,
+            parallelism=parallelism,
+            precision=precision,
+            block_size=limits.block_size,
+            max_num_batched_tokens=most,
+            gpu_memory_utilization=said.gpu_memory_utilization,
+            least_tokens=least,
+        )
         memory = holds(model) if draft is None else beside_draft_model(holds(model), holds(draft), least)
         num_blocks = memory.num_blocks
 
@@ -176,7 +170,7 @@ def _resolve(said: Deployment) -> Resolved:
         # None through stages, where vLLM refuses it too.
         steps_ahead=0 if said.pipeline_parallel > 1 else server.steps_ahead,
         acceptance=said.drafts.acceptance(Acceptance() if record is None else read_acceptance(record)),
-        kv_link=_link(said, model, precision),
+        kv_link=_link(said, model, precision) if said.hands_over else None,
     )
     resolved = Resolved(
         config=config,
@@ -188,7 +182,7 @@ def _resolve(said: Deployment) -> Resolved:
         parallelism=parallelism,
         precision=precision,
         memory=memory,
-        num_devices=said.fleet.most_replicas * parallelism.num_devices,
+        num_devices=num_devices,
     )
     if config.kv_link is None:
         return resolved
@@ -208,7 +202,7 @@ def _resolve_kinds(said: Deployment) -> Resolved:
     config = replace(
         first.config,
         fleet=said.fleet,
-        kv_link=_link(said, first.model, first.precision),
+        kv_link=_link(said, first.model, first.precision) if said.hands_over else None,
         kinds=_without_drafts(said, kinds),
     )
     num_devices = sum(each.num_devices * count for each, count in zip(built, counts, strict=True))
@@ -240,10 +234,8 @@ def _with_budget(resolved: Resolved, tbt: float | None, context_tokens: int | No
     return replace(resolved, config=replace(config, scheduler=first, kinds=kinds))
 
 
-def _link(said: Deployment, model: ModelSpec, precision: Precision) -> KVLink | None:
-    """Return what lies between the replicas; None where requests do not go on elsewhere with their KV."""
-    if said.kv_bandwidth is None and said.fleet.disaggregate is None:
-        return None
+def _link(said: Deployment, model: ModelSpec, precision: Precision) -> KVLink:
+    """Return what lies between the replicas, where requests go on elsewhere with their KV."""
     return KVLink(
         bytes_per_token=model.kv_bytes_per_token(precision),
         bandwidth=said.kv_bandwidth or POOL_BANDWIDTH,
@@ -264,17 +256,8 @@ def _without_drafts(said: Deployment, kinds: tuple[ReplicaKind, ...]) -> tuple[R
     return (*prefill[: pools.prefill], *kinds[pools.prefill :])
 
 
-def _largest_step(limits: SchedulerLimits, step_time: StepTimeModel) -> int:
-    """Return the tokens of the largest step, for the memory of its activations."""
-    if isinstance(limits.max_num_batched_tokens, int):
-        return limits.max_num_batched_tokens
-    if composition(limits.policy or DEFAULT_POLICY).is_bound_by_time:
-        return largest_step(step_time, limits.max_num_seqs)
-    return LARGEST_BUDGET
-
-
 def resolve_for(
-    deployment: Deployment, asked: Load | OfferedLoad, classes: Sequence[SLOClass]
+    deployment: Deployment, asked: Load | OfferedLoad, classes: Sequence[SLOClass] | None = None
 ) -> tuple[Resolved, OfferedLoad]:
     """Return what a deployment is, and the load that it gets.
 
@@ -283,13 +266,15 @@ def resolve_for(
 
     Parameters
     ----------
-    classes : of objectives, the tightest TBT of which an automatic token budget keeps; none leaves an offered
-        load with its own.
+    classes : of objectives, the tightest TBT of which an automatic token budget keeps; None leaves the load
+        with its own.
 
     Raises
     ------
     ConfigError : see `resolve` and `Load.offered`.
     """
+    if isinstance(asked, Load) and deployment.max_concurrency is None:
+        deployment = replace(deployment, max_concurrency=asked.max_concurrency)
     resolved = _fitted(deployment)
     longest, overlong = resolved.config.max_model_len, deployment.overlong
     try:
@@ -302,7 +287,7 @@ def resolve_for(
         raise what_binds(deployment, error) from None
     if _is_auto(deployment):
         context = decode_context(load, resolved.config.scheduler)
-        resolved = _with_budget(resolved, tightest_tbt(classes), context)
+        resolved = _with_budget(resolved, tightest_tbt(load.classes), context)
     return resolved, load
 
 

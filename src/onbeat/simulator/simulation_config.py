@@ -263,7 +263,7 @@ class SimulationConfig(FleetTerms):
         return not self.is_of_one and self.router == "slo"
 
     def _check_fleet(self) -> None:
-        if self.fleet.num_prefill:
+        if self.fleet.disaggregate is not None:
             self._check_pools()
         comes_and_goes = bool(self.fleet_changes) or self.fleet.autoscale is not None
         if comes_and_goes and any(each.speculation is not None for each in self._schedulers):

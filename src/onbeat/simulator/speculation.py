@@ -147,7 +147,7 @@ class Drafts:
     )
 
     def __post_init__(self) -> None:
-        config = self.speculative
+        config, _ = self.speculative, self.acceptance(Acceptance())
         if config is None:
             for each in changed(self):
                 raise ConfigError(f"{each.flag} needs --speculative-config")
@@ -166,7 +166,6 @@ class Drafts:
                 f"--draft-hit-rate is for method ngram, but {config.method} has drafts in every step; "
                 "leave it out"
             )
-        self.acceptance(Acceptance())
 
     def acceptance(self, found: Acceptance) -> Acceptance:
         """Return the given rates; where none is given, those that a record shows.
@@ -192,22 +191,23 @@ class Drafts:
             hit_rate=None if not looks_up else usual if given is None else given,
         )
 
-    def model(self, target: ModelSpec) -> ModelSpec | None:
-        """Return what makes the drafts, on the target's devices, cut and stored alike; None looks them up.
 
-        Raises
-        ------
-        ConfigError : an unknown model, or one that is not smaller than the target.
-        """
-        if self.speculative is None or self.speculative.model is None:
-            return None
-        draft = find_model_spec(self.speculative.model)
-        if draft.layer_parameters >= target.layer_parameters:
-            raise ConfigError(
-                f"the draft model {draft.name} has {draft.layer_parameters / 1e9:.2f} billion parameters in "
-                f"its layers, and {target.name} has {target.layer_parameters / 1e9:.2f}; choose a smaller one"
-            )
-        return draft
+def draft_model(config: SpeculativeConfig, target: ModelSpec) -> ModelSpec | None:
+    """Return what makes the drafts, on the target's devices, cut and stored alike; None looks them up.
+
+    Raises
+    ------
+    ConfigError : an unknown model, or one that is not smaller than the target.
+    """
+    if config.model is None:
+        return None
+    draft = find_model_spec(config.model)
+    if draft.layer_parameters >= target.layer_parameters:
+        raise ConfigError(
+            f"the draft model {draft.name} has {draft.layer_parameters / 1e9:.2f} billion parameters in "
+            f"its layers, and {target.name} has {target.layer_parameters / 1e9:.2f}; choose a smaller one"
+        )
+    return draft
 
 
 def beside_draft_model(target: KVCapacity, draft: KVCapacity, least_tokens: int) -> KVCapacity:

@@ -293,15 +293,10 @@ class Load(Arrivals):
         load = self.named()
         classes = load.classes() if classes is None else classes
         offered = load._with_arrivals(count_tokens or _counter(load.tokenizer))
-
-        def fitted(requests: OfferedLoad) -> OfferedLoad:
-            if max_model_len is None:
-                return requests
-            return requests.check_lengths(max_model_len, overlong=overlong)
-
         if have_traces(classes):  # only then are the lengths known
-            return fitted(offered.with_classes(classes, seed=self.seed))
-        offered = fitted(offered)
+            offered, classes = offered.with_classes(classes, seed=self.seed), ()
+        if max_model_len is not None:
+            offered = offered.check_lengths(max_model_len, overlong=overlong)
         return offered.with_classes(classes, seed=self.seed) if classes else offered
 
     def named(self) -> Self:

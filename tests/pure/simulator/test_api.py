@@ -61,6 +61,23 @@ def test_objectives_reach_the_records_and_the_automatic_budget() -> None:
     assert {record.slo for record in result.records} == {slo}
 
 
+def test_a_load_with_objectives_of_its_own_has_an_automatic_budget() -> None:
+    asked = onbeat.Load(
+        input_len=512, output_len=16, request_rate=8.0, num_prompts=5, slo=onbeat.SLO(tbt=0.05)
+    )
+    first, *others = (
+        onbeat.simulate(**WHERE, load=each, max_num_batched_tokens="auto")
+        for each in (asked, asked.offered())
+    )
+    assert [first.records] == [each.records for each in others]
+
+
+def test_a_closed_loop_needs_no_second_word_for_its_width() -> None:
+    asked = onbeat.Load(input_len=512, output_len=16, max_concurrency=2, num_prompts=6)
+    told = onbeat.simulate(**WHERE, load=asked.offered(), max_concurrency=2)
+    assert onbeat.simulate(**WHERE, load=asked).records == told.records
+
+
 def test_whom_to_leave_behind_is_the_callers_choice() -> None:
     """A long prompt has just begun when more short ones come than fit beside it."""
     lengths, arrivals = np.array([20_000] + [2_000] * 12), np.array([0.0] + [0.1] * 12)

@@ -11,7 +11,7 @@ from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, p
 from onbeat.core.options import check, option
 from onbeat.scheduler.cluster.migration import MOVE_RULES, POOL_POLICIES
 from onbeat.scheduler.cluster.pools import check_pools
-from onbeat.scheduler.cluster.routers import ROUTERS, require_router
+from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.cluster.scaling import (
     DOWN_HELP,
     DOWN_SECONDS,
@@ -102,14 +102,12 @@ class FleetConfig:
     scale_down_seconds: float = _option(DOWN_SECONDS, metavar="SECONDS", at_least=1, help=DOWN_HELP)
 
     def __post_init__(self) -> None:
+        check_kinds(self.kinds, self.num_replicas)
         check(self, FleetConfig)
-        if self.router is not None:
-            require_router(self.router)
         check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None:
             self._check_autoscale(self.autoscale)
         check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
-        check_kinds(self.kinds, self.num_replicas)
 
     def _check_autoscale(self, bounds: ScaleBounds) -> None:
         if self.disaggregate is not None:

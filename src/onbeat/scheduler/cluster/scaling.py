@@ -178,9 +178,8 @@ def check_scaling(bounds: ScaleBounds | None, policy: str, down_seconds: float) 
 
     Raises
     ------
-    ConfigError : the policy is none, or there is one, or a time, for a fleet that does not scale itself.
+    ConfigError : there is a policy, or a time, for a fleet that does not scale itself.
     """
-    make_policy(policy)
     if bounds is not None:
         return
     for flag, value, default in (
