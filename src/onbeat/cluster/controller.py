@@ -341,7 +341,7 @@ class FleetController:
 
     async def _look_after(self) -> None:
         """Do what is due, and give up who is silent."""
-        before = time.monotonic()
+        self.processes.check(time.monotonic())
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
@@ -349,10 +349,7 @@ class FleetController:
                 self._tell_deliveries()
             if self.fleet.next_time <= now:
                 self.tell(Tick())
-            # else this process stood still itself, and messages wait to be read
-            if now - before < 5 * LOOK_SECONDS:
-                self.processes.check(now)
-            before = now
+            self.processes.check(now)
 
     # --- messages -------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from onbeat.cluster.processor_time import LOOK_SECONDS
 from onbeat.cluster.wire import Wire
 from onbeat.core.errors import EngineDead, OnbeatError
 from onbeat.core.fleet import ReplicaId
-from onbeat.core.hang import find_hang
+from onbeat.core.hang import OwnPauses, find_hang
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.engine.messages import Shutdown
 from onbeat.engine.process import BuildEngine, EngineLink
@@ -31,6 +31,8 @@ FIRST_START_SECONDS = 5.0
 """What a start is expected to take before there was one."""
 START_TIMEOUT_SECONDS = 600.0
 """A replica that is not placed, or says nothing, for so long while it starts is given up."""
+PAUSE_SECONDS = 0.5
+"""Between two checks of a process that stood still itself."""
 
 MakeBuild = Callable[[ReplicaId, int], BuildEngine]
 """From a replica and the number of lives that it had to what makes its engine, in its process."""
@@ -73,6 +75,7 @@ class Processes:
         self._starts: dict[ReplicaId, asyncio.Task[None]] = {}
         self._ends: dict[ReplicaId, asyncio.Task[None]] = {}
         self._start_seconds = FIRST_START_SECONDS
+        self._pauses = OwnPauses(PAUSE_SECONDS)
         self._first_error: OnbeatError | None = None
 
     def open(self, wire: Wire) -> None:
@@ -210,12 +213,14 @@ class Processes:
     # --- what hangs -----------------------------------------------------------------------------------
 
     def check(self, now: float) -> None:
-        """Give up replicas that are silent, or whose step does not end."""
+        """Give up replicas that are silent, or whose step does not end; called ten times a second."""
+        if not self._pauses.look(now):
+            return  # messages wait to be read
         for life in list(self.lives.values()):
             self._check(life, now)
 
     def _check(self, life: Life, now: float) -> None:
-        silence = now - life.heard
+        silence = now - self._pauses.without(life.present_pulse).time
         if life.info is None:
             if life.place is not None and silence > self.start_timeout:
                 why = f"{life.replica} has not got ready and has said nothing for {silence:.0f} s"
@@ -226,7 +231,7 @@ class Processes:
             self._on_lost(life, f"{why} and has said nothing for {silence:.1f} s")
             return
         self._look_at_waits(life, now)
-        pulse = life.present_pulse
+        pulse = self._pauses.without(life.present_pulse)
         if (hang := find_hang(pulse, LIMITS, now)) is not None:
             self._on_lost(life, hang)
         elif pulse.waited and not life.waits.is_told and find_hang(replace(pulse, waited=0.0), LIMITS, now):
@@ -240,7 +245,7 @@ class Processes:
 
     def _look_at_waits(self, life: Life, now: float) -> None:
         """Find out whether a process that may hang gets the processor time that it wants."""
-        pulse, waits = life.present_pulse, life.waits
+        pulse, waits = self._pauses.without(life.present_pulse), life.waits
         oldest = min(pulse.time, now if pulse.step_start is None else pulse.step_start)
         if now - oldest < SUSPENDED_SECONDS:
             waits.forget()

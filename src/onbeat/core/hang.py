@@ -6,9 +6,14 @@ costs more than waiting for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
+from math import inf
 
 from onbeat.core.protocols import EnginePulse
+
+_MOST_PAUSES = 64
+"""That are kept: older ones were before any step that still runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,38 @@ class HangLimits:
     """Beyond that, it may take this many times what was predicted."""
     unpredicted_step_seconds: float = 600.0
     """What a step may take where nothing predicts."""
+
+
+class OwnPauses:
+    """When the watcher of an engine stood still itself: stopped, or starved. It has read nothing meanwhile.
+
+    Parameters
+    ----------
+    longest : seconds between two looks of a watcher that did not.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._last = inf
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=_MOST_PAUSES)
+
+    def look(self, now: float) -> bool:
+        """Note a look; return whether it came in time, so that what was said before has been read."""
+        before, self._last = self._last, now
+        if now - before < self._longest:
+            return True
+        self._pauses.append((before, now))
+        return False
+
+    def without(self, pulse: EnginePulse) -> EnginePulse:
+        """Return a pulse as it would be without pauses: engines are often stopped with their watcher."""
+        start = pulse.step_start
+        return replace(
+            pulse, time=self._later(pulse.time), step_start=None if start is None else self._later(start)
+        )
+
+    def _later(self, time: float) -> float:
+        return time + sum(end - max(start, time) for start, end in self._pauses if end > time)
 
 
 def find_hang(pulse: EnginePulse, limits: HangLimits, now: float) -> str | None:

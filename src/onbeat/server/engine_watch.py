@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from onbeat.core.hang import HangLimits, find_hang
+from onbeat.core.hang import HangLimits, OwnPauses, find_hang
 from onbeat.core.protocols import EngineClient
 from onbeat.server.generation import Lifecycle
 
@@ -73,15 +73,15 @@ class EngineHealth:
 
     async def run(self) -> None:
         """Look, for ever."""
+        pauses = OwnPauses(2 * LOOK_SECONDS)
+        pauses.look(self._clock())
         while True:
-            before = self._clock()
             await asyncio.sleep(LOOK_SECONDS)
-            now = self._clock()
+            is_in_time = pauses.look(now := self._clock())
             if not self._engine.is_alive:
                 self.hang = None
-            # else this process stood still itself, and the engine's messages wait to be read
-            elif now - before < 2 * LOOK_SECONDS:
-                self._judge(find_hang(self._engine.pulse, self._limits, now))
+            elif is_in_time:
+                self._judge(find_hang(pauses.without(self._engine.pulse), self._limits, now))
 
     def _judge(self, hang: str | None) -> None:
         if hang is not None and self.hang is None:
