@@ -10,7 +10,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -141,7 +141,7 @@ async def _serve(
             ready = partial(
                 announcer.ready,
                 model=served_name,
-                is_chat=chat_template is not None,
+                path=example_path(is_chat=chat_template is not None, generates=client.info.generates),
                 needs_key=bool(config.api_keys),
             )
             await serve(app, config, sock, on_started=ready)
@@ -191,22 +191,32 @@ class _Announcer:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
-    def ready(self, url: str, *, model: str, is_chat: bool, needs_key: bool) -> None:
+    def ready(self, url: str, *, model: str, path: str, needs_key: bool) -> None:
         seconds = time.monotonic() - self._started
-        self.say(f"ready in {seconds:.1f} s: {url} (a chat page; API docs: {url}/docs)")
+        page = "" if path == "embeddings" else "a chat page; "
+        self.say(f"ready in {seconds:.1f} s: {url} ({page}API docs: {url}/docs)")
         self.say("Ctrl-C stops the server. Try in another terminal:")
-        self.say(example_request(url, model, is_chat=is_chat, needs_key=needs_key))
+        self.say(example_request(url, model, path=path, needs_key=needs_key))
 
 
-def example_request(url: str, model: str, *, is_chat: bool, needs_key: bool) -> str:
+_EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "chat/completions": {
+        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+        "max_tokens": 64,
+    },
+    "completions": {"prompt": "The sky is blue because", "max_tokens": 64},
+    "embeddings": {"input": "Why is the sky blue?"},
+}
+
+
+def example_path(*, is_chat: bool, generates: bool) -> str:
+    """Return the path below /v1 that a model answers at."""
+    return ("chat/completions" if is_chat else "completions") if generates else "embeddings"
+
+
+def example_request(url: str, model: str, *, path: str, needs_key: bool) -> str:
     """Return a curl command for a POSIX shell; with API keys it takes one from $ONBEAT_API_KEY."""
-    body: dict[str, Any] = {"model": model}
-    if is_chat:
-        body["messages"] = [{"role": "user", "content": "Why is the sky blue?"}]
-    else:
-        body["prompt"] = "The sky is blue because"
-    body["max_tokens"] = 64
-    path = "chat/completions" if is_chat else "completions"
+    body = {"model": model, **_EXAMPLES[path]}
     key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if needs_key else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     return f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d {data}"

@@ -12,7 +12,14 @@ import pytest
 from onbeat.cli.args import parse
 from onbeat.cli.engine_args import engine_config
 from onbeat.cli.main import build_parser
-from onbeat.cli.serve import API_KEY_VARIABLE, FLEET_KEY_VARIABLE, example_request, public_name, server_config
+from onbeat.cli.serve import (
+    API_KEY_VARIABLE,
+    FLEET_KEY_VARIABLE,
+    example_path,
+    example_request,
+    public_name,
+    server_config,
+)
 from onbeat.core.errors import ConfigError
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.start import prepare
@@ -151,9 +158,19 @@ def test_a_key_file_without_keys_is_refused(tmp_path: Path, content: bytes) -> N
 
 
 @pytest.mark.parametrize("model", ["plain", 'it\'s "quoted" $HOME `ls` \\n', "/a b/ü.gguf"])
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_the_example_survives_the_shell(model: str, is_chat: bool) -> None:
-    example = example_request("http://127.0.0.1:8000", model, is_chat=is_chat, needs_key=True)
+@pytest.mark.parametrize(
+    ("is_chat", "generates", "path", "field"),
+    [
+        (False, True, "completions", "prompt"),
+        (True, True, "chat/completions", "messages"),
+        (True, False, "embeddings", "input"),
+    ],
+)
+def test_the_example_is_for_the_model_and_survives_the_shell(
+    model: str, is_chat: bool, generates: bool, path: str, field: str
+) -> None:
+    assert example_path(is_chat=is_chat, generates=generates) == path
+    example = example_request("http://127.0.0.1:8000", model, path=path, needs_key=True)
     shown = subprocess.run(
         ["sh", "-c", example.replace("curl", "printf '%s\\n'", 1)],
         env={API_KEY_VARIABLE: "secret"},
@@ -161,14 +178,15 @@ def test_the_example_survives_the_shell(model: str, is_chat: bool) -> None:
         text=True,
         check=True,
     ).stdout.splitlines()
-    path = "chat/completions" if is_chat else "completions"
     assert shown[0] == f"http://127.0.0.1:8000/v1/{path}"
     assert "Authorization: Bearer secret" in shown
-    assert json.loads(shown[-1])["model"] == model
+    body = json.loads(shown[-1])
+    assert body["model"] == model
+    assert field in body
 
 
 def test_the_example_has_no_key_where_none_is_needed() -> None:
-    example = example_request("http://127.0.0.1:8000", "m", is_chat=True, needs_key=False)
+    example = example_request("http://127.0.0.1:8000", "m", path="completions", needs_key=False)
     assert "Authorization" not in example
 
 
