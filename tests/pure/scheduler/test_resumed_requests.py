@@ -65,6 +65,13 @@ def test_what_was_sent_is_output_that_the_prefix_cache_finds_again():
     assert (driver.scheduler.num_prefix_queries, driver.scheduler.num_prefix_hits) == (80, 40)
 
 
+def test_without_a_prefix_cache_nothing_is_looked_up():
+    driver = Driver(make_config("sarathi", enable_prefix_caching=False))
+    driver.add(make_request("r", 40, 40))
+    driver.run()
+    assert driver.scheduler.num_prefix_queries == 0
+
+
 @pytest.mark.parametrize(("min_tokens", "expected"), [(0, 1), (13, 4), (20, 11)])
 def test_min_tokens_counts_those_that_were_sent(min_tokens, expected):
     driver = Driver(make_config())

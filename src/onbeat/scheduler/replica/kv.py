@@ -267,14 +267,20 @@ class KVCacheManager:
         """Return the blocks that hold so many tokens, and the slots behind them."""
         return -(-(num_tokens + self._num_lookahead) // self.block_size)
 
+    def looks_up(self, state: RequestState) -> bool:
+        """Return whether a cached prefix of it may be used."""
+        # A mean needs the hidden states of all tokens, and `cls` that of the first.
+        needs_all = state.scores_prompt or state.request.pooling in ("mean", "cls")
+        return self.enable_prefix_caching and not needs_all
+
     def match(self, state: RequestState) -> list[int]:
         """Return the longest cached prefix as block ids, without taking a reference.
 
         At least one token is left to compute: without a forward pass there would be no logits to sample. For
         the same reason a prompt whose log-probabilities are reported is computed whole.
         """
-        if not self.enable_prefix_caching or state.scores_prompt or state.request.pooling in ("mean", "cls"):
-            return []  # a mean needs the hidden states of all tokens, and `cls` that of the first
+        if not self.looks_up(state):
+            return []
         num_usable_blocks = (state.num_tokens - 1) // self.block_size
         block_ids: list[int] = []
         for index in range(num_usable_blocks):
