@@ -103,6 +103,7 @@ class FakeEngine:
     priority_scheduling: bool = False
     pooling: Pooling = "last"
     generates: bool = True
+    left_out: dict[str, str] = field(default_factory=dict)
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     observers: list[StepObserver] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
@@ -133,6 +134,7 @@ class FakeEngine:
             pooling=self.pooling,
             embedding_size=EMBEDDING_SIZE,
             generates=self.generates,
+            left_out=self.left_out,
             sampling_defaults=self.sampling_defaults,
         )
 

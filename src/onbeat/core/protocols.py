@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView, ScalingView
-from onbeat.core.request import Adapter, Pooling, Request, RequestOutput
+from onbeat.core.request import Adapter, Pooling, Request, RequestOutput, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
 
 
@@ -60,6 +61,21 @@ class EngineInfo:
     """Fields of `SamplingParams` that requests get which state nothing, and their values."""
     file_digests: Mapping[str, str] = field(default_factory=dict)
     """Name of each of the model's files -> digest of what it held when it was loaded."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Fields of `SamplingParams` that the engine cannot heed, and why."""
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Check that the engine can sample so.
+
+        Raises
+        ------
+        InvalidRequest : it cannot; or as `SamplingParams.check_vocabulary`.
+        """
+        sampling.check_vocabulary(self.vocab_size)
+        for name, why in self.left_out.items():
+            if getattr(sampling, name):
+                message = f"{name} is not available: {why}; leave it out"
+                raise InvalidRequest(message, param=name, code="unsupported_parameter")
 
     @property
     def limits(self) -> ReplicaLimits:

@@ -214,7 +214,7 @@ class LLM:
         if not ignore_eos:
             ends = (*sampling.stop_token_ids, *self.tokenizer.eos_token_ids)
             sampling = replace(sampling, stop_token_ids=ends)
-        sampling.check_vocabulary(self.info.vocab_size)
+        self.info.check_sampling(sampling)
         return sampling
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:

@@ -58,6 +58,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         _check_predictions(config, loader)
         chosen = config.generation_config, config.override_generation_config
         defaults = sampling_defaults(config.model.path, *chosen)
+        _check_defaults(defaults, loader.backend)
         start_record = create_record(config.record) if config.record else None
         with short_memory_in_words(loader.backend.device.device):
             loaded = loader.load(on_progress)
@@ -121,6 +122,16 @@ def _check_predictions(config: EngineConfig, loader: ModelLoader) -> None:
         )
 
 
+def _check_defaults(defaults: Mapping[str, int | float], backend: Backend) -> None:
+    """Raise ConfigError where requests that state nothing would ask for what the engine cannot heed."""
+    for name, why in backend.left_out.items():
+        if defaults.get(name):
+            raise ConfigError(
+                f"{why}, but requests get {name} {defaults[name]:g} by the model's generation_config.json; "
+                "give --generation-config vllm, which takes none of its defaults"
+            )
+
+
 def _say_speed(
     config: EngineConfig, loaded: LoadedModel, step_time: StepTime, on_progress: OnProgress
 ) -> None:
@@ -161,6 +172,7 @@ def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, s
         max_loras=config.num_loras,
         moves_streams=loaded.gives_kv and not composition(limits.policy).holds_finished,
         file_digests=digests,
+        left_out=dict(loaded.backend.left_out),
     )
 
 

@@ -135,7 +135,7 @@ def _sampling_params(
         logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
         bad_words=bad_words,
     )
-    sampling.check_vocabulary(info.vocab_size)
+    info.check_sampling(sampling)
     return sampling
 
 

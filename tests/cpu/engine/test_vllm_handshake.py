@@ -33,7 +33,6 @@ class Workers:
     num_slots = num_drafts = 0
     most_blocks = 256 // BLOCK
     graphs = None
-    lacks = staticmethod(lambda _: None)
 
     def __init__(self, misreads: str = "", scale: float = 1.0, *, is_second_runner: bool) -> None:
         self.is_second_runner = is_second_runner

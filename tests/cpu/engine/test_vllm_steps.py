@@ -79,10 +79,10 @@ class Workers:
                 for held, more in zip(state.blocks, blocks, strict=True):
                     held.extend(more)
             if self.has_stages:
-                num_computed, new_token_ids = cached.num_computed_tokens[index], cached.new_token_ids[index]
-                assert len(new_token_ids) == num_tokens[name]
-                prompt = list(state.request.prompt_token_ids)[num_computed:]
-                assert new_token_ids == (prompt + [TOKEN] * num_tokens[name])[: num_tokens[name]]
+                start, prompt = cached.num_computed_tokens[index], list(state.request.prompt_token_ids)
+                end = start + num_tokens[name]
+                wanted = (prompt + [TOKEN] * end)[start:end] if end > len(prompt) else []
+                assert cached.new_token_ids[index] == wanted, "of a prompt they have all"
             if name not in self.last:
                 num_outputs = cached.num_output_tokens[index]
                 assert len(cached.all_token_ids[name]) == len(state.request.prompt_token_ids) + num_outputs
@@ -156,7 +156,6 @@ class Verifier(Workers):
     """
 
     overlaps, version, graphs, has_failed = False, "0", None, False
-    lacks = staticmethod(lambda _: None)
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(is_second_runner=False, num_slots=0, num_drafts=NUM_DRAFTS)
@@ -282,7 +281,6 @@ class FailingWorkers(Workers):
     version = "0"
     has_failed = False
     graphs = None
-    lacks = staticmethod(lambda _: None)
 
     def __init__(self, fails_in: str, error: Exception) -> None:
         super().__init__(is_second_runner=False, num_slots=0)
@@ -319,6 +317,18 @@ def test_a_failed_step_ends_the_engine(fails_in: str, error: Exception, words: s
     core = EngineCore(Scheduler(runner.limits, LinearStepTime()), ThreadExecutor(runner))
     core.add(make_request("a", 4, 4))
     with pytest.raises(EngineDead, match=words):
+        core.step()
+    core.shutdown()
+
+
+@pytest.mark.parametrize("fails_in", ["begin", "result"])
+def test_a_step_whose_worker_has_died_says_so(fails_in: str) -> None:
+    workers = FailingWorkers(fails_in, RuntimeError("cancelled"))
+    runner = make_runner(workers)
+    core = EngineCore(Scheduler(runner.limits, LinearStepTime()), ThreadExecutor(runner))
+    workers.has_failed = True
+    core.add(make_request("a", 4, 4))
+    with pytest.raises(EngineDead, match="worker"):
         core.step()
     core.shutdown()
 

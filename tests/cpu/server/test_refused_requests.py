@@ -52,6 +52,23 @@ async def test_a_huge_text_is_refused_without_tokenizing_it(served: Served) -> N
     assert "at least" in message
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "neutral"), [("min_p", 0.1, 0.0), ("logit_bias", {"65": 1.0}, {}), ("min_p", 1, None)]
+)
+async def test_what_the_engine_would_leave_out_is_refused_at_the_request(
+    served: Served, engine: FakeEngine, field: str, value: Any, neutral: Any
+) -> None:
+    engine.left_out = {"min_p": "its drafts forbid it", "logit_bias": "its drafts forbid it"}
+    for path, asked in (
+        (TEXT, {"prompt": "a"}),
+        (CHAT, {"messages": HELLO}),
+        (CHAT, {"messages": HELLO, "n": 2}),
+    ):
+        answer = await served.post(path, {**asked, field: value})
+        assert "its drafts forbid it" in check(answer, 400, "unsupported_parameter", field)
+        assert (await served.post(path, {**asked, field: neutral})).status == 200
+
+
 async def test_what_the_engine_refuses_keeps_its_status(served: Served, engine: FakeEngine) -> None:
     for error, status, code in (
         (InvalidRequest("no", param="prompt"), 400, "invalid_value"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from onbeat.core.request import Pooling
@@ -65,6 +66,8 @@ class Backend(Protocol):
     """How it can make them."""
     why_whole: str | None = None
     """Why it cannot compute a prompt in chunks; None where it can."""
+    left_out: Mapping[str, str] = MappingProxyType({})
+    """Fields of `SamplingParams` that it cannot heed, and why."""
     stands_in_for: StepTimeDescription | None = None
     """What takes its time elsewhere; None where the model runs here."""
 

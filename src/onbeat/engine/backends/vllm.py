@@ -17,7 +17,14 @@ from onbeat.engine.progress import OnProgress
 from onbeat.engine.speculation.same_tokenizer import check_same_tokenizer
 from onbeat.engine.vllm.handshake import TRIED, can_compare, compare_steps, is_tried
 from onbeat.engine.vllm.runner import VllmRunner
-from onbeat.engine.vllm.surface import model_config_of, settings_of, start_executor, why_whole
+from onbeat.engine.vllm.surface import (
+    VllmExecutor,
+    left_out,
+    model_config_of,
+    settings_of,
+    start_executor,
+    why_whole,
+)
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.resolve import resolve_model
 from onbeat.scheduler.replica.policies import composition
@@ -57,6 +64,7 @@ class VllmBackend(Backend):
                 f"vLLM computes the prompts of {self.name} whole, since {self.why_whole}; policy {policy!r} "
                 "cuts them, so add --policy prefill-first"
             )
+        self.left_out = left_out(self._settings)
         self.description = f"by vLLM {self._settings.version} ({reason})"
 
     def fit(
@@ -82,6 +90,15 @@ class VllmBackend(Backend):
         num_more = limits.num_lookahead_tokens * limits.max_num_seqs
         self._settings.take(max_num_batched_tokens=limits.max_num_batched_tokens + num_more)
         surface = start_executor(self._settings)
+        try:
+            return self._runner(surface, limits, say, room)
+        except BaseException:
+            surface.close()
+            raise
+
+    def _runner(
+        self, surface: VllmExecutor, limits: SchedulerConfig, say: OnProgress, room: Room
+    ) -> tuple[Runner, SchedulerConfig]:
         num_blocks, block_size = surface.num_kv_blocks, surface.block_size
         limits = room.settle(num_blocks)
         if block_size != limits.block_size:
@@ -92,11 +109,7 @@ class VllmBackend(Backend):
             limits = replace(limits, enable_prefix_caching=False)
         runner = VllmRunner(limits, surface, self.model, self.device)
         if not self._is_known and self.model.has_head and can_compare(runner):
-            try:
-                compare_steps(runner)
-            except ConfigError:
-                runner.close()
-                raise
+            compare_steps(runner)
         return runner, limits
 
     @property

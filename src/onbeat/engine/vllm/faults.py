@@ -41,8 +41,12 @@ def with_cure(error: Exception) -> str:
 
 
 @contextmanager
-def failures_end_the_engine() -> Iterator[None]:
+def failures_end_the_engine(surface: Any) -> Iterator[None]:
     """Let what vLLM raises in a step end the engine: its workers are in the middle of it, and stay there.
+
+    Parameters
+    ----------
+    surface : of vLLM, as `surface.VllmExecutor`, which knows whether a worker has died.
 
     Raises
     ------
@@ -53,10 +57,17 @@ def failures_end_the_engine() -> Iterator[None]:
     except EngineDead:
         raise
     except Exception as error:
+        if surface.has_failed:  # vLLM raises that the wait for its answer was given up
+            raise worker_died() from error
         logger.exception("vLLM failed in a step")
         raise EngineDead(
             f"vLLM failed in a step: {with_cure(error)}; the engine must be started again"
         ) from error
+
+
+def worker_died() -> EngineDead:
+    """Return what ends an engine that has lost a worker."""
+    return EngineDead("a worker of vLLM has died, perhaps as memory ran out; start the engine again")
 
 
 class Made(NamedTuple):

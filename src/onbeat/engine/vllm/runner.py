@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.core.errors import EngineDead
 from onbeat.core.request import Adapter, Request, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, GuidedRows, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine.device import DeviceConfig
@@ -36,7 +35,7 @@ from onbeat.engine.guided_draw import (
 from onbeat.engine.input_batch import IntArray
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampling_row import SamplingRow
-from onbeat.engine.vllm.faults import failures_end_the_engine
+from onbeat.engine.vllm.faults import failures_end_the_engine, worker_died
 from onbeat.engine.vllm.outputs import embeddings, prompt_logprobs, row_logprobs, sampled
 from onbeat.engine.vllm.surface import VllmExecutor
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -153,12 +152,14 @@ class Translator:
 
     def _tell_tokens(self, cached: Any, row: ScheduledRequest, told: Told) -> None:
         """Name tokens of a request that the workers, or the first of their stages, have not kept."""
-        tokens = [*told.request.prompt_token_ids, *told.row.output_token_ids]
+        prompt, outputs = told.request.prompt_token_ids, told.row.output_token_ids
         if row.request_id not in self._last:
-            cached.all_token_ids[row.request_id] = tokens
-        if self._surface.has_stages:
-            end = row.num_computed_tokens + row.num_new_tokens
-            cached.new_token_ids.append(tokens[row.num_computed_tokens : end])
+            cached.all_token_ids[row.request_id] = [*prompt, *outputs]
+        if self._surface.has_stages:  # the prompt they have kept
+            start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_new_tokens
+            size, is_new = len(prompt), end > len(prompt)
+            new = [*prompt[start:end], *outputs[max(start - size, 0) : end - size]] if is_new else []
+            cached.new_token_ids.append(new)
 
     def _leave(self, told: Told) -> None:
         self._free(told)
@@ -220,7 +221,7 @@ class VllmRunner:
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Run one step, or queue it behind the one under way."""
-        with failures_end_the_engine():
+        with failures_end_the_engine(self.surface):
             if self.surface.num_drafts and self._last is not None:
                 self._last.result()  # which the workers have not kept: tokens, and drafts to verify
             with self._lock:
@@ -256,7 +257,7 @@ class VllmRunner:
         EngineDead : a worker has died meanwhile.
         """
         if self.surface.has_failed:
-            raise EngineDead("a worker of vLLM has died; the engine must be started again")
+            raise worker_died()
         return False
 
     def close(self) -> None:
@@ -283,11 +284,6 @@ class VllmRunner:
             name: "its logits are not finite"
             for name, number in (theirs.num_nans_in_logits or {}).items()
             if number
-        }
-        failed |= {
-            name: f"vLLM leaves out {lacked} where drafts are made; send the request without it"
-            for name, row in zip(step.names, step.sampling_rows, strict=True)
-            if (lacked := self.surface.lacks(row.params)) is not None
         }
         with self._lock:
             logprobs = [
@@ -416,7 +412,7 @@ class _LaunchedStep:
     def result(self) -> ModelRunnerOutput:
         with self._lock:
             if self._output is None:
-                with failures_end_the_engine():
+                with failures_end_the_engine(self._runner.surface):
                     theirs = self.future.result()
                 self._output = self._runner.take(self, theirs)
             return self._output

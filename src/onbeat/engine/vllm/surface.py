@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.request import Adapter, Request, SamplingParams
+from onbeat.core.request import Adapter, Request
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_config import ModelConfig
@@ -96,11 +96,12 @@ def start_executor(settings: Settings) -> VllmExecutor:
     config = settings.make()
     workers = Workers()
     failed: list[bool] = []
+    core = EngineCore.__new__(EngineCore)  # so that its workers can be ended where its constructor fails
     try:
         with workers.starting(has_some=config.parallel_config.distributed_executor_backend != "uni"):
             # Its constructor measures the memory, makes the KV cache of each kind of layer and warms up:
             # there is no other way. Its scheduler stays idle.
-            core = EngineCore(
+            core.__init__(
                 config,
                 Executor.get_class(config),
                 log_stats=False,
@@ -108,9 +109,13 @@ def start_executor(settings: Settings) -> VllmExecutor:
             )
         if config.parallel_config.distributed_executor_backend == "mp":
             workers.bind(core.model_executor.collective_rpc)
+        return VllmExecutor(core, config, workers, failed)
     except Exception as error:
+        if (executor := getattr(core, "model_executor", None)) is not None:  # which fails behind its start
+            workers.end(executor.shutdown)
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"vLLM {settings.version} cannot start: {with_cure(error)}") from error
-    return VllmExecutor(core, config, workers, failed)
 
 
 class VllmExecutor:
@@ -173,8 +178,8 @@ class VllmExecutor:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a worker has died."""
-        return bool(self._failed)
+        """Whether a worker has died; vLLM says so before it gives up the step."""
+        return bool(self._failed) or bool(getattr(self._executor, "is_failed", False))
 
     def take_drafts(self) -> dict[str, list[int]]:
         """Return the drafts that the newest step has made, by request; call it when that is done.
@@ -188,12 +193,6 @@ class VllmExecutor:
             name: list(ids) if self.is_second_runner else [int(each) for each in ids if each >= 0]
             for name, ids in zip(made.req_ids, made.draft_token_ids, strict=True)
         }
-
-    def lacks(self, params: SamplingParams) -> str | None:
-        """Return what of a request's sampling vLLM would leave out; None where nothing."""
-        if not self.num_drafts or self.is_second_runner:
-            return None
-        return "min_p" if params.min_p else "logit_bias" if params.logit_bias else None
 
     @property
     def num_state_blocks(self) -> int:
@@ -395,6 +394,15 @@ def settings_of(config: EngineConfig, device: DeviceConfig, draft: ModelFiles | 
     arguments |= read_arguments(config.vllm_arguments)
     threads = max(device.num_threads // config.tensor_parallel_size, 1)
     return Settings(arguments, threads if is_cpu else None)
+
+
+def left_out(settings: Settings) -> dict[str, str]:
+    """Return the fields of `SamplingParams` that vLLM would leave out in silence, and why."""
+    config = settings.config
+    if config.speculative_config is None or getattr(config, "use_v2_model_runner", False):
+        return {}
+    why = f"vLLM {settings.version} leaves it out where its first model runner verifies drafts"
+    return dict.fromkeys(("min_p", "logit_bias"), why)
 
 
 def why_whole(settings: Settings) -> str | None:
