@@ -5,13 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from threading import Thread
+from typing import Protocol, TypeVar, runtime_checkable
 
 from onbeat.core.request import Adapter
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.forward import Computes
 from onbeat.engine.guided_draw import Guides
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+
+ResultT = TypeVar("ResultT")
+
+
+def run_apart(work: Callable[[], ResultT]) -> ResultT:
+    """Return what some work does, which runs in a thread of its own that ends with it.
+
+    OpenMP keeps threads for each thread that has used it. Once all of them outnumber the cores they no longer
+    spin between two parts of a step, and a step may take twice as long: what loads a model must not keep any.
+    """
+    done: Future[ResultT] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = Thread(target=run, name="onbeat-load", daemon=True)
+    thread.start()
+    thread.join()
+    return done.result()
 
 
 class PendingStep(Protocol):

@@ -21,7 +21,7 @@ from onbeat.engine.backends.table import choose_backend, open_weights, vllm_back
 from onbeat.engine.core import EngineCore
 from onbeat.engine.device import detect_device
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.executor import ThreadExecutor, run_apart
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.loaded_model import LoadedModel
@@ -212,7 +212,7 @@ class ModelLoader:
             say(line)
         room = Room(self.settle, None if proposer is None else proposer.backend)
         propose = None if proposer is None else partial(_propose, proposer, say)
-        runner, limits = backend.start(self.limits, say, room, propose)
+        runner, limits = run_apart(partial(backend.start, self.limits, say, room, propose))
         _say_limits(limits, say)
         backend.tell_excess(say)
         return LoadedModel(backend, limits, runner, self.proposer)

@@ -11,7 +11,7 @@ import numpy as np
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.device import wait_for
-from onbeat.engine.executor import PendingStep, Runner, ThreadExecutor
+from onbeat.engine.executor import PendingStep, Runner, ThreadExecutor, run_apart
 from onbeat.engine.forward import LaunchesSteps, Mark
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner
@@ -90,7 +90,7 @@ class StepTimer:
         self._given_drafts = GivenDrafts(self._token_ids)
         self._released: tuple[str, ...] = ()
         self.num_runs = 0
-        _touch_cache(runner, len(self._blocks))
+        run_apart(lambda: _touch_cache(runner, len(self._blocks)))
 
     def time(self, batch: MeasuredBatch) -> float:
         """Run a batch and return its seconds; blocks lie scattered, as in a cache that has been used.

@@ -18,6 +18,7 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.device import DeviceConfig, free_memory, wait_for
+from onbeat.engine.executor import run_apart
 from onbeat.engine.forward import GivesProducts, RowProducts
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.model_runner import ModelRunner
@@ -147,7 +148,7 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
                 f"the engine {forward.settings['backend']!r} gives no products to time; predict its steps by "
                 "--step-time-profile FILE or none"
             )
-        return cpu_limits(device.num_threads, forward.products(), number_format)
+        return run_apart(lambda: cpu_limits(device.num_threads, forward.products(), number_format))
     return gpu_limits(device, number_format)
 
 
