@@ -29,7 +29,7 @@ def load(path: Path, threads: list[Thread]) -> LoadedModel:
         threads.append(current_thread())
         return start(*arguments)
 
-    loader.backend.start = noted  # type: ignore[method-assign]
+    loader.backend.start = noted  # type: ignore[method-assign, assignment]
     return loader.load(lambda _: None)
 
 
