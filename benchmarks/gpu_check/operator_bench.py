@@ -74,6 +74,7 @@ class Bench:
                 self.device
             ),
             factors_H=torch.ones(config.head_dim // 2, device=self.device),
+            sinks_N=None,
             query_norm=query_norm,
             key_norm=key_norm,
         )

@@ -78,6 +78,7 @@ def _wide_layer(layer: LayerSpec) -> LayerSpec:
         window=layer.window,
         frequencies_H=layer.frequencies_H,
         factors_H=layer.factors_H,
+        sinks_N=None,
         query_norm=layer.query_norm and wide(layer.query_norm),
         key_norm=layer.key_norm and wide(layer.key_norm),
     )

@@ -58,7 +58,7 @@ enum {
     OB_SOURCE_E2M1_16 = 1000, /* a half, half of the scale; 16 floats of 4 bits, i in a lower half, i + 8 in the upper */
 };
 
-enum { OB_ACTIVATION_SILU = 0, OB_ACTIVATION_GELU_TANH = 1 };
+enum { OB_ACTIVATION_SILU = 0, OB_ACTIVATION_GELU_TANH = 1, OB_ACTIVATION_CLAMPED_SWIGLU = 2 };
 
 /* What quantized weights are multiplied with. */
 enum {
@@ -113,6 +113,9 @@ typedef struct {
     const ob_matrix* router;  /* [experts, D], or NULL: the layer has no experts */
     const ob_matrix* const* expert_gate_up; /* of each expert, as above, with the experts' own width */
     const ob_matrix* const* expert_down;
+    const float* router_bias;         /* [experts], or NULL */
+    const float* expert_gate_up_bias; /* [experts, 2 expert size] in the order of `gate_up`, or NULL */
+    const float* expert_down_bias;    /* [experts, D], or NULL */
     const float* qkv_bias;    /* or NULL */
     const float* o_bias;      /* or NULL */
     const float* attention_norm; /* [D], what the norm multiplies by (an offset is already added); or NULL */
@@ -121,6 +124,7 @@ typedef struct {
     const float* after_mlp_norm;       /* or NULL */
     const float* query_norm;           /* [H], or [N H] where norms span all heads; or NULL */
     const float* key_norm;             /* likewise */
+    const float* sinks;                /* [N]: a score that takes its share of attention, and adds nothing; or NULL */
     int64_t window;                    /* tokens that a token sees, itself included; 0: all */
     int64_t rope;                      /* index into `rope_frequencies` */
 } ob_layer;

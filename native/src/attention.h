@@ -60,6 +60,7 @@ public:
           model_(*context.model),
           layer_(layer),
           window_(model_.layers[layer].window),
+          sinks_(model_.layers[layer].sinks),
           group_(model_.num_heads / model_.num_kv_heads),
           head_(padded_head(model_)),
           bytes_(bytes),
@@ -69,9 +70,10 @@ public:
         const ob_step& step = *context_.step;
         const int64_t num_rows = item.num_tokens * group_;
         gather_queries(item);
+        const bool has_sinks = sinks_ != nullptr && item.piece < 0;  // of pieces: `merge` adds them
         for (int64_t row = 0; row < num_rows; ++row) {
-            scratch_.peaks[row] = kMasked;
-            scratch_.totals[row] = 0;
+            scratch_.peaks[row] = has_sinks ? sinks_[item.kv_head * group_ + row % group_] : kMasked;
+            scratch_.totals[row] = has_sinks ? 1 : 0;
         }
         memset(scratch_.mixed, 0, num_rows * head_ * sizeof(float));
 
@@ -299,12 +301,13 @@ public:
     // Puts the partial results of a context that was divided together.
     void merge(const MergeItem& item) {
         for (int64_t g = 0; g < group_; ++g) {
-            float peak = kMasked;
+            const float sink = sinks_ != nullptr ? sinks_[item.kv_head * group_ + g] : kMasked;
+            float peak = sink;
             for (int64_t piece = 0; piece < item.num_pieces; ++piece) {
                 const float own = partial(item.first_piece + piece, g)[head_];
                 peak = own > peak ? own : peak;
             }
-            float total = 0;
+            float total = sinks_ != nullptr ? fade(sink - peak) : 0;
             float* mixed = scratch_.mixed;
             memset(mixed, 0, head_ * sizeof(float));
             for (int64_t piece = 0; piece < item.num_pieces; ++piece) {
@@ -321,7 +324,9 @@ public:
 private:
     const StepContext& context_;
     const ob_model& model_;
-    const int64_t layer_, window_, group_, head_;
+    const int64_t layer_, window_;
+    const float* const sinks_;
+    const int64_t group_, head_;
     const QuantizedRows bytes_;
     AttentionScratch<E> scratch_;
 };

@@ -46,9 +46,10 @@ public:
     void route(Range tokens) {
         const int64_t stride = context_.router_stride, count = model_.num_experts;
         float* logits = context_.router_logits;
+        const float* bias = layer_.router_bias;
         multiply<E>(*layer_.router, normed_, tokens, {0, layer_.router->num_panels}, nullptr, scratch_, arithmetic_,
                     [=](int64_t row, int64_t panel, const float* sums) {
-                        copy_panel(logits + row * stride, panel, count, sums, nullptr);
+                        copy_panel(logits + row * stride, panel, count, sums, bias);
                     });
         for (int64_t token = tokens.first; token < tokens.end; ++token) share(token, logits + token * stride);
     }
@@ -98,15 +99,21 @@ private:
         Number* gated = (Number*)context_.expert_gated;
         Number* own = (Number*)context_.gathered + thread_ * kMostColumnRows * context_.hidden_stride;
         const int64_t stride = context_.expert_stride;
-        const bool is_silu = model_.activation == OB_ACTIVATION_SILU;
+        const int32_t activation = model_.activation;
+        const float* all_biases = layer_.expert_gate_up_bias;
+        const float* bias = all_biases == nullptr ? nullptr : all_biases + expert * 2 * model_.expert_size;
         for (int64_t first = all.first; first < all.end; first += kMostColumnRows) {
             const Range some = {first, all.end < first + kMostColumnRows ? all.end : first + kMostColumnRows};
             for (int64_t row = some.first; row < some.end; ++row)
                 memcpy(own + (row - first) * normed_.stride, normed_.row(token(row)), normed_.stride * sizeof(Number));
             multiply<E>(w, {own, normed_.stride, {}, first}, some, panels(w), nullptr, scratch_, arithmetic_,
                         [=](int64_t row, int64_t panel, const float* sums) {
-                            const F16 opened = is_silu ? silu(load(sums)) : gelu_tanh(load(sums));
-                            store_as(gated + row * stride + panel * 16, opened * load(sums + 16));
+                            F16 gate = load(sums), up = load(sums + 16);
+                            if (bias != nullptr) {
+                                gate = gate + load(bias + panel * 32);
+                                up = up + load(bias + panel * 32 + 16);
+                            }
+                            store_as(gated + row * stride + panel * 16, activate(activation, gate, up));
                         });
         }
     }
@@ -114,10 +121,11 @@ private:
     void add(int64_t expert) {
         const ob_matrix& w = *layer_.expert_down[expert];
         const int64_t stride = context_.hidden_stride, width = model_.hidden_size;
+        const float* bias = layer_.expert_down_bias == nullptr ? nullptr : layer_.expert_down_bias + expert * width;
         multiply<E>(w, {(const Number*)context_.expert_gated, context_.expert_stride}, rows(expert), panels(w), nullptr,
                     scratch_, arithmetic_, [&](int64_t row, int64_t panel, const float* sums) {
                         const float scale = model_.residual_scale * context_.shares[order_[row]];
-                        add_panel(context_.hidden + token(row) * stride, panel, width, sums, nullptr, scale);
+                        add_panel(context_.hidden + token(row) * stride, panel, width, sums, bias, scale);
                     });
     }
 

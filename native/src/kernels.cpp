@@ -285,15 +285,10 @@ private:
         const Inputs<E> inputs = normed(rows_, layer.mlp_norm);
         const QuantizedRows bytes = shared_bytes(down);
         const Range own = gated_panels(gate_up);
-        if (model_.activation == OB_ACTIVATION_SILU) {
-            product(gate_up, inputs, own, down, [=](int64_t row, int64_t panel, const float* sums) {
-                store_as(gated + row * stride + panel * 16, silu(load(sums)) * load(sums + 16));
-            });
-        } else {
-            product(gate_up, inputs, own, down, [=](int64_t row, int64_t panel, const float* sums) {
-                store_as(gated + row * stride + panel * 16, gelu_tanh(load(sums)) * load(sums + 16));
-            });
-        }
+        const int32_t activation = model_.activation;
+        product(gate_up, inputs, own, down, [=](int64_t row, int64_t panel, const float* sums) {
+            store_as(gated + row * stride + panel * 16, activate(activation, load(sums), load(sums + 16)));
+        });
         if (bytes.values != nullptr) quantize_part(bytes, gated, stride, rows_, {own.first / 2, (own.end + 1) / 2});
         meet_if_divided_by_columns();
         const bool is_last = index + 1 == model_.num_layers;

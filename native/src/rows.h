@@ -78,6 +78,18 @@ OB_INLINE F16 gelu_tanh(F16 x) {
     return x * sigmoid(u);
 }
 
+// gpt-oss: both held within 7, one is added to `up`.
+OB_INLINE F16 clamped_swiglu(F16 gate, F16 up) {
+    const F16 most = splat(7.0f);
+    gate = min(gate, most);
+    up = max(min(up, most), splat(-7.0f));
+    return gate * sigmoid(splat(1.702f) * gate) * (up + splat(1.0f));
+}
+OB_INLINE F16 activate(int32_t activation, F16 gate, F16 up) {
+    if (activation == OB_ACTIVATION_CLAMPED_SWIGLU) return clamped_swiglu(gate, up);
+    return (activation == OB_ACTIVATION_SILU ? silu(gate) : gelu_tanh(gate)) * up;
+}
+
 OB_INLINE void copy_panel(float* row, int64_t panel, int64_t num_outputs, const float* sums, const float* bias) {
     const int64_t first = panel * kPanelOutputs;
     if (bias == nullptr && first + kPanelOutputs <= num_outputs) {

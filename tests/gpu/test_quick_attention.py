@@ -54,6 +54,7 @@ def layer() -> LayerSpec:
         window=None,
         frequencies_H=torch.ones(64, device=CUDA),
         factors_H=torch.ones(64, device=CUDA),
+        sinks_N=None,
         query_norm=None,
         key_norm=None,
     )

@@ -60,4 +60,5 @@ def test_constants(header: str) -> None:
     assert {
         "silu": constants["OB_ACTIVATION_SILU"],
         "gelu_pytorch_tanh": constants["OB_ACTIVATION_GELU_TANH"],
+        "clamped_swiglu": constants["OB_ACTIVATION_CLAMPED_SWIGLU"],
     } == library.ACTIVATIONS

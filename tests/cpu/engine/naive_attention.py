@@ -169,6 +169,7 @@ def layer_spec(config: ModelConfig, layer_index: int = 0) -> LayerSpec:
         window=config.layer_window(layer_index),
         frequencies_H=rotation.frequencies_H,
         factors_H=rotation.factors_H,
+        sinks_N=None,
         query_norm=None,
         key_norm=None,
     )

@@ -108,8 +108,12 @@ class ReferenceKernels(TorchKernels):
         scores_RKGC = (
             (q_RKGH @ k_RKCH.transpose(2, 3)).mul_(layer.scale).masked_fill_(hidden_R11C, -torch.inf)
         )
+        if layer.sinks_N is not None:
+            sinks_RKG1 = layer.sinks_N.view(1, layer.num_kv_heads, -1, 1).expand(num_rows, -1, -1, -1)
+            scores_RKGC = torch.cat((scores_RKGC, sinks_RKG1), -1)
+        shares_RKGC = scores_RKGC.softmax(-1)[..., : len(keys_C)]
         # What is hidden may be another request's NaN, which a weight of zero would let through.
-        mixed_RKGH = scores_RKGC.softmax(-1) @ v_RKCH.masked_fill(hidden_RC[:, None, :, None], 0.0)
+        mixed_RKGH = shares_RKGC @ v_RKCH.masked_fill(hidden_RC[:, None, :, None], 0.0)
         out_RNH.copy_(mixed_RKGH.view(out_RNH.shape))
 
     def draw(self, logits_RV: Tensor, params: DrawParams, best: BestBuffers, ids_R: Tensor) -> None:

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -36,6 +38,7 @@ from transformers import (
 
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.model_config import model_config_from_hf
+from onbeat.engine.model_config.families import FAMILIES as ARCHITECTURES
 from onbeat.engine.torch.types import torch_dtype
 from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights import Checkpoint, parameter_shapes
@@ -144,6 +147,28 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "attn_implementation": "eager",
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "intermediate_size": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 20,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         Qwen3MoeForCausalLM,
@@ -166,7 +191,12 @@ class StateCheckpoint(Checkpoint):
 
     def __init__(self, hf_model: Any) -> None:
         super().__init__(model_config_from_hf(hf_model.config.to_dict()))
-        self.state = hf_model.state_dict()
+        family = ARCHITECTURES[self.config.architecture]
+        self.state = {
+            name: part
+            for whole, tensor in hf_model.state_dict().items()
+            for name, part in family.own_tensors(whole, tensor)
+        }
         shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
         self.rows = find_rows(shapes, parameter_shapes(self.config), self.config)
 
@@ -204,7 +234,8 @@ class TinyModel:
 def hf_tiny_model(name: str, dtype: torch.dtype) -> Any:
     """Return a random reference model, the same for the same name."""
     model_class, config_class, options = FAMILIES[name]
-    config = config_class(**{**SIZES, **options}, attn_implementation="sdpa", experts_implementation="eager")
+    options = {**SIZES, "attn_implementation": "sdpa", **options}
+    config = config_class(**options, experts_implementation="eager")
     config.architectures = [model_class.__name__]
     torch.manual_seed(len(name))
     hf_model = model_class(config).to(torch.float64)

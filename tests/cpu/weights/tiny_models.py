@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from onbeat.engine.model_config import model_config_from_hf
+from onbeat.engine.model_config.families import FAMILIES as ARCHITECTURES
 from onbeat.engine.weights import parameter_shapes
 from onbeat.engine.weights.parameters import find_rows
 
@@ -25,6 +26,14 @@ COMMON: dict[str, Any] = dict(  # noqa: C408 -- as at the call
     max_position_embeddings=256,
 )
 NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**COMMON, tie_word_embeddings=False),
     "llama-bias": lambda: transformers.LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=True),
@@ -59,6 +68,13 @@ FAMILIES: dict[str, Any] = {
         logits_scaling=5.0,
     ),
     "mixtral": lambda: transformers.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **COMMON | {"head_dim": 32},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        rope_parameters={"rope_theta": 10000.0, **YARN},
+    ),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **COMMON | {"head_dim": 32},
         num_experts=4,
@@ -79,6 +95,7 @@ GGUF_ARCHITECTURES = {
     "granite": "granite",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
 }
 PERMUTED = ("llama", "smollm3", "granite")
 """Architectures whose queries and keys the converter puts in another order."""
@@ -101,6 +118,8 @@ _RENAMED = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate.": "ffn_gate_inp.",
+    "mlp.router.": "ffn_gate_inp.",
+    "self_attn.sinks": "attn_sinks.weight",
 }
 _AROUND = ("gemma3_text", "olmo2")
 """Models that have norms after attention and feed-forward."""
@@ -119,8 +138,13 @@ def tiny_model(family: str) -> Any:
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """Return a model's parameters by onbeat's names, a tied head left out."""
-    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     config = model_config_from_hf(model.config.to_dict())
+    family = ARCHITECTURES[config.architecture]
+    found = {
+        name: part
+        for whole, parameter in model.named_parameters()
+        for name, part in family.own_tensors(whole, parameter.detach())
+    }
     rows = find_rows(
         {name: tuple(tensor.shape) for name, tensor in found.items()}, parameter_shapes(config), config
     )
@@ -144,18 +168,26 @@ def write_gguf(path: Path, model: Any, types: dict[str, gguf.GGMLQuantizationTyp
 
 def gguf_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yield a model's tensors as llama.cpp's converter writes them: all experts of a layer in one."""
+    config = model.config
     for name, tensor in model.named_parameters():
         values = tensor.detach().numpy()
         prefix = name.split(".mlp.")[0].replace("model.layers.", "blk.")
-        if name.endswith("experts.gate_up_proj"):
+        if config.model_type == "gpt_oss" and ".experts." in name:
+            module, is_bias = name.rpartition(".experts.")[2].partition("_proj")[0], "bias" in name
+            values = values if is_bias else values.swapaxes(1, 2)
+            kind = "bias" if is_bias else "weight"
+            parts = {"down": values} if module == "down" else {"gate": values[:, ::2], "up": values[:, 1::2]}
+            for part, rows in parts.items():
+                yield f"{prefix}.ffn_{part}_exps.{kind}", np.ascontiguousarray(rows)
+        elif name.endswith("experts.gate_up_proj"):
             gate, up = np.split(values, 2, axis=1)
             yield f"{prefix}.ffn_gate_exps.weight", gate
             yield f"{prefix}.ffn_up_exps.weight", up
         elif name.endswith("experts.down_proj"):
             yield f"{prefix}.ffn_down_exps.weight", values
         else:
-            yield to_gguf(name, values, model.config)
-    rope = getattr(model.config, "rope_parameters", None) or {}
+            yield to_gguf(name, values, config)
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         for length in ("long", "short"):
             yield f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32)
@@ -175,7 +207,7 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_token_list([f"token {i} é" for i in range(config.vocab_size)])
     writer.add_token_types([1] * config.vocab_size)
     writer.add_array("general.languages", ["en"])
-    if config.model_type in ("gemma3_text", "phi3"):
+    if config.model_type in ("gemma3_text", "phi3", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "phi3":
         rope = config.rope_parameters
@@ -187,9 +219,14 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if config.model_type in ("mixtral", "qwen3_moe"):
+    if config.model_type in ("mixtral", "qwen3_moe", "gpt_oss"):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(YARN["factor"])
+        writer.add_rope_scaling_orig_ctx_len(YARN["original_max_position_embeddings"])
     if config.model_type == "qwen3_moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type != "gemma3_text":
@@ -216,6 +253,8 @@ def to_gguf(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray
         short = short.replace("post_attention_layernorm", "post_attention_norm")
         short = short.replace("pre_feedforward_layernorm", "ffn_norm")
         short = short.replace("post_feedforward_layernorm", "post_ffw_norm")
+    if config.model_type == "gpt_oss":
+        short = short.replace("post_attention_layernorm", "post_attention_norm")
     short = short.replace("post_attention_layernorm", "ffn_norm")
     for long_name, short_name in _RENAMED.items():
         short = short.replace(long_name, short_name)

@@ -48,6 +48,8 @@ MakeKernels = Callable[[KernelSizes], GraphKernels]
 def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> str | None:
     """Return why the GPU engine cannot serve a model on a device; None where it can."""
     head_dim = checkpoint.config.head_dim
+    if checkpoint.config.has_sinks:
+        return "it has no attention sinks"
     if device.dtype != BFLOAT16:
         return f"it computes in bfloat16, not in {device.dtype.name}"
     if head_dim not in HEAD_DIMS:

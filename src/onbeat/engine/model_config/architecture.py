@@ -10,7 +10,7 @@ from typing import Literal
 
 from onbeat.core.errors import ModelLoadError, NeedsVllm
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
 RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "factors"]
 NormPlaces = Literal["before", "after", "around"]
 """Where a layer's norms are: before attention and feed-forward (Llama), after them (OLMo 2), both (Gemma)."""
@@ -20,7 +20,6 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "linear attention (gated DeltaNet)": ("qwen35", "qwen3next"),
     "rotary positions of three parts": ("qwen2vl", "qwen25omni", "qwen3omni"),
     "experts of a layer turned round in one tensor": ("qwen3vlmoe",),
-    "attention sinks and MXFP4 experts": ("gptoss",),
     "layers with two head sizes and shared KV": ("gemma4",),
     "latent attention (MLA)": ("deepseekv2", "deepseekv3", "deepseek2"),
     "attention in both directions": ("bert", "modernbert", "roberta", "xlmroberta", "gemma3text", "gemmaemb"),
@@ -79,6 +78,11 @@ class Experts:
     """Of one expert."""
     normalizes: bool = True
     """Whether the weights that count are divided by their sum."""
+    chooses_first: bool = False
+    """Whether the softmax is of the chosen ones alone, in the model's type: `normalizes`, rounded in
+    another order."""
+    has_bias: bool = False
+    """Whether the router and all projections have biases (gpt-oss)."""
     layers: tuple[bool, ...] = ()
     """For each layer whether it has experts; empty means that all have."""
 
@@ -123,6 +127,8 @@ class ModelConfig:
     norms: NormPlaces = "before"
     qk_norm: QKNorm | None = None
     """Whether queries and keys pass an RMSNorm before the rotary embedding, and what it spans."""
+    has_sinks: bool = False
+    """Whether each head has a score that takes its share of attention, and adds nothing (gpt-oss)."""
     nope_layers: tuple[bool, ...] = ()
     """For each layer whether it has no rotary embedding; empty means that all have one."""
     experts: Experts | None = None

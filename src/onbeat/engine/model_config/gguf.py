@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig, unsupported_architecture
-from onbeat.engine.model_config.families import FAMILIES, GGUF_FAMILIES, Family, read_model
+from onbeat.engine.model_config.families import FAMILIES, GGUF_FAMILIES, Family, GgufRules, read_model
 from onbeat.engine.model_config.rope import RopeSizes, longrope, yarn, yarn_magnitude
 from onbeat.engine.model_config.values import Values
 
@@ -111,7 +111,7 @@ def model_config_from_gguf(
     return read_model(
         family,
         values,
-        lambda sizes: _ropes(values, family, rules.theta, rope_factors, sizes),
+        lambda sizes: _ropes(values, family, rules, rope_factors, sizes),
         neutral=_MUST_BE_NEUTRAL,
         served_len=served_len,
         tie_word_embeddings="output.weight" not in tensor_names,
@@ -142,19 +142,19 @@ def _values(metadata: Mapping[str, Any], prefix: str) -> Values:
 
 
 def _ropes(
-    values: Values, family: Family, theta: float, factors: RopeFactors, sizes: RopeSizes
+    values: Values, family: Family, rules: GgufRules, factors: RopeFactors, sizes: RopeSizes
 ) -> tuple[RopeConfig, RopeConfig | None]:
     values.refuse_unless("attention.value_length", sizes.head_dim)
     if not family.rope.is_partial:
         values.refuse_unless("rope.dimension_count", sizes.head_dim)
     local = RopeConfig(theta=values.number("rope.freq_base_swa", 10_000.0))
-    return _rope(values, theta, factors, sizes), local if family.rope.per_layer_type else None
+    return _rope(values, rules, factors, sizes), local if family.rope.per_layer_type else None
 
 
-def _rope(values: Values, default_theta: float, factors: RopeFactors, sizes: RopeSizes) -> RopeConfig:
+def _rope(values: Values, rules: GgufRules, factors: RopeFactors, sizes: RopeSizes) -> RopeConfig:
     rotary_dim = values.size("rope.dimension_count", sizes.head_dim)
     rope = RopeConfig(
-        theta=values.number("rope.freq_base", default_theta),
+        theta=values.number("rope.freq_base", rules.theta),
         rotary_dim=None if rotary_dim == sizes.head_dim else rotary_dim,
     )
     kind = values.raw("rope.scaling.type")
@@ -178,6 +178,7 @@ def _rope(values: Values, default_theta: float, factors: RopeFactors, sizes: Rop
             values.number("rope.scaling.yarn_beta_fast", 32.0),
             values.number("rope.scaling.yarn_beta_slow", 1.0),
             width=rotary_dim,
+            truncates=rules.truncates_yarn,
             attention_factor=values.number("rope.scaling.attn_factor", 1.0) * yarn_magnitude(scale),
         )
     if kind not in (None, "none", "linear"):

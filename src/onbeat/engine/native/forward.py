@@ -300,7 +300,7 @@ class _EngineStructures:
     def _layer(self, layer: LayerWeights, *, window: int, rope: int) -> LayerStructure:
         vectors = (
             *("qkv_bias", "o_bias", "attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
-            *("query_norm", "key_norm"),
+            *("query_norm", "key_norm", "sinks"),
         )
         return LayerStructure(
             qkv=_handles(layer.qkv, MOST_QKV),
@@ -316,12 +316,24 @@ class _EngineStructures:
             return {"gate_up": weights.gate_up.handle, "down": weights.down.handle}
         gate_up = _handles([expert.gate_up for expert in weights.experts], len(weights.experts))
         down = _handles([expert.down for expert in weights.experts], len(weights.experts))
-        self._expert_pointers += [gate_up, down]
+        biases = (
+            _stacked([expert.gate_up_bias for expert in weights.experts]),
+            _stacked([expert.down_bias for expert in weights.experts]),
+        )
+        self._expert_pointers += [gate_up, down, biases]
         return {
             "router": weights.router.handle,
+            "router_bias": address(weights.router_bias, np.float32),
+            "expert_gate_up_bias": address(biases[0], np.float32),
+            "expert_down_bias": address(biases[1], np.float32),
             "expert_gate_up": ctypes.addressof(gate_up),
             "expert_down": ctypes.addressof(down),
         }
+
+
+def _stacked(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
+    found = [array for array in arrays if array is not None]
+    return np.stack(found) if found else None
 
 
 def _pointers(arrays: Sequence[FloatArray]) -> Any:

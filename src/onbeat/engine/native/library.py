@@ -62,7 +62,7 @@ class Source(IntEnum):
     E2M1_16 = 1000
 
 
-ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
 """By the name in `ModelConfig.hidden_activation`."""
 
 ACTIVATION_QUANTIZATIONS: Mapping[ActivationQuantization, int] = {"auto": 0, "none": 1, "int8": 2}
@@ -83,6 +83,9 @@ class LayerStructure(Structure):
         ("router", c_void_p),
         ("expert_gate_up", c_void_p),
         ("expert_down", c_void_p),
+        ("router_bias", c_void_p),
+        ("expert_gate_up_bias", c_void_p),
+        ("expert_down_bias", c_void_p),
         ("qkv_bias", c_void_p),
         ("o_bias", c_void_p),
         ("attention_norm", c_void_p),
@@ -91,6 +94,7 @@ class LayerStructure(Structure):
         ("after_mlp_norm", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("sinks", c_void_p),
         ("window", c_int64),
         ("rope", c_int64),
     )

@@ -33,6 +33,9 @@ class GatedWeights:
 
     gate_up: PackedMatrix
     down: PackedMatrix
+    gate_up_bias: FloatArray | None = None
+    """In the order of the matrix."""
+    down_bias: FloatArray | None = None
 
     @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
@@ -50,6 +53,7 @@ class ExpertWeights:
     router: PackedMatrix
     experts: tuple[GatedWeights, ...]
     num_per_token: int
+    router_bias: FloatArray | None
 
     @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
@@ -77,6 +81,7 @@ class LayerWeights:
     after_mlp_norm: FloatArray | None
     query_norm: FloatArray | None
     key_norm: FloatArray | None
+    sinks: FloatArray | None
 
     @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
@@ -194,6 +199,7 @@ class WeightPacker:
             after_mlp_norm=after_mlp_norm,
             query_norm=self._norm(f"{attention}.q_norm") if config.qk_norm else None,
             key_norm=self._norm(f"{attention}.k_norm") if config.qk_norm else None,
+            sinks=self._vector(f"{attention}.sinks") if config.has_sinks else None,
         )
 
     def _rows(self, *names: str, num_inputs: int | None = None) -> PackedMatrix:
@@ -211,13 +217,14 @@ class WeightPacker:
         return ExpertWeights(
             self._rows(f"{prefix}.gate.weight"),
             tuple(
-                self._gated(f"{prefix}.experts.{index}", self._layouts.expert_size)
+                self._gated(f"{prefix}.experts.{index}", self._layouts.expert_size, has_bias=sizes.has_bias)
                 for index in range(sizes.num_experts)
             ),
             sizes.num_per_token,
+            self._bias(f"{prefix}.gate") if sizes.has_bias else None,
         )
 
-    def _gated(self, prefix: str, padded_size: int) -> GatedWeights:
+    def _gated(self, prefix: str, padded_size: int, *, has_bias: bool = False) -> GatedWeights:
         size, num_inputs = self._shapes[f"{prefix}.gate_proj.weight"]
         blocks, offsets = np.divmod(np.arange(size), INTERLEAVED_ROWS)
         gates = 2 * INTERLEAVED_ROWS * blocks + offsets
@@ -225,10 +232,16 @@ class WeightPacker:
             Part(f"{prefix}.gate_proj.weight", gates),
             Part(f"{prefix}.up_proj.weight", gates + INTERLEAVED_ROWS),
         ]
-        return GatedWeights(
+        matrices = (
             self._fuse(parts, 2 * padded_size, num_inputs),
             self._rows(f"{prefix}.down_proj.weight", num_inputs=padded_size),
         )
+        if not has_bias:
+            return GatedWeights(*matrices)
+        bias = np.zeros(2 * padded_size, np.float32)
+        bias[gates] = self._bias(f"{prefix}.gate_proj")
+        bias[gates + INTERLEAVED_ROWS] = self._bias(f"{prefix}.up_proj")
+        return GatedWeights(*matrices, bias, self._bias(f"{prefix}.down_proj"))
 
     def _fuse(self, parts: Sequence[Part], num_outputs: int, num_inputs: int) -> PackedMatrix:
         """Pack parts in the first layout that takes them all."""

@@ -112,6 +112,11 @@ class TorchForward(ForwardPass):
         return layer_products(self.weights)
 
 
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
+
+
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -173,6 +178,9 @@ class TorchKernels:
     def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
         """Activate the gate and multiply; see `Kernels.act_mul`."""
         gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)
+        if activation == "clamped_swiglu":
+            out_TF.copy_(_clamped_swiglu(gate_TF.to(self._wide), up_TF.to(self._wide)))
+            return
         out_TF.copy_(_ACTIVATIONS[activation](gate_TF.to(self._wide)).mul_(up_TF))
 
     def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> list[_Rows]:
@@ -201,6 +209,7 @@ class TorchKernels:
     ) -> None:
         """Attend, the rows that go together at once; see `Kernels.attend_chunks`."""
         num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
+        sinks_KG1 = None if layer.sinks_N is None else layer.sinks_N.view(num_kv_heads, -1, 1)
         for rows in plan:
             k_RKCH, v_RKCH = (
                 part.flatten(0, 1)
@@ -210,22 +219,16 @@ class TorchKernels:
             )
             q = q_TNH.index_select(0, rows.tokens).view(len(rows.tokens), num_kv_heads, -1, head_dim)
             if rows.mask is not None and rows.mask.dim() == 4:
-                mixed = functional.scaled_dot_product_attention(
-                    q, k_RKCH, v_RKCH, attn_mask=rows.mask, scale=layer.scale
-                )
+                mixed = _mixed(q, k_RKCH, v_RKCH, rows.mask, layer.scale, sinks_KG1)
             else:
                 # The query heads of a KV head are the batch, so that keys and values repeat with stride 0.
                 num_keys = len(rows.tokens) if rows.mask is None else rows.mask.shape[1]
                 k_GKCH, v_GKCH = (
                     part[:, :, :num_keys].expand(q.shape[2], -1, -1, -1) for part in (k_RKCH, v_RKCH)
                 )
-                mixed = functional.scaled_dot_product_attention(
-                    q.permute(2, 1, 0, 3),
-                    k_GKCH,
-                    v_GKCH,
-                    attn_mask=rows.mask,
-                    is_causal=rows.mask is None,
-                    scale=layer.scale,
+                sinks_GK11 = None if sinks_KG1 is None else sinks_KG1.transpose(0, 1)[..., None]
+                mixed = _mixed(
+                    q.permute(2, 1, 0, 3), k_GKCH, v_GKCH, rows.mask, layer.scale, sinks_GK11
                 ).permute(2, 1, 0, 3)
             out_TNH.index_copy_(0, rows.tokens, mixed.reshape(len(rows.tokens), -1, head_dim))
 
@@ -272,6 +275,22 @@ class TorchKernels:
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _mixed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """Attend, all that has no mask causally; sinks are scores that take their shares and add nothing."""
+    if sinks is None:
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    totals = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks.to(scores.dtype))
+    return (scores - totals).exp().to(v.dtype) @ v
 
 
 def _normalised(x: Tensor, norm: Norm) -> Tensor:

@@ -84,6 +84,8 @@ class LayerSpec:
     """Angle per position of each pair of dimensions (i, i + H/2), float32 [H/2]."""
     factors_H: Tensor
     """Factor on cosine and sine of each pair, float32 [H/2]: 1 but for LongRoPE."""
+    sinks_N: Tensor | None
+    """[N], the model's type: of each head, a score that takes its share of attention, and adds nothing."""
     query_norm: Norm | None
     key_norm: Norm | None
     """Of each head, before the rotation."""

@@ -34,15 +34,17 @@ class FeedForward(NamedTuple):
     gate_up_FD: Tensor
     """All of the gate, then all of up: [2 F, D]."""
     down_DF: Tensor
+    gate_up_bias_F: Tensor | None = None
+    down_bias_D: Tensor | None = None
 
     def run(self, x_TD: Tensor, activation: Activation, kernels: Kernels, multiply: Multiply) -> Tensor:
         """Return the result, [T, D]."""
-        gate_up_TF2 = multiply(x_TD, self.gate_up_FD, None)
+        gate_up_TF2 = multiply(x_TD, self.gate_up_FD, self.gate_up_bias_F)
         del x_TD  # a long prompt's largest tensors are wanted again as soon as nobody reads them
         activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // 2)
         kernels.act_mul(gate_up_TF2, activation, activated_TF)
         del gate_up_TF2
-        return multiply(activated_TF, self.down_DF, None)
+        return multiply(activated_TF, self.down_DF, self.down_bias_D)
 
 
 class SparseFeedForward(NamedTuple):
@@ -51,10 +53,11 @@ class SparseFeedForward(NamedTuple):
     router_ED: Tensor
     experts: Sequence[FeedForward]
     sizes: Experts
+    router_bias_E: Tensor | None = None
 
     def run(self, x_TD: Tensor, activation: Activation, kernels: Kernels, multiply: Multiply) -> Tensor:
         """Return the result, [T, D]."""
-        weights_TK, experts_TK = self.route(multiply(x_TD, self.router_ED, None))
+        weights_TK, experts_TK = self.route(multiply(x_TD, self.router_ED, self.router_bias_E))
         # Rows of an expert come together, so that its weights are read once.
         order = experts_TK.flatten().argsort(stable=True)
         counts = experts_TK.flatten().bincount(minlength=len(self.experts)).tolist()
@@ -69,6 +72,9 @@ class SparseFeedForward(NamedTuple):
 
     def route(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts in the model's type, and which they are: [T, K] each."""
+        if self.sizes.chooses_first:
+            scores_TK, experts_TK = scores_TE.topk(self.sizes.num_per_token, dim=-1)
+            return scores_TK.softmax(-1), experts_TK
         probabilities_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
         weights_TK, experts_TK = probabilities_TE.topk(self.sizes.num_per_token, dim=-1)
         if self.sizes.normalizes:
@@ -203,6 +209,7 @@ class _Loader:
                 window=config.layer_window(index),
                 frequencies_H=rotation.frequencies_H,
                 factors_H=rotation.factors_H,
+                sinks_N=self._joined(f"{attention}.sinks") if config.has_sinks else None,
                 query_norm=of_each_head[0],
                 key_norm=of_each_head[1],
             ),
@@ -220,12 +227,22 @@ class _Loader:
         experts = self._config.experts
         if experts is None or not self._config.has_experts(index):
             return self._dense(prefix)
-        parts = [self._dense(f"{prefix}.experts.{number}") for number in range(experts.num_experts)]
-        return SparseFeedForward(self._joined(f"{prefix}.gate.weight"), parts, experts)
+        has_bias = experts.has_bias
+        parts = [
+            self._dense(f"{prefix}.experts.{number}", has_bias=has_bias)
+            for number in range(experts.num_experts)
+        ]
+        router_bias_E = self._joined(f"{prefix}.gate.bias") if has_bias else None
+        return SparseFeedForward(self._joined(f"{prefix}.gate.weight"), parts, experts, router_bias_E)
 
-    def _dense(self, prefix: str) -> FeedForward:
-        gate_up_FD = self._joined(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
-        return FeedForward(gate_up_FD, self._joined(f"{prefix}.down_proj.weight"))
+    def _dense(self, prefix: str, *, has_bias: bool = False) -> FeedForward:
+        gate_up, down = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), f"{prefix}.down_proj"
+        return FeedForward(
+            self._joined(*(f"{part}.weight" for part in gate_up)),
+            self._joined(f"{down}.weight"),
+            self._joined(*(f"{part}.bias" for part in gate_up)) if has_bias else None,
+            self._joined(f"{down}.bias") if has_bias else None,
+        )
 
     def _norm(self, name: str) -> Norm:
         scale_D = self._joined(f"{name}.weight")
@@ -289,7 +306,7 @@ def layer_products(weights: TorchWeights) -> MatrixProducts:
     feed_forward = layer.feed_forward
     if isinstance(feed_forward, SparseFeedForward):
         feed_forward = feed_forward.experts[0]
-    return MatrixProducts((layer.qkv_XD, layer.o_DX, *feed_forward))
+    return MatrixProducts((layer.qkv_XD, layer.o_DX, feed_forward.gate_up_FD, feed_forward.down_DF))
 
 
 class MatrixProducts:

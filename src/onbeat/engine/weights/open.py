@@ -124,16 +124,16 @@ class SafetensorsCheckpoint(Checkpoint):
                     f"{path}: tensor {stored_name} is of type {about['dtype']}, which is not supported; "
                     f"supported: {', '.join(sorted(_FLOAT_TYPES))}"
                 )
-            name, (first, end) = self._own_name(stored_name), about["data_offsets"]
-            shapes[name] = tuple(about["shape"])
+            first, end = about["data_offsets"]
             values = data[start + first : start + end].view(_FLOAT_TYPES[about["dtype"]])
-            self._stored[name] = _Stored(values.reshape(shapes[name]), about["dtype"])
+            whole = values.reshape(about["shape"])
+            for name, part in self._family.own_tensors(self._text_name(stored_name), whole):
+                shapes[name] = part.shape
+                self._stored[name] = _Stored(part, about["dtype"])
         return shapes
 
-    def _own_name(self, stored_name: str) -> str:
-        """Return what a tensor is called here, where its family's files have other names."""
-        for theirs, ours in self._family.hf_names:
-            stored_name = stored_name.replace(theirs, ours)
+    def _text_name(self, stored_name: str) -> str:
+        """Return what a tensor of a multimodal model would be called in its text part alone."""
         prefix = _TEXT_PART.match(stored_name) if self._family.multimodal else None
         if prefix is None:
             return stored_name
@@ -283,6 +283,9 @@ def hf_names(config: ModelConfig, parameters: Iterable[str]) -> dict[str, str]:
     names = {}
     for parameter in parameters:
         stem, _, kind = _EXPERT.sub(".experts.", parameter).rpartition(".")
+        if kind == "sinks":
+            names[f"{table.get_name(parameter)}.weight"] = parameter
+            continue
         prefix, _, module = stem.rpartition(".")
         if rules.fuses and module in _FUSED:
             stem = f"{prefix}.{_FUSED[module]}"

@@ -63,12 +63,15 @@ def shapes_of(rows: Mapping[str, StoredRows], found: Mapping[str, Shape]) -> dic
     for name, (tensor, first, end) in rows.items():
         is_whole = end - first == _num_rows(found[tensor])
         shapes[name] = found[tensor] if is_whole else (end - first, found[tensor][-1])
+        if name.endswith(".bias"):  # an expert's is a row of all experts'
+            shapes[name] = shapes[name][-1:]
     return shapes
 
 
 def _parts(tensor: str, config: ModelConfig) -> Iterator[str]:
     """Yield the parameters that a tensor of several would hold, in their order."""
-    stem = tensor.removesuffix(".weight")
+    kind = "bias" if tensor.endswith(".bias") else "weight"
+    stem = tensor.removesuffix(f".{kind}")
     prefix, _, module = stem.rpartition(".")
     parts = PARTS.get(module, (module,))
     has_all_experts = prefix.endswith(".experts")
@@ -78,7 +81,7 @@ def _parts(tensor: str, config: ModelConfig) -> Iterator[str]:
         prefixes = [f"{prefix}.{index}" for index in range(num_experts)]
     for each in prefixes:
         for part in parts:
-            yield f"{each}.{part}.weight"
+            yield f"{each}.{part}.{kind}"
 
 
 def _num_rows(shape: Shape) -> int:
@@ -132,8 +135,13 @@ def _layer_shapes(config: ModelConfig, index: int) -> dict[str, Shape]:
     if experts is None or not config.has_experts(index):
         return shapes | _mlp_shapes("mlp", config.hidden_size, config.intermediate_size)
     shapes["mlp.gate.weight"] = (experts.num_experts, config.hidden_size)
+    if experts.has_bias:
+        shapes["mlp.gate.bias"] = (experts.num_experts,)
     for expert in range(experts.num_experts):
-        shapes |= _mlp_shapes(f"mlp.experts.{expert}", config.hidden_size, experts.intermediate_size)
+        own = _mlp_shapes(f"mlp.experts.{expert}", config.hidden_size, experts.intermediate_size)
+        shapes |= own
+        if experts.has_bias:
+            shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in own.items()}
     return shapes
 
 
@@ -156,6 +164,8 @@ def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
     shapes["self_attn.o_proj.weight"] = (config.hidden_size, query_size)
     if config.attention_output_bias:
         shapes["self_attn.o_proj.bias"] = (config.hidden_size,)
+    if config.has_sinks:
+        shapes["self_attn.sinks"] = (config.num_heads,)
     if config.qk_norm:
         spans_all = config.qk_norm == "all"
         shapes["self_attn.q_norm.weight"] = (query_size if spans_all else config.head_dim,)

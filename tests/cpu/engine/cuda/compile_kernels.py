@@ -92,6 +92,7 @@ def main() -> None:
                 window=None,
                 frequencies_H=numbers(head_dim // 2, dtype=torch.float32),
                 factors_H=numbers(head_dim // 2, dtype=torch.float32),
+                sinks_N=None,
                 query_norm=head_norm,
                 key_norm=head_norm,
             )

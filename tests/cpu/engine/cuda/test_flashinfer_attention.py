@@ -49,6 +49,7 @@ def layer(window: int | None) -> LayerSpec:
         window=window,
         frequencies_H=torch.ones(32),
         factors_H=torch.ones(32),
+        sinks_N=None,
         query_norm=None,
         key_norm=None,
     )

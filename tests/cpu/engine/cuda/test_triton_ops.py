@@ -82,6 +82,7 @@ def test_rope_store_rotates_queries_and_fills_the_cache(
         window=None,
         frequencies_H=1e4 ** -(torch.arange(0, head_dim, 2) / head_dim),
         factors_H=1.0 + 0.1 * (torch.arange(head_dim // 2) % 3),
+        sinks_N=None,
         query_norm=query_norm,
         key_norm=key_norm,
     )
@@ -110,6 +111,7 @@ def test_values_that_are_no_numbers_are_stored_as_they_are() -> None:
         window=None,
         frequencies_H=torch.ones(32),
         factors_H=torch.ones(32),
+        sinks_N=None,
         query_norm=None,
         key_norm=None,
     )

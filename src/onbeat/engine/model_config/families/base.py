@@ -5,7 +5,7 @@ Values go by their names in a Hugging Face config.json, whichever file they come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,8 @@ class GgufRules:
     """The Hugging Face class of its files that have experts, where that is another family's."""
     theta: float = 10_000.0
     """Where a file has none."""
+    truncates_yarn: bool = True
+    """Whether YaRN counts the pairs between its two speeds in whole ones; a file does not say."""
     has_windows: bool = False
     """Whether llama.cpp keeps to a sliding window."""
     permutes: bool = False
@@ -65,8 +67,19 @@ class Family:
     complete: Complete = unchanged
     gguf: GgufRules | None = None
     """None: another family's GGUF files are this one's, too."""
+    hf_parts: Callable[[str, Any], Iterator[tuple[str, Any]]] | None = None
+    """From a tensor of its Hugging Face files to those that it holds, where their order is one of its own."""
     hf_names: tuple[tuple[str, str], ...] = ()
     """Parts of parameters' names in its Hugging Face files, and what onbeat calls them."""
+
+    def own_tensors(self, name: str, values: Any) -> Iterator[tuple[str, Any]]:
+        """Yield what an array or tensor of a Hugging Face file holds, by the names that onbeat has for it."""
+        for theirs, ours in self.hf_names:
+            name = name.replace(theirs, ours)
+        if self.hf_parts is None:
+            yield name, values
+        else:
+            yield from self.hf_parts(name, values)
 
 
 def read_model(
