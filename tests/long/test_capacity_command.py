@@ -21,7 +21,7 @@ from onbeat.cli.capacity import parse_vary
 from onbeat.cli.capacity_output import CapacityReport, capacity_result
 from onbeat.cli.main import COMMANDS, main
 from onbeat.core.errors import ConfigError
-from onbeat.planner.capacity import Capacity, Outcome
+from onbeat.planner.capacity import Capacity, SearchEnd
 from onbeat.report.result import Table
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
@@ -61,12 +61,12 @@ def test_says_what_is_wrong_with_a_list(texts: list[str], message: str) -> None:
         parse_vary(texts)
 
 
-def make_capacity(outcome: Outcome, rate: float, **labels: str) -> Capacity:
+def make_capacity(outcome: SearchEnd, rate: float, **labels: str) -> Capacity:
     return Capacity(
         labels=tuple(labels.items()),
         outcome=outcome,
         rate=rate,
-        interval=(rate, rate * 1.02 if outcome is Outcome.FOUND else float("inf")),
+        interval=(rate, rate * 1.02 if outcome is SearchEnd.FOUND else float("inf")),
         num_devices=2 if rate else 0,
         reason="at 10.2 requests/s: P99 TBT 110.0 ms > 100.0 ms",
         repeats=(),
@@ -89,7 +89,7 @@ def table_of(report: CapacityReport) -> Table:
 
 
 def test_each_outcome_has_its_words() -> None:
-    report = make_report(*(make_capacity(outcome, 10.0 * (outcome != "infeasible")) for outcome in Outcome))
+    report = make_report(*(make_capacity(outcome, 10.0 * (outcome != "infeasible")) for outcome in SearchEnd))
     rows = table_of(report).cells
     assert [row[1] for row in rows] == ["found", "INFEASIBLE", "none missed", "at least"]
     assert [row[2] for row in rows] == ["10", "-", "10", "10"]
@@ -97,17 +97,17 @@ def test_each_outcome_has_its_words() -> None:
 
 
 def test_the_best_case_serves_most_per_device() -> None:
-    slow, fast = make_capacity(Outcome.FOUND, 4.0, tp="1"), make_capacity(Outcome.FOUND, 6.0, tp="2")
-    report = make_report(slow, fast, make_capacity(Outcome.UNBOUNDED, 99.0))
+    slow, fast = make_capacity(SearchEnd.FOUND, 4.0, tp="1"), make_capacity(SearchEnd.FOUND, 6.0, tp="2")
+    report = make_report(slow, fast, make_capacity(SearchEnd.UNBOUNDED, 99.0))
     assert report.best is fast
     assert not report.is_infeasible
-    none = make_capacity(Outcome.INFEASIBLE, 0.0)
+    none = make_capacity(SearchEnd.INFEASIBLE, 0.0)
     assert make_report(none).is_infeasible
-    assert not make_report(none, make_capacity(Outcome.INTERRUPTED, 0.0)).is_infeasible
+    assert not make_report(none, make_capacity(SearchEnd.INTERRUPTED, 0.0)).is_infeasible
 
 
 def test_the_document_is_plain_json() -> None:
-    capacities = [make_capacity(each, 4.0, tp="1") for each in (Outcome.UNBOUNDED, Outcome.INTERRUPTED)]
+    capacities = [make_capacity(each, 4.0, tp="1") for each in (SearchEnd.UNBOUNDED, SearchEnd.INTERRUPTED)]
     report = make_report(*capacities)
     saved = json.loads(orjson.dumps(capacity_result(report).document()))
     assert saved["interrupted"] is True

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onbeat.core.slo import SLO
-from onbeat.planner.capacity import CapacityTask, Outcome, combine_repeats, find_capacity
+from onbeat.planner.capacity import CapacityTask, SearchEnd, combine_repeats, find_capacity
 from onbeat.planner.cases import run_trial
 from onbeat.planner.objectives import (
     VIDUR,
@@ -67,7 +67,7 @@ def test_finds_the_load_of_a_poisson_queue_with_fixed_service() -> None:
         for seed in range(3)
     ]
     capacity = combine_repeats((), repeats)
-    assert capacity.outcome is Outcome.FOUND
+    assert capacity.outcome is SearchEnd.FOUND
     assert capacity.rate == pytest.approx(0.75, rel=0.1)
     assert capacity.interval[0] <= 0.75 <= capacity.interval[1]
     assert capacity.rate_per_device == capacity.rate / 2
@@ -104,7 +104,7 @@ def test_says_why_even_a_lone_request_misses() -> None:
     load = make_load(100, seed=0, prompt=1024, slo=SLO(ttft=2.0))
     repeat = find_capacity(make_task(FakeCase(1.0), load, ShareObjective()), quiet())
     capacity = combine_repeats((), [repeat])
-    assert capacity.outcome is Outcome.INFEASIBLE
+    assert capacity.outcome is SearchEnd.INFEASIBLE
     assert capacity.rate == 0
     assert "at most 8.000 s" in capacity.reason  # 1024 tokens in steps of 128
 
@@ -121,14 +121,14 @@ def test_says_why_even_a_lone_request_misses() -> None:
 def test_a_case_that_cannot_run_is_infeasible(case: FakeCase, message: str) -> None:
     repeat = find_capacity(make_task(case, make_load(10), VIDUR), quiet())
     capacity = combine_repeats((("policy", "x"),), [repeat])
-    assert capacity.outcome is Outcome.INFEASIBLE
+    assert capacity.outcome is SearchEnd.INFEASIBLE
     assert message in capacity.reason
 
 
 def test_too_short_a_load_is_unbounded() -> None:
     repeat = find_capacity(make_task(FakeCase(0.01), make_load(20), VIDUR), quiet())
     capacity = combine_repeats((), [repeat])
-    assert capacity.outcome is Outcome.UNBOUNDED
+    assert capacity.outcome is SearchEnd.UNBOUNDED
     assert capacity.interval[1] == inf
 
 
@@ -140,20 +140,20 @@ def test_an_interrupted_search_keeps_its_bracket() -> None:
     assert not repeat.bracket.is_finished
     assert heard.is_stop_wanted
     capacity = combine_repeats((), [repeat, None])
-    assert capacity.outcome is Outcome.INTERRUPTED
+    assert capacity.outcome is SearchEnd.INTERRUPTED
     assert capacity.values["outcome"] == "interrupted"
 
 
 def test_a_case_that_did_not_run_is_interrupted() -> None:
     capacity = combine_repeats((), [None])
-    assert capacity.outcome is Outcome.INTERRUPTED
+    assert capacity.outcome is SearchEnd.INTERRUPTED
     assert capacity.reason == "it did not run"
 
 
 def test_one_infeasible_repeat_makes_the_case_infeasible() -> None:
     good = find_capacity(make_task(FakeCase(0.5), make_load(300), VIDUR), quiet())
     bad = find_capacity(make_task(FakeCase(error="too big"), make_load(300), VIDUR), quiet())
-    assert combine_repeats((), [good, bad]).outcome is Outcome.INFEASIBLE
+    assert combine_repeats((), [good, bad]).outcome is SearchEnd.INFEASIBLE
 
 
 def test_a_saved_capacity_has_plain_values() -> None:

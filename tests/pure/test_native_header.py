@@ -53,8 +53,8 @@ def test_constants(header: str) -> None:
     for prefix, kinds in (("OB_STORE_", library.Store), ("OB_SOURCE_", library.Source)):
         found = {name.removeprefix(prefix): constants[name] for name in constants if name.startswith(prefix)}
         assert found == {kind.name: kind.value for kind in kinds}
-    assert {kind.name: constants[f"OB_{kind.name}"] for kind in library.Status} == {
-        kind.name: kind.value for kind in library.Status
+    assert {kind.name: constants[f"OB_{kind.name}"] for kind in library.CallStatus} == {
+        kind.name: kind.value for kind in library.CallStatus
     }
     assert constants["OB_ABI_VERSION"] == library.ABI_VERSION
     assert {

@@ -9,7 +9,7 @@ from typing import Any
 
 from onbeat.cli.answers import COST, LIMIT, cost_text, gpus_text, limit_text, state_text, third_person
 from onbeat.core.errors import ConfigError
-from onbeat.planner.capacity import Capacity, Outcome
+from onbeat.planner.capacity import Capacity, SearchEnd
 from onbeat.planner.cases import Labels, case_name, short_name
 from onbeat.planner.prices import Price, Prices
 from onbeat.report.plot import QUEUE_COLOUR, Figure, axis, figure, latency_axis, rounded, series, with_limits
@@ -22,10 +22,10 @@ PER_GPU = "requests/s per GPU"
 SHORT_LOAD = 30.0
 """Seconds: the delays that objectives limit take some of them to build up."""
 _OUTCOMES = {
-    Outcome.FOUND: "found",
-    Outcome.INFEASIBLE: "INFEASIBLE",
-    Outcome.UNBOUNDED: "none missed",
-    Outcome.INTERRUPTED: "at least",
+    SearchEnd.FOUND: "found",
+    SearchEnd.INFEASIBLE: "INFEASIBLE",
+    SearchEnd.UNBOUNDED: "none missed",
+    SearchEnd.INTERRUPTED: "at least",
 }
 
 
@@ -65,25 +65,25 @@ class CapacityReport:
     @property
     def best(self) -> Capacity | None:
         """The case with the highest rate per device; None where none has a capacity."""
-        found = [each for each in self.capacities if each.outcome is Outcome.FOUND]
+        found = [each for each in self.capacities if each.outcome is SearchEnd.FOUND]
         return max(found, key=lambda each: each.rate_per_device, default=None)
 
     @property
     def is_infeasible(self) -> bool:
         """Whether nothing that was asked for can run or keep the objective."""
-        return all(each.outcome is Outcome.INFEASIBLE for each in self.capacities)
+        return all(each.outcome is SearchEnd.INFEASIBLE for each in self.capacities)
 
     @property
     def is_interrupted(self) -> bool:
         """Whether Ctrl-C ended a search."""
-        return any(each.outcome is Outcome.INTERRUPTED for each in self.capacities)
+        return any(each.outcome is SearchEnd.INTERRUPTED for each in self.capacities)
 
 
 def capacity_result(report: CapacityReport) -> Result:
     """Return what is shown and saved."""
     cases = Table("Capacity", CASE_COLUMNS, [each.values for each in report.capacities], key="cases")
     # A rate that nothing limited says how far the search went; beside it no other could be seen.
-    bounded = [each for each in report.capacities if each.outcome is not Outcome.UNBOUNDED]
+    bounded = [each for each in report.capacities if each.outcome is not SearchEnd.UNBOUNDED]
     axes = dict.fromkeys(name for each in bounded for name, _ in each.labels)
     figures = Plots([capacity_over_figure(bounded, name) for name in axes], per_row=2)
     title = "Cases" if len(report.capacities) > 1 else "The numbers"
@@ -134,7 +134,7 @@ def _search_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
         hover = f"%{{y:.4g}} {unit} at %{{x:.4g}} requests/s"
         lines.append(series(case_name(each.labels), position, rounded(xs), rounded(ys), hover=hover))
         limits.add(own[0][1].limit)
-        if each.outcome is Outcome.FOUND:
+        if each.outcome is SearchEnd.FOUND:
             found.append((each.rate, own[0][1].limit * scale))
     if not lines:
         return None
@@ -160,7 +160,7 @@ def capacity_over_figure(capacities: Sequence[Capacity], name: str) -> Figure | 
     for each in capacities:
         labels = dict(each.labels)
         value = _number(labels.pop(name, ""))
-        if value is not None and each.outcome is not Outcome.INTERRUPTED:
+        if value is not None and each.outcome is not SearchEnd.INTERRUPTED:
             groups.setdefault(case_name(tuple(labels.items())), []).append((value, each))
     values = {value for points in groups.values() for value, _ in points}
     if len(values) < 2:
@@ -215,7 +215,7 @@ def _number(text: str) -> float | None:
 
 def _warnings(report: CapacityReport) -> Iterator[str]:
     for each in report.capacities:
-        if each.outcome is Outcome.UNBOUNDED:
+        if each.outcome is SearchEnd.UNBOUNDED:
             yield (
                 f"{case_name(each.labels)}: no rate missed the objective, so the load is too short to "
                 "saturate it; raise --num-prompts"
@@ -232,12 +232,12 @@ def _warnings(report: CapacityReport) -> Iterator[str]:
 def answer_of(report: CapacityReport) -> str:
     """Return the answer in a sentence or two."""
     best = report.best or max(report.capacities, key=lambda each: each.rate_per_device)
-    if best.outcome is Outcome.INFEASIBLE:
+    if best.outcome is SearchEnd.INFEASIBLE:
         return f"INFEASIBLE: no rate keeps the objective: {best.reason}."
     price = price_of(report, best)
     usd = "" if price is None else f"; ${price.usd_per_hour * best.num_devices:,.2f} an hour"
     gpus = gpus_text(device_of(report, best), best.num_devices)
-    rate = {Outcome.UNBOUNDED: "more than ", Outcome.INTERRUPTED: "at least "}.get(best.outcome, "")
+    rate = {SearchEnd.UNBOUNDED: "more than ", SearchEnd.INTERRUPTED: "at least "}.get(best.outcome, "")
     does = f"serve {rate}{significant(best.rate)} requests/s", report.promises[best.labels]
     serve, keep = map(third_person, does) if best.num_devices == 1 else does
     which = "" if len(report.capacities) == 1 else f" The best of {len(report.capacities)} cases: "

@@ -71,7 +71,7 @@ class ChatOptions:
         return {**stated, "shed": self.shed} if stated else {}
 
 
-class Refused(OnbeatError):
+class NoAnswer(OnbeatError):
     """The server gives no answer; the message is what it says."""
 
 
@@ -189,7 +189,7 @@ class Talk:
         answer = Answer()
         try:
             await self._stream(asked, answer)
-        except Refused as error:
+        except NoAnswer as error:
             self._say(str(error), style="yellow")
             return False
         except aiohttp.ClientError as error:
@@ -239,7 +239,7 @@ def _session() -> aiohttp.ClientSession:
 
 def _take(event: dict[str, Any], answer: Answer) -> None:
     if event.get("error"):
-        raise Refused(f"the answer broke off: {error_text(event)}")
+        raise NoAnswer(f"the answer broke off: {error_text(event)}")
     for choice in event.get("choices", ()):
         text = choice["delta"].get("content") or ""
         answer.text += text
@@ -268,12 +268,12 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     if not isinstance(body, dict):
         body = {"error": f"HTTP {response.status}"}
     if response.status == 401:
-        raise Refused("the server wants an API key; put it into $OPENAI_API_KEY")
+        raise NoAnswer("the server wants an API key; put it into $OPENAI_API_KEY")
     text = error_text(body)
     if error_code(body) in _REFUSALS:
         wait = response.headers.get("retry-after-ms")
         text = f"refused: {text}" + (f"; try again in {float(wait) / 1000:.1f} s" if wait else "")
-    raise Refused(text)
+    raise NoAnswer(text)
 
 
 def _verdict(answer: Answer) -> str:

@@ -31,10 +31,10 @@ from onbeat.core.options import changed, check, option, part, settings_of
 from onbeat.core.slo import SLO_CLASSES
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.planner.buckets import buckets_of
-from onbeat.planner.fleet_plan import Planner
+from onbeat.planner.fleet_plan import PlanSearch
 from onbeat.planner.objectives import ShareObjective, parse_objective
 from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
-from onbeat.planner.plan_task import Fleet, PlanInterrupted, PlanProgress, PlanTask
+from onbeat.planner.plan_task import PlanInterrupted, PlannedFleet, PlanProgress, PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.planner.units import choices_of, longest_request, make_units, rate_unit
 from onbeat.report.result import ResultOptions
@@ -318,7 +318,7 @@ def _plan(args: argparse.Namespace, options: PlanOptions, console: Console) -> P
         raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
     with show_progress(console, is_quiet=options.result.disable_tqdm) as progress:
         buckets = buckets_of(task.load)
-        planner = Planner(task=task, jobs=options.study.jobs, progress=progress)
+        planner = PlanSearch(task=task, jobs=options.study.jobs, progress=progress)
         plan = planner.plan([rate_unit(unit, buckets) for unit in units], left_out)
     return PlanReport(args=args, base=base, task=task, plan=plan, prices=prices)
 
@@ -368,7 +368,7 @@ def save_plan(path: Path, report: PlanReport) -> None:
     write_plan(path, serve_settings(report, best), promise_section(report, best) | {"load": load})
 
 
-def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
+def serve_settings(report: PlanReport, fleet: PlannedFleet) -> dict[str, Any]:
     """Return the flags of a server with this fleet."""
     base, args = report.base, report.args
     settings: dict[str, Any] = {"model": args.model, "policy": "slo"}
@@ -413,7 +413,7 @@ def not_served(base: Deployment) -> str:
     )
 
 
-def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
+def promise_section(report: PlanReport, fleet: PlannedFleet) -> dict[str, Any]:
     """Return the promise, and where it comes from."""
     task, attainment, capacity = report.task, fleet.attainment, fleet.capacity
     file = report.args.trace or report.args.dataset_path

@@ -10,7 +10,7 @@ from typing import Any
 
 from onbeat.cli.answers import COST, LIMIT, cost_text, gpus_text, promise_text, third_person
 from onbeat.cli.outputs import shown_settings
-from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
+from onbeat.planner.plan_task import FleetPlan, PlannedFleet, PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.report.objectives import classes_text
 from onbeat.report.plot import CATEGORIES, COLOURS, MISSED_COLOUR, Figure, bars, figure, series, trace
@@ -100,7 +100,7 @@ UNIT_COLUMNS = (
 )
 
 
-def fleet_values(fleet: Fleet, rate: float) -> dict[str, Any]:
+def fleet_values(fleet: PlannedFleet, rate: float) -> dict[str, Any]:
     """Return a fleet as a file has it.
 
     Parameters
@@ -324,7 +324,7 @@ def _short_run(report: PlanReport) -> list[str]:
     ]
 
 
-def _classes(best: Fleet, share: float) -> list[str]:
+def _classes(best: PlannedFleet, share: float) -> list[str]:
     """Say how each of several classes of objectives fares; the promise is of all requests together."""
     shares = best.by_class
     if len(shares) < 2:
@@ -337,7 +337,7 @@ def _classes(best: Fleet, share: float) -> list[str]:
     return [f"In time by class: {each}{note}."]
 
 
-def _verified(report: PlanReport, fleet: Fleet) -> str:
+def _verified(report: PlanReport, fleet: PlannedFleet) -> str:
     attainment = fleet.attainment
     assert attainment is not None, "a fleet that keeps the promise has finished its runs"
     runs = len(fleet.runs)
@@ -350,7 +350,7 @@ def _verified(report: PlanReport, fleet: Fleet) -> str:
     )
 
 
-def limit_of(fleet: Fleet, rate: float) -> str:
+def limit_of(fleet: PlannedFleet, rate: float) -> str:
     """Return up to which rate a fleet keeps the promise, and what is missed beyond it."""
     what = LIMITS[fleet.binds][1] if fleet.binds else ""
     if fleet.capacity is None:

@@ -179,7 +179,7 @@ class ForwardPassMetrics(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardPass:
+class PassMessage:
     """One message."""
 
     worker: str
@@ -192,7 +192,7 @@ class ForwardPass:
     """Requests that waited."""
 
 
-def read_forward_pass(message: object, where: str) -> ForwardPass:
+def read_forward_pass(message: object, where: str) -> PassMessage:
     """Return what a message says.
 
     Parameters
@@ -207,7 +207,7 @@ def read_forward_pass(message: object, where: str) -> ForwardPass:
     return forward_pass(convert(ForwardPassMetrics, message, where, hint=HINT), where)
 
 
-def forward_pass(message: ForwardPassMetrics, where: str) -> ForwardPass:
+def forward_pass(message: ForwardPassMetrics, where: str) -> PassMessage:
     """Return what a message says.
 
     Raises
@@ -238,7 +238,7 @@ def forward_pass(message: ForwardPassMetrics, where: str) -> ForwardPass:
         wrong = f"wall_time is 0, but {shape.num_new_tokens} tokens were scheduled"
     if wrong:
         raise ConfigError(f"{where}: {wrong}; no step is like that. Are the fields in their places?")
-    return ForwardPass(
+    return PassMessage(
         worker=f"{message.worker_id}/{message.dp_rank}",
         counter=message.counter_id,
         wall=wall,
@@ -253,9 +253,9 @@ class StepOrder:
     def __init__(self) -> None:
         self.num_heartbeats = 0
         self.num_lost = 0
-        self._last: dict[str, tuple[ForwardPass, float | None]] = {}
+        self._last: dict[str, tuple[PassMessage, float | None]] = {}
 
-    def take(self, message: ForwardPass, received: float | None, where: str) -> LoggedStep | None:
+    def take(self, message: PassMessage, received: float | None, where: str) -> LoggedStep | None:
         """Return the step of a message; None of a heartbeat.
 
         Parameters
@@ -284,7 +284,7 @@ class StepOrder:
 
 
 def _check_order(
-    before: ForwardPass, came: float | None, message: ForwardPass, received: float | None, where: str
+    before: PassMessage, came: float | None, message: PassMessage, received: float | None, where: str
 ) -> None:
     if message.counter <= before.counter:
         raise ConfigError(

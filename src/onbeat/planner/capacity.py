@@ -26,7 +26,7 @@ MORE_LOAD = (1.25, 2.0)
 """Times the found rate, that are run beside a search."""
 
 
-class Outcome(StrEnum):
+class SearchEnd(StrEnum):
     """What became of a search."""
 
     FOUND = "found"
@@ -75,7 +75,7 @@ class Capacity:
     """The capacity of one case."""
 
     labels: Labels
-    outcome: Outcome
+    outcome: SearchEnd
     rate: float
     """Requests per second: the mean over the repeats of the highest rate that kept the objective; 0 where
     none did."""
@@ -217,10 +217,10 @@ def combine_repeats(labels: Labels, repeats: Sequence[Repeat | None]) -> Capacit
     outcome = _outcome(repeats)
     brackets = [repeat.bracket for repeat in ran if repeat.bracket is not None and repeat.bracket.trials]
     reason = next((repeat.reason for repeat in ran if _outcome([repeat]) is outcome), "it did not run")
-    if outcome is Outcome.INTERRUPTED and ran and not brackets:
+    if outcome is SearchEnd.INTERRUPTED and ran and not brackets:
         reason = "interrupted before a run ended"
-    if outcome is Outcome.INFEASIBLE or not brackets:
-        rate, interval = 0.0, (0.0, 0.0 if outcome is Outcome.INFEASIBLE else inf)
+    if outcome is SearchEnd.INFEASIBLE or not brackets:
+        rate, interval = 0.0, (0.0, 0.0 if outcome is SearchEnd.INFEASIBLE else inf)
     else:
         rate, interval = rate_interval(brackets)
     return Capacity(
@@ -256,12 +256,12 @@ def rate_interval(brackets: Sequence[Bracket], *, level: float = LEVEL) -> tuple
     return rate, (max(0.0, low), high)
 
 
-def _outcome(repeats: Sequence[Repeat | None]) -> Outcome:
+def _outcome(repeats: Sequence[Repeat | None]) -> SearchEnd:
     found = [repeat for repeat in repeats if repeat is not None]
     if any(repeat.bracket is None or repeat.bracket.is_infeasible for repeat in found):
-        return Outcome.INFEASIBLE
+        return SearchEnd.INFEASIBLE
     if len(found) < len(repeats) or any(not repeat.bracket.is_finished for repeat in found if repeat.bracket):
-        return Outcome.INTERRUPTED
+        return SearchEnd.INTERRUPTED
     if any(repeat.bracket.is_unbounded for repeat in found if repeat.bracket):
-        return Outcome.UNBOUNDED
-    return Outcome.FOUND
+        return SearchEnd.UNBOUNDED
+    return SearchEnd.FOUND

@@ -26,7 +26,7 @@ from onbeat.planner.mix import solve_mix
 from onbeat.planner.mix_search import MixSearch, Parts, everything, problem_of, unservable
 from onbeat.planner.objectives import with_longer_objectives
 from onbeat.planner.parallel import Worker, run_tasks
-from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanProgress, PlanTask
+from onbeat.planner.plan_task import CostAt, FleetPlan, PlanInterrupted, PlannedFleet, PlanProgress, PlanTask
 from onbeat.planner.search import SearchOptions
 from onbeat.planner.units import RatedUnit, longest_request, rate_unit, share_in_time, without_dominated
 from onbeat.workload.offered import OfferedLoad
@@ -139,7 +139,7 @@ LOAD_SCALES = (0.1, 2.0)
 
 
 @dataclass
-class Planner:
+class PlanSearch:
     """Looks for the cheapest fleet.
 
     Parameters
@@ -202,7 +202,7 @@ class Planner:
             costs=self._costs(rated, units, shown[0]) if shown else (),
         )
 
-    def _apart(self, best: Fleet) -> list[Fleet]:
+    def _apart(self, best: PlannedFleet) -> list[PlannedFleet]:
         """Simulate prompts and generation on replicas of their own, one replica fewer than in a fleet.
 
         Returns
@@ -211,7 +211,7 @@ class Planner:
         the promise, if any does. Nothing for fleets of several kinds, and of two replicas or fewer.
         """
         (unit, count), *others = best.parts
-        total, found = count - 1, list[Fleet]()
+        total, found = count - 1, list[PlannedFleet]()
         prefill = 0 if others else total // 2
         while 0 < prefill < total and prefill not in {each.pools.prefill for each in found if each.pools}:
             self.progress.on_stage("trying prompts and generation on replicas of their own")
@@ -251,7 +251,7 @@ class Planner:
                 break
         return tuple(nearest)
 
-    def _kept_rate(self, fleet: Fleet) -> list[str]:
+    def _kept_rate(self, fleet: PlannedFleet) -> list[str]:
         """Return the highest rate that a fleet keeps in every run, as flags; nothing where there is none."""
         (fleet,) = self._with_capacities([fleet])
         rate = min(each.low for each in fleet.capacities) / (1 + self.task.headroom)
@@ -278,7 +278,7 @@ class Planner:
         return bounds
 
     def _costs(
-        self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], best: Fleet
+        self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], best: PlannedFleet
     ) -> tuple[CostAt, ...]:
         """Return the cost over objectives that are shorter or longer, estimated.
 
@@ -296,8 +296,8 @@ class Planner:
             mix = solve_mix(problem_of(self.task, worthy, buckets, [1.0] * len(worthy)))
             if mix is None:
                 return None
-            parts = [(each.unit, n) for each, n in zip(worthy, mix.counts, strict=True) if n]
-            return CostAt(scale=scale, usd_per_hour=mix.cost, fleet=Fleet(parts=tuple(parts), runs=()).name)
+            parts = tuple((each.unit, n) for each, n in zip(worthy, mix.counts, strict=True) if n)
+            return CostAt(scale=scale, usd_per_hour=mix.cost, fleet=PlannedFleet(parts=parts, runs=()).name)
 
         low, high = LOAD_SCALES
         for _ in range(8):
@@ -316,7 +316,7 @@ class Planner:
         pools: PoolSizes | None = None,
         to_the_end: bool = False,
         is_glance: bool = False,
-    ) -> Fleet:
+    ) -> PlannedFleet:
         """Simulate a fleet at the needed rate; one that misses in a run is not tried in the others.
 
         Parameters
@@ -346,7 +346,7 @@ class Planner:
             for number, run in zip(new, self.results(run_fleet, tasks), strict=True):
                 self._runs[case, number, to_the_end] = run
             runs |= {number: self._runs[case, number, to_the_end] for number in chosen[: most - len(runs)]}
-        fleet = Fleet(parts=parts, pools=pools, runs=tuple(runs[number] for number in sorted(runs)))
+        fleet = PlannedFleet(parts=parts, pools=pools, runs=tuple(runs[number] for number in sorted(runs)))
         missed = [number for number in runs if not runs[number].is_met]
         if self._hardest is None and self._is_proved(fleet):
             self._hardest = min(runs, key=lambda number: runs[number].attainment or 0.0)
@@ -354,11 +354,11 @@ class Planner:
             self._hardest = missed[0]
         return fleet
 
-    def _is_proved(self, fleet: Fleet) -> bool:
+    def _is_proved(self, fleet: PlannedFleet) -> bool:
         """Whether a fleet was simulated in all runs, and kept the promise in each."""
         return fleet.is_kept and len(fleet.runs) == len(self.task.runs)
 
-    def _with_capacities(self, fleets: Sequence[Fleet]) -> list[Fleet]:
+    def _with_capacities(self, fleets: Sequence[PlannedFleet]) -> list[PlannedFleet]:
         """Search the highest rate of each fleet, from the rate that it is to serve."""
         if not fleets:
             return []
@@ -376,7 +376,7 @@ class Planner:
         found = iter(self.results(search_fleet, searches))
         return [replace(fleet, capacities=tuple(next(found) for _ in self.task.runs)) for fleet in fleets]
 
-    def _at_promise(self, fleets: Sequence[Fleet]) -> list[Fleet]:
+    def _at_promise(self, fleets: Sequence[PlannedFleet]) -> list[PlannedFleet]:
         """Return fleets that keep the promise with headroom, with what they do at the promised rate."""
         if not self.task.headroom:
             return list(fleets)
@@ -404,7 +404,7 @@ class Planner:
         return results
 
 
-def _cost(fleet: Fleet) -> float:
+def _cost(fleet: PlannedFleet) -> float:
     return fleet.usd_per_hour
 
 
@@ -416,9 +416,9 @@ def _as_flags(load: OfferedLoad, factor: float) -> str:
     return " ".join(f"{each.flag} {limit * 1e3:g}" for each, limit in limits.items())
 
 
-def _worth_showing(kept: Sequence[Fleet]) -> list[Fleet]:
+def _worth_showing(kept: Sequence[PlannedFleet]) -> list[PlannedFleet]:
     """Return of fleets, by cost, the first two, and the first of equal replicas on each type."""
-    alone: dict[tuple[str, ...], Fleet] = {}
+    alone: dict[tuple[str, ...], PlannedFleet] = {}
     for fleet in kept:
         if len(fleet.parts) == 1 and fleet.pools is None:
             alone.setdefault(fleet.devices, fleet)

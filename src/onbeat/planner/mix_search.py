@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.mix import Counts, Mix, MixProblem, lower_bound, solve_mix
-from onbeat.planner.plan_task import Fleet, PlanProgress, PlanTask
+from onbeat.planner.plan_task import PlannedFleet, PlanProgress, PlanTask
 from onbeat.planner.units import RatedUnit, Unit, longest_request
 
 Parts = tuple[tuple[Unit, int], ...]
@@ -139,7 +139,7 @@ def _must_be_served(units: Sequence[RatedUnit], buckets: Sequence[Bucket], share
 class Judge(Protocol):
     """Simulates a fleet in all runs until one misses or, at a glance, in one run."""
 
-    def __call__(self, parts: Parts, /, *, is_glance: bool) -> Fleet: ...
+    def __call__(self, parts: Parts, /, *, is_glance: bool) -> PlannedFleet: ...
 
 
 class MixSearch:
@@ -162,10 +162,10 @@ class MixSearch:
         self._task, self._units, self._buckets = task, units, buckets
         self._simulate, self._progress = judge, progress
         self._available = dict(task.available)
-        self._known: dict[Counts, Fleet] = {}
+        self._known: dict[Counts, PlannedFleet] = {}
         self._fewest: dict[int, int] = {}
         """Fewest replicas of a unit that do alone."""
-        self._best: Fleet | None = None
+        self._best: PlannedFleet | None = None
         self._left = task.most_candidates
         """Mixes that may still be simulated."""
         self.is_exhausted = False
@@ -173,11 +173,11 @@ class MixSearch:
         self.cost_bound = 0.0
 
     @property
-    def fleets(self) -> list[Fleet]:
+    def fleets(self) -> list[PlannedFleet]:
         """All that were simulated."""
         return list(self._known.values())
 
-    def run(self) -> Fleet | None:
+    def run(self) -> PlannedFleet | None:
         """Return the cheapest that keeps the promise; None where none was found."""
         self.infeasible = unservable(self._units, self._buckets, self._task.objective.share)
         if self.infeasible:
@@ -198,7 +198,7 @@ class MixSearch:
             if self._confirm(fleet):
                 return
 
-    def _confirm(self, fleet: Fleet) -> bool:
+    def _confirm(self, fleet: PlannedFleet) -> bool:
         """Simulate a fleet that kept the promise at a glance in all runs; return whether it still does."""
         counts = next(each for each, known in self._known.items() if known is fleet)
         if len(fleet.runs) < len(self._task.runs):
@@ -337,7 +337,7 @@ class MixSearch:
     def _counts(self, some: dict[int, int]) -> Counts:
         return tuple(some.get(number, 0) for number in range(len(self._units)))
 
-    def _judge(self, counts: Counts) -> Fleet:
+    def _judge(self, counts: Counts) -> PlannedFleet:
         fleet = self._known.get(counts)
         if fleet is not None:
             return fleet
@@ -348,7 +348,7 @@ class MixSearch:
             self._best = fleet
         return fleet
 
-    def _note(self, fleet: Fleet) -> Fleet:
+    def _note(self, fleet: PlannedFleet) -> PlannedFleet:
         """Say what a simulation showed."""
         num_runs, num_all = len(fleet.runs), len(self._task.runs)
         some = "" if num_runs == num_all else f" in {num_runs} run(s) of {num_all}"

@@ -58,7 +58,7 @@ class PlanTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class PlannedFleet:
     """How many of each unit, with what simulated runs of the whole showed."""
 
     parts: tuple[tuple[Unit, int], ...]
@@ -165,11 +165,11 @@ class FleetPlan:
     """Promised, requests per second."""
     needed_rate: float
     """At which fleets were simulated before one was chosen: the promised one with its headroom."""
-    best: Fleet | None
+    best: PlannedFleet | None
     """The cheapest that keeps the promise; None where none does."""
-    alternatives: tuple[Fleet, ...]
+    alternatives: tuple[PlannedFleet, ...]
     """Others that keep it, by cost."""
-    failed: tuple[Fleet, ...]
+    failed: tuple[PlannedFleet, ...]
     """Those that were simulated and do not, by cost."""
     units: tuple[RatedUnit, ...]
     """With their calibrated rates."""
@@ -188,7 +188,7 @@ class FleetPlan:
     """Over objectives that are shorter and longer."""
 
     @property
-    def kept(self) -> list[Fleet]:
+    def kept(self) -> list[PlannedFleet]:
         """The fleets that keep the promise, the best one first."""
         return [] if self.best is None else [self.best, *self.alternatives]
 

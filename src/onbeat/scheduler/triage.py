@@ -39,7 +39,7 @@ class PrefillShare(NamedTuple):
         return self.length * (1 - self.share)
 
 
-class Job(NamedTuple, Generic[StateT]):
+class DueWork(NamedTuple, Generic[StateT]):
     """A prompt, or what is left of it."""
 
     deadline: float
@@ -50,13 +50,13 @@ class Job(NamedTuple, Generic[StateT]):
 
 
 def select_feasible(
-    jobs: Sequence[Job[StateT]],
+    jobs: Sequence[DueWork[StateT]],
     *,
     start: float,
     share: float,
-    cost: Callable[[Job[StateT]], float | None],
+    cost: Callable[[DueWork[StateT]], float | None],
     leaves_last: bool = False,
-) -> tuple[list[Job[StateT]], list[Job[StateT]]]:
+) -> tuple[list[DueWork[StateT]], list[DueWork[StateT]]]:
     """Split jobs into those to serve, in order of their deadlines, and those to leave behind.
 
     Going through the jobs by deadline, whenever one would be late the one of those so far that costs most is
@@ -117,7 +117,7 @@ def _num_steps(prefill: PrefillShare, seconds: float) -> int:
 
 
 def seconds_before(
-    own: Job[StateT], left_behind: Sequence[Job[StateT]], *, by_deadline: float
+    own: DueWork[StateT], left_behind: Sequence[DueWork[StateT]], *, by_deadline: float
 ) -> float | None:
     """Return the seconds of work that are done before an arrival's own; None where it is left behind.
 

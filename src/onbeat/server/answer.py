@@ -17,8 +17,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong, counted
 from onbeat.core.request import Request
 from onbeat.server.answer_report import (
+    AnswerTokens,
     SLOReport,
-    TokenCounts,
     counts_of,
     counts_up_to,
     slo_report,
@@ -329,7 +329,7 @@ class _AnswerWriter:
     def _final_extras(self) -> Extras:
         return self._extras(counts_of(self._choices))._replace(slo=self._slo_report() or UNSET)
 
-    def _extras(self, counts: TokenCounts) -> Extras:
+    def _extras(self, counts: AnswerTokens) -> Extras:
         return Extras(counts, usage_of(counts))
 
     def _slo_report(self) -> SLOReport | None:

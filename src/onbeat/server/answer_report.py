@@ -18,7 +18,7 @@ from onbeat.server.choices import Choice, ChoiceDelta
 from onbeat.server.errors import milliseconds
 
 
-class TokenCounts(NamedTuple):
+class AnswerTokens(NamedTuple):
     """The tokens of an answer."""
 
     prompt: int
@@ -30,11 +30,11 @@ class TokenCounts(NamedTuple):
     rejected: int
 
 
-def counts_of(choices: Sequence[Choice]) -> TokenCounts:
+def counts_of(choices: Sequence[Choice]) -> AnswerTokens:
     """Count the tokens of a request: each prompt counts once, however many choices it has."""
     first_choices = {choice.prompt_index: choice for choice in reversed(choices)}.values()
     num_accepted = sum(each.num_accepted_tokens for each in choices)
-    return TokenCounts(
+    return AnswerTokens(
         prompt=sum(len(choice.request.prompt_token_ids) for choice in first_choices),
         cached=sum(choice.num_cached_tokens for choice in first_choices),
         output=sum(each.num_output_tokens for each in choices),
@@ -44,9 +44,9 @@ def counts_of(choices: Sequence[Choice]) -> TokenCounts:
     )
 
 
-def counts_up_to(delta: ChoiceDelta) -> TokenCounts:
+def counts_up_to(delta: ChoiceDelta) -> AnswerTokens:
     """Count the tokens of one choice, its output up to a delta."""
-    return TokenCounts(
+    return AnswerTokens(
         len(delta.choice.request.prompt_token_ids),
         delta.choice.num_cached_tokens,
         delta.num_output_tokens,
@@ -79,7 +79,7 @@ class Usage(Struct):
     completion_tokens_details: CompletionTokensDetails
 
 
-def usage_of(counts: TokenCounts) -> Usage:
+def usage_of(counts: AnswerTokens) -> Usage:
     """Return the usage as completions tell it.
 
     Without speculation the prediction tokens are 0, as OpenAI's own answers have them.

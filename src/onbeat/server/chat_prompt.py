@@ -18,7 +18,7 @@ from onbeat.server.reply_fields import TemplateFields, unread_variables
 from onbeat.server.server_config import MAX_VARIABLES_BYTES
 from onbeat.server.services import Services
 from onbeat.text.chat_template import ChatTemplate
-from onbeat.text.reply.families import FAMILIES, Family
+from onbeat.text.reply.families import FAMILIES, ReplyFamily
 from onbeat.text.reply.parser import ReplyStyle
 
 _INSTRUCTIONS = """\
@@ -30,7 +30,7 @@ To call a function, answer with nothing but its name and its arguments as JSON, 
 
 
 def without_tools(
-    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], family: Family
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], family: ReplyFamily
 ) -> list[dict[str, Any]]:
     """Return a chat for a template that knows text alone.
 
@@ -64,7 +64,7 @@ def without_tools(
 
 
 def _with_instructions(
-    messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], family: Family
+    messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], family: ReplyFamily
 ) -> list[dict[str, Any]]:
     listed = "\n".join(orjson.dumps(tool["function"]).decode() for tool in tools)
     example = _written({"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}, family)
@@ -75,7 +75,7 @@ def _with_instructions(
     return [{"role": "system", "content": text}, *messages]
 
 
-def _written(function: dict[str, Any], family: Family) -> str:
+def _written(function: dict[str, Any], family: ReplyFamily) -> str:
     """Return a call as the family writes one object of it."""
     opening, closing = ("", "") if family.bare else family.marks[0]
     name = orjson.dumps(function["name"]).decode()

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.answer import AnswerResponse
-from onbeat.server.answer_report import SLOReport, TokenCounts, counts_up_to
+from onbeat.server.answer_report import AnswerTokens, SLOReport, counts_up_to
 from onbeat.server.body import read_body
 from onbeat.server.chat import ChatCompletionRequest, chat_prompt, chat_requests
 from onbeat.server.choices import ChoiceDelta, ShownToken
@@ -388,7 +388,7 @@ class MessagePen:
     def part_ends(self, index: int, part: Part, *, is_whole: bool) -> Iterator[Struct]:  # noqa: ARG002 -- as the API has it
         yield MessageEvent("content_block_stop", index=index)
 
-    def _message(self, counts: TokenCounts | None) -> AnthropicMessage:
+    def _message(self, counts: AnswerTokens | None) -> AnthropicMessage:
         return AnthropicMessage(id=self._head.completion_id, model=self._head.model, usage=_usage(counts))
 
 
@@ -426,6 +426,6 @@ def _ending(choice: WholeChoice) -> tuple[Any, str | None]:
     return reason, None
 
 
-def _usage(counts: TokenCounts | None) -> AnthropicUsage:
+def _usage(counts: AnswerTokens | None) -> AnthropicUsage:
     assert counts is not None, "a whole answer and the end of a stream have them"
     return AnthropicUsage(counts.prompt - counts.cached, counts.cached, 0, counts.output)

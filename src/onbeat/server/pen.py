@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
-from onbeat.server.answer_report import SLOReport, TokenCounts, Usage
+from onbeat.server.answer_report import AnswerTokens, SLOReport, Usage
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.errors import ErrorReply
 from onbeat.server.pieces import encode, json_inside, written
@@ -54,7 +54,7 @@ def new_head(prefix: str, model: str, *, joint: str = "-") -> AnswerHead:
 class Extras(NamedTuple):
     """What goes beside the choices of an event or of a whole answer."""
 
-    counts: TokenCounts | None = None
+    counts: AnswerTokens | None = None
     usage: Usage | UnsetType | None = UNSET
     """Tokens so far, as completions tell them; None (null) and unset by what the caller has asked for."""
     slo: SLOReport | UnsetType = UNSET

@@ -29,7 +29,7 @@ RATE_HEADERS = tuple(
 """Of answers to keys with limits, as OpenAI names them."""
 
 
-class Bucket:
+class TokenBucket:
     """Holds a minute's worth of something, and fills up within a minute.
 
     Parameters
@@ -100,8 +100,8 @@ class KeyMeter:
         )
 
 
-def _bucket(per_minute: int | None, now: float) -> Bucket | None:
-    return None if per_minute is None else Bucket(per_minute, now)
+def _bucket(per_minute: int | None, now: float) -> TokenBucket | None:
+    return None if per_minute is None else TokenBucket(per_minute, now)
 
 
 class KeyAllowance:

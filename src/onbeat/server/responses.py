@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.server.answer import AnswerResponse
-from onbeat.server.answer_report import SLOReport, TokenCounts
+from onbeat.server.answer_report import AnswerTokens, SLOReport
 from onbeat.server.body import read_body
 from onbeat.server.chat import chat_prompt, chat_requests
 from onbeat.server.choices import ChoiceDelta, ShownToken
@@ -281,7 +281,7 @@ def _content(part: Part, columns: Sequence[Piece] = ()) -> Content:
     return Content("output_text", part.json, [], written(b"[", *columns, b"]"))
 
 
-def _usage(counts: TokenCounts) -> ResponseUsage:
+def _usage(counts: AnswerTokens) -> ResponseUsage:
     return ResponseUsage(
         counts.prompt,
         InputDetails(counts.cached, 0),

@@ -311,7 +311,7 @@ class RequestMaker:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchLimits:
+class StepLimits:
     """What a step and the KV cache hold.
 
     Attributes
@@ -349,7 +349,7 @@ class MadeUp(NamedTuple):
 Wave = list[MadeUp]
 
 
-def waves(limits: BatchLimits) -> list[Wave]:
+def waves(limits: StepLimits) -> list[Wave]:
     """Return waves of requests that make some 60 steps, those of small steps first."""
     longest = max(min(limits.max_model_len * 3 // 4, limits.num_kv_tokens // 2, _LONGEST), 2)
     most = min(limits.num_tokens, LARGEST_BATCH, longest)
@@ -367,12 +367,12 @@ def waves(limits: BatchLimits) -> list[Wave]:
     return sorted(made, key=lambda wave: largest(wave, limits))
 
 
-def largest(wave: Wave, limits: BatchLimits) -> int:
+def largest(wave: Wave, limits: StepLimits) -> int:
     """Return the tokens of the largest step of a wave, at most."""
     return min(sum(each.num_prompt for each in wave), limits.num_tokens)
 
 
-def _decodes(limits: BatchLimits, most: int) -> Wave:
+def _decodes(limits: StepLimits, most: int) -> Wave:
     """Return decodes that end one after another: two steps of many sizes, those of CUDA graphs and above."""
     each = limits.num_of_decode
     num = max(min(limits.num_seqs, MOST_DECODES, most // each, limits.num_kv_tokens // (16 * _SHORT)), 1)
@@ -383,7 +383,7 @@ def _decodes(limits: BatchLimits, most: int) -> Wave:
     return [MadeUp(_SHORT, 1 + 2 * sum(size > place for size in sizes)) for place in range(num)]
 
 
-def _mixes(limits: BatchLimits, most: int) -> Iterator[Wave]:
+def _mixes(limits: StepLimits, most: int) -> Iterator[Wave]:
     """Yield decodes that read much, alone and beside prompts of several sizes."""
     context = min(1024, most, limits.max_model_len // 4)
     room = min(limits.num_kv_tokens // 4, _LONGEST)
@@ -412,7 +412,7 @@ class SelfCalibration:
     seconds : that it has taken.
     """
 
-    def __init__(self, steps: EngineSteps, limits: BatchLimits, maker: RequestMaker) -> None:
+    def __init__(self, steps: EngineSteps, limits: StepLimits, maker: RequestMaker) -> None:
         self._steps, self._scheduler, self._maker = steps, steps.surface.scheduler, maker
         self._limits = limits
         self._waves = waves(limits)

@@ -32,7 +32,7 @@ from onbeat.server.slo_defaults import key_digest
 from onbeat.vllm.objectives import ROUTES, KnownCaller, read_request
 from onbeat.vllm.plugin_config import log_as_vllm_does, read_config
 from onbeat.vllm.telemetry import Refusal, Subscriber, refusal_in
-from onbeat.vllm.verdicts import OpenRequest, OpenRequests
+from onbeat.vllm.verdicts import ClientRequest, OpenRequests
 
 DONE = b"[DONE]"
 TOLD_SECONDS = 0.1
@@ -48,7 +48,7 @@ _BROKEN_OFF = ("abort", "error", "cancelled", "failed", None)
 
 
 @dataclass(slots=True)
-class Told:
+class EventContent:
     """What one event, or a whole answer, says."""
 
     delivered: list[int] = field(default_factory=list)
@@ -69,9 +69,9 @@ class Told:
         self.finished[index] = "abort" if reason in _BROKEN_OFF else "stop"
 
 
-def read_answer(content: Mapping[str, Any], *, is_event: bool) -> Told:
+def read_answer(content: Mapping[str, Any], *, is_event: bool) -> EventContent:
     """Return what an event of a stream or a whole answer says, of any of the APIs."""
-    told, kind = Told(), str(content.get("type"))
+    told, kind = EventContent(), str(content.get("type"))
     if content.get("error") or kind == "error":
         told.is_error = True
     elif "choices" in content:
@@ -94,7 +94,7 @@ def read_answer(content: Mapping[str, Any], *, is_event: bool) -> Told:
     return told
 
 
-def _read_event(told: Told, kind: str, content: Mapping[str, Any]) -> None:
+def _read_event(told: EventContent, kind: str, content: Mapping[str, Any]) -> None:
     """Take an event of the Responses API, or of Anthropic's."""
     if kind == "message_delta":
         told.finish(0, content["delta"].get("stop_reason"))
@@ -119,7 +119,7 @@ class AnswerRelay:
 
     def __init__(
         self,
-        request: OpenRequest,
+        request: ClientRequest,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -222,7 +222,7 @@ class AnswerRelay:
             self._out += event
         return None
 
-    def _read(self, data: bytes) -> tuple[dict[str, Any] | None, Told | None]:
+    def _read(self, data: bytes) -> tuple[dict[str, Any] | None, EventContent | None]:
         """Return the object in some data, and what it says; None where vLLM's words are not those we know."""
         try:
             content = orjson.loads(data)
@@ -233,7 +233,7 @@ class AnswerRelay:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None, None
 
-    def _count(self, told: Told) -> None:
+    def _count(self, told: EventContent) -> None:
         """Count what the client gets."""
         now = time.monotonic()
         for index in told.delivered:

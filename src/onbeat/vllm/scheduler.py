@@ -19,10 +19,10 @@ from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.vllm.calibrate import (
-    BatchLimits,
     KeptSteps,
     RequestMaker,
     SelfCalibration,
+    StepLimits,
     capture_sizes,
     hindrance,
     is_made_up,
@@ -259,7 +259,7 @@ class Plugin:
     def _new_calibration(self) -> SelfCalibration:
         """Return what measures steps, with requests of its own."""
         surface, kv = self.surface, self.steps.table.kv
-        limits = BatchLimits(
+        limits = StepLimits(
             num_tokens=surface.scheduler.max_num_scheduled_tokens,
             num_seqs=surface.max_num_seqs,
             max_model_len=surface.max_model_len,

@@ -24,7 +24,7 @@ _LAST_VERDICTS = 1000
 """Of which the share of objectives met is taken."""
 
 
-class OpenRequest:
+class ClientRequest:
     """One request of a client, with a record for each choice of its answer.
 
     Parameters
@@ -159,16 +159,16 @@ class OpenRequests:
 
     def __init__(self, mode: SLOMode) -> None:
         self._mode = mode
-        self._open: dict[str, OpenRequest] = {}
+        self._open: dict[str, ClientRequest] = {}
         self._verdicts: deque[bool] = deque(maxlen=_LAST_VERDICTS)
         ATTAINMENT.set(nan)
 
-    def open(self, request: ReadRequest) -> OpenRequest:
+    def open(self, request: ReadRequest) -> ClientRequest:
         """Begin a request; `close` ends it."""
-        opened = self._open[request.slo_id] = OpenRequest(request, time.monotonic(), self._mode)
+        opened = self._open[request.slo_id] = ClientRequest(request, time.monotonic(), self._mode)
         return opened
 
-    def close(self, request: OpenRequest) -> None:
+    def close(self, request: ClientRequest) -> None:
         """Forget a request."""
         if request.has_met is not None:
             self._verdicts.append(request.has_met)

@@ -16,7 +16,7 @@ from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import WeightLayouts
-from onbeat.engine.native.library import NativeLibrary, PackedMatrix, Status, address
+from onbeat.engine.native.library import CallStatus, NativeLibrary, PackedMatrix, address
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.torch.forward import TorchForward
 from onbeat.engine.torch.kernels import GraphKernels, KernelSizes
@@ -36,7 +36,9 @@ def rows_of(matrix: PackedMatrix) -> NDArray[np.float32]:
     """Return the numbers of a packed matrix, [outputs, inputs]."""
     rows = np.empty((matrix.num_outputs, matrix.num_inputs), np.float32)
     for output, row in enumerate(rows):
-        assert matrix._functions.ob_matrix_row(matrix.handle, output, address(row, np.float32)) == Status.OK
+        assert (
+            matrix._functions.ob_matrix_row(matrix.handle, output, address(row, np.float32)) == CallStatus.OK
+        )
     return rows
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from onbeat.engine.engine_config import ActivationQuantization
-from onbeat.engine.native.library import MatrixLayout, NativeLibrary, PackedMatrix, Source, Status, Store
+from onbeat.engine.native.library import CallStatus, MatrixLayout, NativeLibrary, PackedMatrix, Source, Store
 from tests.cpu.engine.forwards import on_native, rows_of
 from tests.cpu.engine.tiny_models import FAMILIES
 from tests.cpu.native.amx_kernels import (
@@ -266,7 +266,7 @@ def test_attention_of_any_shape(
                 "best_ids": np.empty(len(samples), np.int64),
                 "best_logits": np.empty(len(samples), np.float32),
             }
-            assert engine.step(**{**fields, **own}) == Status.OK
+            assert engine.step(**{**fields, **own}) == CallStatus.OK
             found.append(torch.from_numpy(logits))
         assert relative_error(*found) < 0.03
     for engine in engines:

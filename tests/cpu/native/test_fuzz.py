@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from onbeat.engine.native.library import VARIABLE, NativeLibrary, Status
+from onbeat.engine.native.library import VARIABLE, CallStatus, NativeLibrary
 from tests.cpu.native.amx_kernels import compile_units, emulated_units
 from tests.cpu.native.fuzz_steps import Engine, draw_sizes, draw_step, fuzz
 from tests.cpu.native.quant_kernels import hatch_build
@@ -52,7 +52,7 @@ def test_rows_that_nobody_asks_for_change_no_other(native_library: NativeLibrary
             "best_ids": np.empty(count, np.int64),
             "best_logits": np.empty(count, np.float32),
         }
-        assert engine.step(**{**fields, **own}) == Status.OK
+        assert engine.step(**{**fields, **own}) == CallStatus.OK
         return torch.from_numpy(logits), torch.from_numpy(states)
 
     every = np.arange(num_tokens)

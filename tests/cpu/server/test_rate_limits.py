@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.server.errors import ApiError
-from onbeat.server.rate_limits import BYTES_PER_TOKEN, RATE_HEADERS, Bucket, KeyAllowance, KeyMeter
+from onbeat.server.rate_limits import BYTES_PER_TOKEN, RATE_HEADERS, KeyAllowance, KeyMeter, TokenBucket
 from onbeat.server.slo_defaults import KeyDefaults, KeyLimits, SLODefaults, key_digest
 from tests.cpu.server.asking import CHAT
 from tests.cpu.server.running import HELLO, Answer, Served
@@ -51,7 +51,7 @@ def check_refused(answer: Answer, limit: str) -> float:
 def test_whoever_waits_as_told_takes_no_more_than_a_minute_beside_the_rate(
     per_minute: int, asked: list[tuple[float, float]]
 ) -> None:
-    bucket, now, taken = Bucket(per_minute, 0.0), 0.0, 0.0
+    bucket, now, taken = TokenBucket(per_minute, 0.0), 0.0, 0.0
     for pause, minutes in asked:
         amount = minutes * per_minute
         now += pause

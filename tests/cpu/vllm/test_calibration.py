@@ -13,7 +13,7 @@ from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.vllm import scheduler as plugin_module
-from onbeat.vllm.calibrate import BatchLimits, largest, waves
+from onbeat.vllm.calibrate import StepLimits, largest, waves
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,
     FakeScheduler,
@@ -23,12 +23,12 @@ from tests.cpu.vllm.fake_scheduler import (
 )
 
 LIMITS = [
-    BatchLimits(8192, 1024, 131_072, 400_000, (1, 2, 4, *range(8, 513, 8))),
-    BatchLimits(2048, 64, 4096, 160_000),
-    BatchLimits(2048, 64, 4096, 160_000, num_drafts=7),
-    BatchLimits(256, 256, 2048, 20_000, num_drafts=3),
-    BatchLimits(512, 8, 2048, 3200),
-    BatchLimits(16, 1, 128, 128),
+    StepLimits(8192, 1024, 131_072, 400_000, (1, 2, 4, *range(8, 513, 8))),
+    StepLimits(2048, 64, 4096, 160_000),
+    StepLimits(2048, 64, 4096, 160_000, num_drafts=7),
+    StepLimits(256, 256, 2048, 20_000, num_drafts=3),
+    StepLimits(512, 8, 2048, 3200),
+    StepLimits(16, 1, 128, 128),
 ]
 
 

@@ -14,7 +14,7 @@ from onbeat.core.slo import SLO
 from onbeat.server.slo_defaults import SLODefaults
 from onbeat.vllm.objectives import ROUTES, KnownCaller, read, read_request
 from onbeat.vllm.telemetry import StepTimes
-from onbeat.vllm.verdicts import OpenRequest
+from onbeat.vllm.verdicts import ClientRequest
 from tests.cpu.vllm.vllm_app import (
     ASK,
     CHAT,
@@ -188,7 +188,7 @@ async def test_four_numbers_are_among_vllms_metrics():
 def test_a_request_is_late_when_its_next_token_is_overdue(slo, mode, deliveries, due):
     body = json.dumps({"stream": True, "slo": slo}).encode()
     request = read_request(CHAT, body, Headers(), KnownCaller(), SLODefaults(), slo_id="x")
-    opened = OpenRequest(request, 0.0, mode)
+    opened = ClientRequest(request, 0.0, mode)
     for now in deliveries:
         opened.deliver(0, now)
     assert (opened.is_late(due - 1e-6), opened.is_late(due + 1e-6)) == (False, True)

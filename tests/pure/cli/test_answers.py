@@ -13,7 +13,7 @@ from onbeat.cli.capacity_output import CapacityReport, answer_of, capacity_resul
 from onbeat.cli.plan_output import FLEET_LEGEND, conclusions, plan_result
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
-from onbeat.planner.capacity import Capacity, Outcome, Repeat
+from onbeat.planner.capacity import Capacity, Repeat, SearchEnd
 from onbeat.planner.objectives import Measure, parse_objective, verdict_of
 from onbeat.planner.search import Bracket, Trial
 from onbeat.planner.units import Unit, device_text
@@ -42,7 +42,7 @@ def found(**labels: str) -> Capacity:
     )
     return Capacity(
         labels=tuple(labels.items()),
-        outcome=Outcome.FOUND,
+        outcome=SearchEnd.FOUND,
         rate=14.0,
         interval=(14.0, 14.3),
         num_devices=2,
@@ -96,7 +96,7 @@ def test_the_share_is_drawn_over_the_rate_with_the_promise_and_the_capacity() ->
 
 
 def test_a_case_that_cannot_keep_it_says_so() -> None:
-    none = replace(found(), outcome=Outcome.INFEASIBLE, rate=0.0, repeats=(), reason="too slow")
+    none = replace(found(), outcome=SearchEnd.INFEASIBLE, rate=0.0, repeats=(), reason="too slow")
     report = page_report(none)
     assert answer_of(report) == "INFEASIBLE: no rate keeps the objective: too slow."
     assert facts_of(report) == []

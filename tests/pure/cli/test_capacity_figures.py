@@ -7,13 +7,13 @@ from math import inf
 import pytest
 
 from onbeat.cli.capacity_output import capacity_over_figure
-from onbeat.planner.capacity import Capacity, Outcome
+from onbeat.planner.capacity import Capacity, SearchEnd
 
 
 def make_capacity(rate: float, **labels: str) -> Capacity:
     return Capacity(
         labels=tuple(labels.items()),
-        outcome=Outcome.FOUND if rate else Outcome.INFEASIBLE,
+        outcome=SearchEnd.FOUND if rate else SearchEnd.INFEASIBLE,
         rate=rate,
         interval=(rate * 0.9, inf if rate > 5 else rate * 1.1),
         num_devices=2,

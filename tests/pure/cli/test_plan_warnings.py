@@ -10,7 +10,7 @@ from onbeat.cli.plan_output import PlanReport, warnings_of
 from onbeat.core.slo import SLO
 from onbeat.planner.fleets import FleetCapacity, FleetRun
 from onbeat.planner.objectives import ShareObjective
-from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
+from onbeat.planner.plan_task import FleetPlan, PlannedFleet, PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.planner.units import Unit
 from tests.pure.planner.test_units import BASE, load_of
@@ -18,15 +18,15 @@ from tests.pure.planner.test_units import BASE, load_of
 UNIT = Unit(settings=BASE, usd_per_hour=1.0, watts=1.0)
 
 
-def fleet_of(capacities: list[float], shares: list[float]) -> Fleet:
-    return Fleet(
+def fleet_of(capacities: list[float], shares: list[float]) -> PlannedFleet:
+    return PlannedFleet(
         parts=((UNIT, 2),),
         runs=tuple(FleetRun(is_met=True, reason="", attainment=share) for share in shares),
         capacities=tuple(FleetCapacity(low=rate, high=rate * 1.02, binds="TTFT") for rate in capacities),
     )
 
 
-def report_of(best: Fleet | None) -> PlanReport:
+def report_of(best: PlannedFleet | None) -> PlanReport:
     load = load_of([(100, 10)] * 3, SLO(ttft=1.0))
     task = PlanTask(rate=10.0, objective=ShareObjective(share=0.9), load=load, runs=(load,), available=())
     plan = FleetPlan(

@@ -11,7 +11,7 @@ import pytest
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner.buckets import buckets_of
-from onbeat.planner.fleet_plan import AloneSearch, Planner
+from onbeat.planner.fleet_plan import AloneSearch, PlanSearch
 from onbeat.planner.fleets import FleetCapacity, FleetSearch
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.plan_task import PlanProgress, PlanTask
@@ -87,7 +87,7 @@ def test_a_unit_that_is_late_even_idle_is_not_simulated_and_the_next_is_tried() 
 
 def test_what_no_unit_keeps_is_told_as_late_and_not_as_a_want_of_memory() -> None:
     load = load_of([(2200, 10)] * 17 + [(4000, 10)] * 3, SLO(ttft=0.09))
-    plan = Planner(task=task_of(load)).plan([rated(load, 1, 10.0)], {})
+    plan = PlanSearch(task=task_of(load)).plan([rated(load, 1, 10.0)], {})
     assert plan.best is None
     assert "H100-SXM: even idle it serves 85 % of the requests in time" in plan.infeasible
     assert "hold the model" not in plan.infeasible

@@ -11,10 +11,10 @@ from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner import fleets
-from onbeat.planner.fleet_plan import Planner
+from onbeat.planner.fleet_plan import PlanSearch
 from onbeat.planner.fleets import FleetCase, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
 from onbeat.planner.objectives import ShareObjective
-from onbeat.planner.plan_task import Fleet, PlanTask
+from onbeat.planner.plan_task import PlannedFleet, PlanTask
 from onbeat.planner.search import SearchOptions
 from onbeat.planner.units import Unit
 from onbeat.scheduler.cluster.scaling import ScaleBounds
@@ -140,17 +140,17 @@ def test_a_plan_tries_pools_with_a_replica_fewer_towards_what_was_late(needs: in
     objective = ShareObjective()
     task = PlanTask(rate=1.0, objective=objective, load=load, runs=(load,), available=(("h100-sxm", 8.0),))
 
-    class Pretended(Planner):
+    class Pretended(PlanSearch):
         def results(self, worker: Any, tasks: Any) -> list[Any]:
             counts = [each.case.pools.prefill for each in tasks]
             return [
                 FleetRun(is_met=n == needs, reason="", binds="TTFT" if n < needs else "TBT") for n in counts
             ]
 
-    best = Fleet(parts=((SHORT, 5),), runs=())
+    best = PlannedFleet(parts=((SHORT, 5),), runs=())
     found = Pretended(task=task)._apart(best)
     assert [each.pools and each.pools.prefill for each in found] == tried
     assert found[-1].is_kept == (needs in tried)
     assert all(each.usd_per_hour < best.usd_per_hour for each in found)
-    assert Pretended(task=task)._apart(Fleet(parts=((SHORT, 2),), runs=())) == []
-    assert Pretended(task=task)._apart(Fleet(parts=((SHORT, 3), (LONG, 1)), runs=())) == []
+    assert Pretended(task=task)._apart(PlannedFleet(parts=((SHORT, 2),), runs=())) == []
+    assert Pretended(task=task)._apart(PlannedFleet(parts=((SHORT, 3), (LONG, 1)), runs=())) == []

@@ -16,7 +16,7 @@ from onbeat.planner.buckets import Bucket
 from onbeat.planner.fleets import FleetRun
 from onbeat.planner.mix_search import MixSearch, Parts, everything, unservable
 from onbeat.planner.objectives import ShareObjective
-from onbeat.planner.plan_task import Fleet, PlanProgress, PlanTask, interval_of
+from onbeat.planner.plan_task import PlannedFleet, PlanProgress, PlanTask, interval_of
 from onbeat.planner.units import RatedUnit, Unit
 from onbeat.simulator.deployment import Deployment
 from tests.examples import examples
@@ -57,7 +57,7 @@ class World:
         )
         self.num_judged = 0
 
-    def judge(self, parts: Parts, *, is_glance: bool = False) -> Fleet:
+    def judge(self, parts: Parts, *, is_glance: bool = False) -> PlannedFleet:
         """A glance sees the first run, which is the kindest."""
         self.num_judged += 1
         self.judged.append(parts)
@@ -67,7 +67,7 @@ class World:
             FleetRun(is_met=bool(served >= each), reason="too slow", attainment=float(served >= each))
             for each in (needed[:1] if is_glance else needed)
         ]
-        return Fleet(parts=parts, runs=tuple(runs))
+        return PlannedFleet(parts=parts, runs=tuple(runs))
 
     def search(self) -> MixSearch:
         return MixSearch(self.task, self.units, self.buckets, self.judge, PlanProgress())

@@ -10,7 +10,7 @@ from benchmarks.policies.distserve import WAITS_FOR_CAPACITY
 from benchmarks.policies.splitwise import COPIED_AHEAD
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import Answered, MoveStep
-from onbeat.scheduler.cluster.moves import ANSWER_SECONDS, RUNS, STILL_SECONDS, Course, Move, Moves, Outcome
+from onbeat.scheduler.cluster.moves import ANSWER_SECONDS, RUNS, STILL_SECONDS, Course, Move, MoveEnd, Moves
 
 RESERVE, HOLD, PULL, FREEZE, ADOPT = (
     MoveVerb.RESERVE,
@@ -32,7 +32,7 @@ class OneMove:
 
     def __init__(self, num_blocks: int = 30, *, course: Course = RUNS) -> None:
         self.steps: list[MoveStep] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[MoveEnd] = []
         self.now = 0.0
         self.waiting: list[Move] = []
         self.moves = Moves(
@@ -82,7 +82,7 @@ def test_a_move_that_goes_well() -> None:
         ("d", ADOPT, 0),
         ("d", TAKE, 0),
     ]
-    assert move.outcomes == [Outcome.MOVED]
+    assert move.outcomes == [MoveEnd.MOVED]
     assert move.moves.next_time == inf
 
 
@@ -129,7 +129,7 @@ def test_a_refusal_leaves_the_request_at_its_source(verb, then) -> None:
     move.answer(ok=False)
     assert move.asked() == then
     assert len(move.outcomes) == 1
-    assert move.outcomes != [Outcome.MOVED]
+    assert move.outcomes != [MoveEnd.MOVED]
     assert not move.moves.is_under_way("q")
 
 
@@ -147,7 +147,7 @@ def test_the_death_of_the_destination(verb, then) -> None:
     move.asked()
     move.moves.on_lost("d")
     assert move.asked() == then
-    assert move.outcomes == [Outcome.CANCELLED]
+    assert move.outcomes == [MoveEnd.CANCELLED]
 
 
 @pytest.mark.parametrize(("ok", "then"), [(True, REATTACH), (False, UNHOLD)])
@@ -170,7 +170,7 @@ def test_a_freeze_that_is_answered_late_is_given_up_once() -> None:
     for now in (ANSWER_SECONDS, ANSWER_SECONDS + 0.1):
         move.moves.on_tick(now)
     assert [step.verb for step in move.steps] == [RESERVE, FREEZE, RELEASE]
-    assert move.outcomes == [Outcome.FAILED]
+    assert move.outcomes == [MoveEnd.FAILED]
     assert move.moves.next_time == inf
     move.moves.on_answer(Answered("s", freeze.move, FREEZE, ok=True), ANSWER_SECONDS + 1.0)
     assert move.steps[-1].verb is REATTACH
@@ -185,7 +185,7 @@ def test_the_death_of_the_source_or_the_end_of_the_request_gives_the_room_back(v
         move.asked()
         end(move.moves)
         assert ("d", RELEASE) in move.asked()
-        assert move.outcomes == [Outcome.CANCELLED]
+        assert move.outcomes == [MoveEnd.CANCELLED]
         assert not move.moves.is_under_way("q")
 
 
@@ -197,7 +197,7 @@ def test_what_takes_too_long_is_given_up_the_sooner_where_the_request_stands_sti
     assert move.moves.next_time == 5.0 + STILL_SECONDS
     move.moves.on_tick(6.0)
     assert [step.verb for step in move.steps[-2:]] == [RELEASE, REATTACH]
-    assert move.outcomes == [Outcome.FAILED]
+    assert move.outcomes == [MoveEnd.FAILED]
 
 
 def test_a_late_answer_changes_nothing() -> None:
@@ -223,7 +223,7 @@ def test_a_request_that_waits_for_room_stands_still_until_somebody_has_room() ->
     assert move.asked() == [
         *(("e", RESERVE), ("s", FREEZE), ("e", PULL), ("e", ADOPT), ("e", TAKE)),
     ]
-    assert move.outcomes == [Outcome.MOVED]
+    assert move.outcomes == [MoveEnd.MOVED]
 
 
 def test_a_request_that_waits_for_room_goes_on_where_it_is_if_nobody_ever_will() -> None:
@@ -231,7 +231,7 @@ def test_a_request_that_waits_for_room_goes_on_where_it_is_if_nobody_ever_will()
     move.answer(ok=False)
     move.moves.stay(move.waiting[0])
     assert move.asked() == [("s", REATTACH)]
-    assert move.outcomes == [Outcome.NO_CAPACITY]
+    assert move.outcomes == [MoveEnd.NO_CAPACITY]
 
 
 def test_a_request_that_waits_for_room_that_ends_leaves_nothing() -> None:
@@ -239,7 +239,7 @@ def test_a_request_that_waits_for_room_that_ends_leaves_nothing() -> None:
     move.answer(ok=False)
     move.moves.drop("q")
     assert move.asked() == [("s", UNHOLD)]
-    assert (move.outcomes, move.moves.of("q")) == ([Outcome.CANCELLED], None)
+    assert (move.outcomes, move.moves.of("q")) == ([MoveEnd.CANCELLED], None)
 
 
 def test_a_prompt_is_copied_as_it_is_computed() -> None:
@@ -263,7 +263,7 @@ def test_a_prompt_is_copied_as_it_is_computed() -> None:
         ("d", ADOPT, 0),
         ("d", TAKE, 0),
     ]
-    assert move.outcomes == [Outcome.MOVED]
+    assert move.outcomes == [MoveEnd.MOVED]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_the_first_token_may_come_at_any_stage(num_answers, then) -> None:
     assert move.moves.next_time == 5.0 + STILL_SECONDS
     while move.steps[-1].verb is not TAKE:
         move.answer(num_blocks=31)
-    assert move.outcomes == [Outcome.MOVED]
+    assert move.outcomes == [MoveEnd.MOVED]
 
 
 def test_a_prompt_for_which_there_is_no_room_is_computed_all_the_same() -> None:
@@ -290,7 +290,7 @@ def test_a_prompt_for_which_there_is_no_room_is_computed_all_the_same() -> None:
     move.asked()
     move.answer(ok=False)
     assert move.asked() == [("d", RELEASE), ("s", UNHOLD)]
-    assert move.outcomes == [Outcome.NO_CAPACITY]
+    assert move.outcomes == [MoveEnd.NO_CAPACITY]
     assert not move.moves.on_first_token("q", 1.0), "it is moved like any other"
 
 

@@ -11,24 +11,24 @@ from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.rules import StepRules
-from onbeat.scheduler.triage import Job, select_feasible
+from onbeat.scheduler.triage import DueWork, select_feasible
 from tests.pure.scheduler.timed import FakeStepTime, make_config, make_request, make_state
 
 sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 15)), max_size=8)
 """(deadline, seconds); whole numbers, so that sums are exact."""
 
 
-def make_jobs(pairs, *, weights=None, shed=ShedMode.RELEGATE) -> list[Job[RequestState]]:
+def make_jobs(pairs, *, weights=None, shed=ShedMode.RELEGATE) -> list[DueWork[RequestState]]:
     jobs = []
     for index, (deadline, seconds) in enumerate(sorted(pairs)):
         weight = weights[index] if weights else 1.0
         request = make_request(f"r{index}", 10, 1, weight=weight, shed=shed)
         state = make_state(request, sort_key=(float(deadline), 0.0, index))
-        jobs.append(Job(float(deadline), float(seconds), state))
+        jobs.append(DueWork(float(deadline), float(seconds), state))
     return jobs
 
 
-def cost_of(job: Job[RequestState], order: ShedOrder = "most") -> float | None:
+def cost_of(job: DueWork[RequestState], order: ShedOrder = "most") -> float | None:
     cost_model = CostModel(FakeStepTime(), None)
     rules = StepRules(make_config(shed_order=order), cost_model, lambda state: state.request.weight)
     return rules.cost(job, 10.0)
@@ -44,7 +44,7 @@ def all_in_time(jobs, *, start: float = 0.0, share: float = 1.0) -> bool:
     return True
 
 
-def most_in_time(jobs: list[Job[RequestState]], start: float, share: float) -> int:
+def most_in_time(jobs: list[DueWork[RequestState]], start: float, share: float) -> int:
     for count in range(len(jobs), 0, -1):
         if any(all_in_time(some, start=start, share=share) for some in combinations(jobs, count)):
             return count
@@ -155,15 +155,15 @@ def test_those_whom_nobody_may_judge_are_never_left_behind(fixed, others):
 class TestLongestWait:
     """Of those that cannot all be in time, those stay that have waited longest."""
 
-    def make_queue(self, *waits: tuple[float, float, float]) -> list[Job[RequestState]]:
+    def make_queue(self, *waits: tuple[float, float, float]) -> list[DueWork[RequestState]]:
         """(arrival, deadline, seconds) of each, by deadline."""
         jobs = []
         for index, (arrival, deadline, seconds) in enumerate(waits):
             request = make_request(f"r{index}", 10, 1, arrival=arrival, shed=ShedMode.RELEGATE)
-            jobs.append(Job(deadline, seconds, make_state(request)))
+            jobs.append(DueWork(deadline, seconds, make_state(request)))
         return jobs
 
-    def kept(self, jobs: list[Job[RequestState]], order: ShedOrder) -> list[str]:
+    def kept(self, jobs: list[DueWork[RequestState]], order: ShedOrder) -> list[str]:
         kept, _ = select_feasible(jobs, start=10.0, share=1.0, cost=lambda job: cost_of(job, order))
         return [job.state.request_id for job in kept]
 
@@ -180,7 +180,7 @@ class TestLongestWait:
         jobs = self.make_queue((4.0, 20.0, 8.0), (8.0, 20.0, 8.0))
         assert self.kept(jobs, "longest-wait") == ["r0"]
         heavy = make_request("r1", 10, 1, arrival=8.0, weight=4.0, shed=ShedMode.RELEGATE)
-        jobs[1] = Job(20.0, 8.0, make_state(heavy))
+        jobs[1] = DueWork(20.0, 8.0, make_state(heavy))
         assert self.kept(jobs, "longest-wait") == ["r1"]
 
     @given(

@@ -27,11 +27,11 @@ from onbeat.engine.native.library import (
     ACTIVATIONS,
     ERROR_BYTES,
     MOST_QKV,
+    CallStatus,
     LayerStructure,
     ModelStructure,
     NativeLibrary,
     PackedMatrix,
-    Status,
     StepStructure,
     address,
 )
@@ -42,9 +42,9 @@ from onbeat.perfmodel.device_spec import ROW_COUNTS
 _BYTES_AHEAD = 256 << 20
 """Of the KV cache, that an idle engine has provided beyond what it has used."""
 _STEP_PROBLEMS = {
-    Status.MALFORMED: "the native engine refused",
-    Status.NO_MEMORY: "there is not enough memory for the native engine to run",
-    Status.FAILED: "the native engine failed in",
+    CallStatus.MALFORMED: "the native engine refused",
+    CallStatus.NO_MEMORY: "there is not enough memory for the native engine to run",
+    CallStatus.FAILED: "the native engine failed in",
 }
 
 
@@ -150,15 +150,15 @@ class NativeForward(ForwardPass):
             hidden=address(hidden_PD, np.float32),
         )
         status = self._functions.ob_engine_step(self._engine, ctypes.byref(step))
-        if status != Status.OK:
-            problem = _STEP_PROBLEMS[Status(status)]
+        if status != CallStatus.OK:
+            problem = _STEP_PROBLEMS[CallStatus(status)]
             raise EngineError(f"{problem} a step of {step.num_tokens} tokens in {step.num_rows} rows")
         return StepLogits(logits_RV, best if num_samples else None, step.seconds, hidden_PD)
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
         status = self._functions.ob_engine_scrub(self._engine, address(block_ids, np.int64), len(block_ids))
-        if status != Status.OK:
+        if status != CallStatus.OK:
             raise EngineError(f"the native engine has no blocks {block_ids.tolist()} to scrub")
 
     def kv_regions(self) -> list[KVRegion]:

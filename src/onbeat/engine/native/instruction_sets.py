@@ -83,7 +83,7 @@ def choose_instruction_set(model: NativeModel, *, processor: str, directory: Pat
     kinds = step_kinds(model.weights)
 
     def measure() -> SetTimes:
-        with closing(StepTimer(model, kinds)) as timer:
+        with closing(InstructionSetTimer(model, kinds)) as timer:
             return time_with_care(names, kinds, timer.run)
 
     return settle_set(names, SetTimesFile(directory, _key(model, processor, kinds)), measure)
@@ -117,7 +117,7 @@ def step_kinds(weights: NativeWeights) -> list[StepKind]:
     return [*(StepKind(num_rows, 1, num_layers) for num_rows in DECODES), StepKind(1, prompt, 1)]
 
 
-class StepTimer:
+class InstructionSetTimer:
     """The first layers of a model on each instruction set, each with threads and a KV cache of its own.
 
     Parameters

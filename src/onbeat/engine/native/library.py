@@ -21,7 +21,7 @@ from onbeat.engine.engine_config import ActivationQuantization
 ABI_VERSION = 14
 
 
-class Status(IntEnum):
+class CallStatus(IntEnum):
     """What a call returns that can fail."""
 
     OK = 0
@@ -340,9 +340,9 @@ class PackedMatrix:
             len(rows),
             num_threads,
         )
-        if result == Status.NO_MEMORY:
+        if result == CallStatus.NO_MEMORY:
             raise ModelLoadError(f"there is not enough memory to pack {len(rows)} rows of a matrix")
-        return int(result) == Status.OK
+        return int(result) == CallStatus.OK
 
     def free(self) -> None:
         """Give the memory back; the matrix is of no use any more."""

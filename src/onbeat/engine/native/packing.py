@@ -127,7 +127,7 @@ class NativeWeights:
         return "+".join(sorted({matrix.layout.store.name.lower() for matrix in self.matrices}))
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """A parameter that becomes part of a matrix."""
 
     name: str
@@ -207,7 +207,7 @@ class WeightPacker:
         parts, start = [], 0
         for name in names:
             end = start + self._shapes[name][0]
-            parts.append(Part(name, np.arange(start, end)))
+            parts.append(MatrixPart(name, np.arange(start, end)))
             start = end
         return self._fuse(parts, start, num_inputs or self._shapes[names[0]][1])
 
@@ -229,8 +229,8 @@ class WeightPacker:
         blocks, offsets = np.divmod(np.arange(size), INTERLEAVED_ROWS)
         gates = 2 * INTERLEAVED_ROWS * blocks + offsets
         parts = [
-            Part(f"{prefix}.gate_proj.weight", gates),
-            Part(f"{prefix}.up_proj.weight", gates + INTERLEAVED_ROWS),
+            MatrixPart(f"{prefix}.gate_proj.weight", gates),
+            MatrixPart(f"{prefix}.up_proj.weight", gates + INTERLEAVED_ROWS),
         ]
         matrices = (
             self._fuse(parts, 2 * padded_size, num_inputs),
@@ -243,7 +243,7 @@ class WeightPacker:
         bias[gates + INTERLEAVED_ROWS] = self._bias(f"{prefix}.up_proj")
         return GatedWeights(*matrices, bias, self._bias(f"{prefix}.down_proj"))
 
-    def _fuse(self, parts: Sequence[Part], num_outputs: int, num_inputs: int) -> PackedMatrix:
+    def _fuse(self, parts: Sequence[MatrixPart], num_outputs: int, num_inputs: int) -> PackedMatrix:
         """Pack parts in the first layout that takes them all."""
         names = [part.name for part in parts]
         for layout in self._layouts.layouts(names):
@@ -262,7 +262,7 @@ class WeightPacker:
             cure = "; serve without quantization int8" if self._layouts.quantization == "int8" else ""
             raise ModelLoadError(f"{', '.join(names)}: {error}{cure}") from error
 
-    def _pack_part(self, matrix: PackedMatrix, part: Part) -> bool:
+    def _pack_part(self, matrix: PackedMatrix, part: MatrixPart) -> bool:
         quantized = None
         if matrix.layout != self._layouts.plain:
             quantized = self._layouts.quantized_rows(part.name)
@@ -275,7 +275,7 @@ class WeightPacker:
             )
         return self._pack_numbers(matrix, self._numbers(matrix, part.name), part.to_outputs)
 
-    def _pack_padding(self, matrix: PackedMatrix, parts: Sequence[Part]) -> bool:
+    def _pack_padding(self, matrix: PackedMatrix, parts: Sequence[MatrixPart]) -> bool:
         """Write zeros to the rows that no part has."""
         used = np.concatenate([part.to_outputs for part in parts])
         unused = np.setdiff1d(np.arange(matrix.num_outputs), used)

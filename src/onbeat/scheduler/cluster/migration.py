@@ -15,7 +15,7 @@ from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
 from onbeat.scheduler.cluster.membership import Membership, Replica, ReplicaState, RoutedRequest, deadline
-from onbeat.scheduler.cluster.moves import GROWTH_BLOCKS, RUNS, STANDS_STILL, Course, Move, Moves, Outcome
+from onbeat.scheduler.cluster.moves import GROWTH_BLOCKS, RUNS, STANDS_STILL, Course, Move, MoveEnd, Moves
 from onbeat.scheduler.cluster.pools import Pools
 
 MOST_AT_ONCE = 2
@@ -465,15 +465,15 @@ class Migration:
         self.pool_policy.on_no_capacity(self._open[move.request_id], move)
         self._look_at = min(self._look_at, self._now + RETRY_SECONDS)
 
-    def _on_end(self, move: Move, outcome: Outcome) -> None:
+    def _on_end(self, move: Move, outcome: MoveEnd) -> None:
         self.look()
         open_request = self._open.get(move.request_id)
         if open_request is None:
             return
-        if outcome is Outcome.MOVED:
+        if outcome is MoveEnd.MOVED:
             self._on_moved(open_request, self.members.replicas[move.destination])
             return
-        open_request.num_failed_moves += outcome is Outcome.FAILED
+        open_request.num_failed_moves += outcome is MoveEnd.FAILED
         open_request.no_move_before = self._now + RETRY_SECONDS
         self._look_at = min(self._look_at, open_request.no_move_before)
 

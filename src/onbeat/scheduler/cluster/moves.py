@@ -212,7 +212,7 @@ class Move:
         return num_left > 0
 
 
-class Outcome(StrEnum):
+class MoveEnd(StrEnum):
     """How a move has ended."""
 
     MOVED = "moved"
@@ -239,7 +239,7 @@ class Moves:
     def __init__(
         self,
         act: Callable[[FleetAction], None],
-        on_end: Callable[[Move, Outcome], None],
+        on_end: Callable[[Move, MoveEnd], None],
         on_no_capacity: Callable[[Move], None],
     ) -> None:
         self._act = act
@@ -329,7 +329,7 @@ class Moves:
 
     def stay(self, move: Move) -> None:
         """Let a request go on at its source that stands still until a replica has capacity: none will."""
-        self._stay(move, Outcome.NO_CAPACITY)
+        self._stay(move, MoveEnd.NO_CAPACITY)
 
     def on_answer(self, event: Answered, now: float) -> None:
         """Hear what came of a step; an answer that nobody waits for is ignored."""
@@ -344,7 +344,7 @@ class Moves:
         elif move.stage is Stage.ADOPT:
             self._forget(move)
             self._tell(move, MoveVerb.TAKE, move.destination)
-            self._end(move, Outcome.MOVED)
+            self._end(move, MoveEnd.MOVED)
         else:
             self._ask(move, move.done(event.num_blocks), now)
 
@@ -354,19 +354,19 @@ class Moves:
             if move.source == replica:
                 self._give_up(move)
             elif move.destination == replica and move.stage is not Stage.GIVING_UP:
-                self._stay(move, Outcome.CANCELLED)
+                self._stay(move, MoveEnd.CANCELLED)
 
     def on_tick(self, now: float) -> None:
         """Give up what has taken too long."""
         for move in list(self._by_id.values()):
             if move.until <= now:
-                self._stay(move, Outcome.FAILED)
+                self._stay(move, MoveEnd.FAILED)
 
     def on_leave(self, replica: ReplicaId) -> None:
         """Hear that a replica takes nothing new: what was to go there stays where it is."""
         for move in list(self._by_request.values()):
             if move.destination == replica:
-                self._stay(move, Outcome.CANCELLED)
+                self._stay(move, MoveEnd.CANCELLED)
 
     def drop(self, request_id: str) -> None:
         """Hear that a request has left its source: it has ended, was taken back, or its replica is gone."""
@@ -385,11 +385,11 @@ class Moves:
                 move.destination, move.num_reserved = "", 0
                 self._on_no_capacity(move)
             case MoveVerb.RESERVE:
-                self._stay(move, Outcome.NO_CAPACITY)
+                self._stay(move, MoveEnd.NO_CAPACITY)
             case MoveVerb.HOLD | MoveVerb.FREEZE:  # it has ended there, or waits
                 self._give_up(move)
             case _:
-                self._stay(move, Outcome.FAILED)
+                self._stay(move, MoveEnd.FAILED)
 
     def _ask(self, move: Move, stage: Stage, now: float) -> None:
         move.enter(stage, now)
@@ -403,9 +403,9 @@ class Moves:
         if move.stage is not Stage.GIVING_UP and move.destination:
             self._tell(move, MoveVerb.RELEASE, move.destination)
         self._tell(move, MoveVerb.UNHOLD, move.source)
-        self._end(move, Outcome.CANCELLED)
+        self._end(move, MoveEnd.CANCELLED)
 
-    def _stay(self, move: Move, outcome: Outcome) -> None:
+    def _stay(self, move: Move, outcome: MoveEnd) -> None:
         """Let a request go on at its source."""
         if move.destination:
             self._tell(move, MoveVerb.RELEASE, move.destination)
@@ -419,7 +419,7 @@ class Moves:
     def _forget(self, move: Move) -> None:
         self._by_id.pop(move.move_id, None)
 
-    def _end(self, move: Move, outcome: Outcome) -> None:
+    def _end(self, move: Move, outcome: MoveEnd) -> None:
         if self._by_request.get(move.request_id) is move:
             del self._by_request[move.request_id]
             self._to[move.destination].pop(move.request_id, None)

@@ -26,9 +26,9 @@ from onbeat.scheduler.cluster.routing import (
 from onbeat.scheduler.triage import (
     LEAST_SHARE,
     Demand,
+    DueWork,
     Ends,
     FreeCapacity,
-    Job,
     PrefillShare,
     capacity_wait,
     finish_seconds,
@@ -42,7 +42,7 @@ _SHORTEST_STEP = 1e-4
 """Seconds: of a replica that reports no time for a step."""
 
 
-PromptJob = Job[bool]
+PromptJob = DueWork[bool]
 """Of a prompt no more is known than its work, its deadline, and whether it is protected."""
 
 
@@ -201,7 +201,7 @@ class LoadView:
         prefill = self._prefill_share(costs, num_ahead, objective)
         before = None
         if deadline < inf:
-            own: PromptJob = Job(deadline, seconds, state=False)
+            own: PromptJob = DueWork(deadline, seconds, state=False)
             due_before = sum([job.seconds for job in jobs[:num_ahead]])
             jobs.insert(num_ahead, own)
             late = select_feasible(
@@ -226,13 +226,13 @@ class LoadView:
             if done >= seconds:
                 done -= seconds
                 continue
-            jobs.append(Job(self.reported + until, seconds - done, state=until <= 0.0))
+            jobs.append(DueWork(self.reported + until, seconds - done, state=until <= 0.0))
             done = 0.0
         best_effort = max(0.0, load.best_effort_work - done)
         if self.sent:
             best_effort += sum(each.seconds for each in self.sent if each.deadline == inf)
             jobs += [
-                Job(each.deadline, each.seconds, state=False) for each in self.sent if each.deadline < inf
+                DueWork(each.deadline, each.seconds, state=False) for each in self.sent if each.deadline < inf
             ]
             jobs.sort(key=_deadline)
         return jobs, best_effort

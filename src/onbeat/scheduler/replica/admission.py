@@ -29,9 +29,9 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import (
     Demand,
+    DueWork,
     Ends,
     FreeCapacity,
-    Job,
     PrefillShare,
     capacity_wait,
     drain_seconds,
@@ -257,7 +257,7 @@ class Admission:
         view = RunningView(plan.running, start, cost_model.alone_seconds)
         jobs, _ = prefill_jobs(plan, start, view.prefills, cost_model)
         seconds = cost_model.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
-        own = Job(deadline, seconds, state)
+        own = DueWork(deadline, seconds, state)
         index = bisect_right(jobs, deadline, key=itemgetter(0))
         # By the time that it is served, those ahead of it decode, too.
         decodes = view.decode_shape([job.state for job in jobs[:index]])

@@ -20,7 +20,7 @@ semicolons, or bare in any way; a name and an object; tags; Python; or messages 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ReplyFamily:
     """How the models of a family call tools."""
 
     name: str
@@ -45,7 +45,7 @@ class Family:
         return self.form in ("objects", "array", "apart", "any")
 
     @property
-    def guided(self) -> Family:
+    def guided(self) -> ReplyFamily:
         """The family as answers are read that keep to a grammar: they have calls in one way alone."""
         if self.form == "python":
             return FAMILIES["json"].guided
@@ -73,9 +73,9 @@ _TAGGED = (*_MARKED, (*_FUNCTION, "</tool_call>"))
 FAMILIES = {
     family.name: family
     for family in (
-        Family(name="hermes", marks=_MARKED, new_body=JsonCalls),
-        Family(name="qwen3-xml", marks=_TAGGED, inner_marks=_FUNCTION, new_body=XmlParams, form="tags"),
-        Family(
+        ReplyFamily(name="hermes", marks=_MARKED, new_body=JsonCalls),
+        ReplyFamily(name="qwen3-xml", marks=_TAGGED, inner_marks=_FUNCTION, new_body=XmlParams, form="tags"),
+        ReplyFamily(
             name="llama3-json",
             marks=(("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),
             new_body=_BARE_JSON,
@@ -83,21 +83,21 @@ FAMILIES = {
             arguments_key="parameters",
             form="apart",
         ),
-        Family(
+        ReplyFamily(
             name="pythonic",
             marks=(("<|python_start|>", "<|python_end|>"), ("<|python_tag|>", "")),
             new_body=PythonCalls,
             bare="[",
             form="python",
         ),
-        Family(
+        ReplyFamily(
             name="mistral",
             marks=(("[TOOL_CALLS]", ""),),
             new_body=JsonCalls,
             has_short_ids=True,
             form="array",
         ),
-        Family(
+        ReplyFamily(
             name="mistral-args",
             marks=(("[TOOL_CALLS]", ""),),
             new_body=NamedJson,
@@ -105,26 +105,26 @@ FAMILIES = {
             has_short_ids=True,
             form="named",
         ),
-        Family(
+        ReplyFamily(
             name="phi",
             marks=(("<|tool_call|>", "<|/tool_call|>"), ("functools", "")),
             new_body=JsonCalls,
             form="array",
         ),
-        Family(
+        ReplyFamily(
             name="granite",
             marks=(("<|tool_call|>", ""), ("<tool_call>", "</tool_call>")),
             new_body=JsonCalls,
             form="array",
         ),
-        Family(
+        ReplyFamily(
             name="harmony",
             marks=(("<|channel|>commentary to=functions.", ""),),
             inner_marks=HARMONY_MARKS,
             form="messages",
             text_opening="<|channel|>final<|message|>",
         ),
-        Family(name="json", marks=(("```json", "```"),), new_body=_BARE_JSON, bare="{[", form="any"),
+        ReplyFamily(name="json", marks=(("```json", "```"),), new_body=_BARE_JSON, bare="{[", form="any"),
     )
 }
 
@@ -165,7 +165,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """What a template holds of a family whose models it is for; the first that fits counts."""
 
 
-def family_named(name: str) -> Family:
+def family_named(name: str) -> ReplyFamily:
     """Return the family of a name, or of vLLM's name for it.
 
     Raises
@@ -195,7 +195,7 @@ def reasoning_named(name: str) -> ReasoningMarks:
     return known
 
 
-def family_of(template: str) -> Family:
+def family_of(template: str) -> ReplyFamily:
     """Return the family of the models that a chat template is for."""
     for name, signs in _SIGNS:
         if all(sign in template for sign in signs):

@@ -13,7 +13,7 @@ from onbeat.core.request import Grammar
 from onbeat.text.grammar.source import JsonStyle, embedded_json, lark_grammar, lark_text
 from onbeat.text.grammar.translate import closed, renamed
 from onbeat.text.reply.body import to_json
-from onbeat.text.reply.families import Family
+from onbeat.text.reply.families import ReplyFamily
 from onbeat.text.reply.parser import ReplyStyle
 from onbeat.text.reply.xml_calls import merged, types_of
 
@@ -127,7 +127,7 @@ class _Writer:
         parts = re.split(f"({'|'.join(map(re.escape, ids)) or '(?!)'})", mark)
         return " ".join(f"<[{ids[part]}]>" if part in ids else lark_text(part) for part in parts if part)
 
-    def _region(self, family: Family, closing: str, *, is_single: bool) -> str:
+    def _region(self, family: ReplyFamily, closing: str, *, is_single: bool) -> str:
         """Return what stands between an opening mark and the end of a region, the closing mark included."""
         end = self._mark(closing) if closing else ""
         line = lark_text("\n")
@@ -144,7 +144,7 @@ class _Writer:
             case _:
                 return "tool_"
 
-    def _tool(self, family: Family, name: str, calls: WantedCalls) -> str:
+    def _tool(self, family: ReplyFamily, name: str, calls: WantedCalls) -> str:
         """Return the rule of one tool's call."""
         schema, is_strict = calls.schemas[name], name in calls.strict
         schema = closed({"type": "object", **schema}) if is_strict else {"type": "object", **schema}

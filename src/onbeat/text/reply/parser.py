@@ -10,7 +10,7 @@ from functools import cached_property
 from onbeat.core.protocols import Tokenizer
 from onbeat.text.reply.body import SPACE, Body, end_of_space
 from onbeat.text.reply.calls import Calls, ContentText, MarkToken, ReasoningText, ReplyEvent, Tools
-from onbeat.text.reply.families import Family, ReasoningMarks
+from onbeat.text.reply.families import ReasoningMarks, ReplyFamily
 
 
 class MarkScanner:
@@ -67,7 +67,7 @@ class ReplyStyle:
     """
 
     def __init__(
-        self, family: Family | None, reasoning: ReasoningMarks | None, tokenizer: Tokenizer | None = None
+        self, family: ReplyFamily | None, reasoning: ReasoningMarks | None, tokenizer: Tokenizer | None = None
     ) -> None:
         self.family, self.reasoning = family, reasoning
         pairs = () if family is None else family.marks

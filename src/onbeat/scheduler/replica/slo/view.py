@@ -11,12 +11,12 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.step_plan import StepPlan
-from onbeat.scheduler.triage import Job
+from onbeat.scheduler.triage import DueWork
 
 MOST_JOBS = 128
 """Waiting prompts with deadlines that a plan looks at, those that are due first: a plan takes the same time
 however many wait behind them."""
-PromptJob = Job[RequestState]
+PromptJob = DueWork[RequestState]
 """A prompt that runs or waits on a replica."""
 _DEADLINE = itemgetter(0)
 """Of a job, without a call."""
@@ -151,7 +151,7 @@ def prefill_jobs(
             if num_found <= num_cached or earliest + seconds > deadline:
                 late.append(state)
                 continue
-        jobs.append(Job(deadline, seconds, state))
+        jobs.append(DueWork(deadline, seconds, state))
     # A stream that was preempted with a token in flight stands in the queue by the deadline of that.
     jobs.sort(key=_DEADLINE)
     return jobs, late
