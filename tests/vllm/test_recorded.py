@@ -15,8 +15,9 @@ from onbeat.simulator.replay.model import learning_model
 pytestmark = pytest.mark.vllm
 
 
-def test_every_step_of_a_run_is_planned_again_by_its_record_alone(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "tests.vllm.recorded_program", str(tmp_path)]
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe", "Llama-awq", "adapters"])
+def test_every_step_of_a_run_is_planned_again_by_its_record_alone(kind: str, tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tests.vllm.recorded_program", kind, str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     recording = Recording(tmp_path / "record")
