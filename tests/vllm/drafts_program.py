@@ -8,6 +8,7 @@ Prints JSON, as `executor_program` does.
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from dataclasses import replace
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from onbeat.core.request import Grammar, SamplingParams
 from onbeat.engine.vllm.arguments import speculation_of
+from onbeat.engine.vllm.surface import left_out
 from onbeat.hub.files import ModelFiles
 from onbeat.speculative_config import SpeculativeConfig
 from tests.vllm.executor_program import MAX_LEN, Bench, errors, greedy, prompts, tokens
@@ -28,25 +30,62 @@ from tests.vllm.tiny_models import SIZES, make_model
 NUM_DRAFTS = 3
 
 
-def make_head(folder: Path) -> None:
-    """Save a random head of EAGLE's first kind: a layer, and what joins tokens with hidden states."""
+HIDDEN = SIZES["hidden_size"]
+
+
+def random_weight(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns) / math.sqrt(columns)
+
+
+def make_head(folder: Path, method: str) -> None:
+    """Save a random head of EAGLE: a layer, and what joins tokens with hidden states."""
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, dtype="float32")
     config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
     torch.manual_seed(5)
     layer = transformers.LlamaForCausalLM(config).model.layers[0]
     weights = {f"layers.0.{name}": each.contiguous() for name, each in layer.state_dict().items()}
-    del weights["layers.0.input_layernorm.weight"]
-    hidden = SIZES["hidden_size"]
-    weights["fc.weight"] = torch.randn(hidden, 2 * hidden) * hidden**-0.5
+    if method == "eagle":
+        del weights["layers.0.input_layernorm.weight"]
+    else:  # its layer reads tokens beside hidden states, and it has a head of its own
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = weights[f"layers.0.self_attn.{name}.weight"].shape[0]
+            weights[f"layers.0.self_attn.{name}.weight"] = random_weight(rows, 2 * HIDDEN)
+        weights |= {name: torch.ones(HIDDEN) for name in ("layers.0.hidden_norm.weight", "norm.weight")}
+        weights["lm_head.weight"] = random_weight(SIZES["vocab_size"], HIDDEN)
+        config.architectures = ["LlamaForCausalLMEagle3"]
+        config.draft_vocab_size = SIZES["vocab_size"]
+        config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+    config.save_pretrained(folder)
+    weights["fc.weight"] = random_weight(HIDDEN, 2 * HIDDEN)
     save_file(weights, folder / "model.safetensors")
 
 
+def add_predictor(folder: Path) -> None:
+    """Add to a saved Glm4Moe a random layer that predicts a token more, as its checkpoints have it."""
+    number = SIZES["num_hidden_layers"]
+    config = transformers.AutoConfig.from_pretrained(folder, num_hidden_layers=number + 1)
+    torch.manual_seed(6)
+    transformers.Glm4MoeForCausalLM(config).save_pretrained(folder / "longer")
+    longer, weights = (load_file(each / "model.safetensors") for each in (folder / "longer", folder))
+    layer = f"model.layers.{number}."
+    weights |= {name: each for name, each in longer.items() if name.startswith(layer)}
+    norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    weights |= {layer + name: torch.ones(HIDDEN) for name in norms}
+    weights[layer + "eh_proj.weight"] = random_weight(HIDDEN, 2 * HIDDEN)
+    weights[layer + "shared_head.head.weight"] = random_weight(SIZES["vocab_size"], HIDDEN)
+    weights[layer + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config.num_hidden_layers, config.num_nextn_predict_layers = number, 1
+    config.save_pretrained(folder)
+
+
 def main(method: str, folder: Path) -> dict[str, Any]:
-    model = make_model("Llama", folder / "model")
+    model = make_model("Glm4Moe" if method == "mtp" else "Llama", folder / "model")
     draft = None
-    if method == "eagle":
-        make_head(folder / "head")
+    if method == "mtp":
+        add_predictor(folder / "model")
+    elif method in ("eagle", "eagle3"):
+        make_head(folder / "head", method)
         draft = ModelFiles(kind="hf", path=folder / "head", name="head")
     elif method == "draft-model":  # the model itself, all of whose drafts are right
         draft = ModelFiles(kind="hf", path=folder / "model", name="model")
@@ -98,9 +137,7 @@ def main(method: str, folder: Path) -> dict[str, Any]:
     outputs, _ = bench.serve(mixed, speculation=speculation)
     ends = [(ids, each[-1].finish_reason) for ids, each in zip(tokens(outputs), outputs, strict=True)]
     found["guided"] = [[*ids, reason] for ids, reason in ends[1::2]]
-    lacked = replace(scored, min_p=0.1, temperature=0.5)
-    outputs, _ = bench.serve([(asked[0][0], lacked)], speculation=speculation)
-    found["left_out"] = [outputs[0][-1].finish_reason, str(outputs[0][-1].error)]
+    found["left_out"] = sorted(left_out(bench.settings))
     return found
 
 

@@ -82,6 +82,7 @@ class Bench:
             },
             threads=1,
         )
+        self.settings = settings
         self.surface, self.model = start_executor(settings), model_config_of(settings)
         self.depth = depth if self.surface.overlaps else 1
         self.num_blocks = self.surface.num_kv_blocks

@@ -27,6 +27,15 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+GLM = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_expand": 2}
 MLA = {
     "num_key_value_heads": 4,
@@ -99,6 +108,7 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3": Family({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}),
     "Qwen3Moe": Family(EXPERTS),
     "DeepseekV2": Family(MLA),
+    "Glm4Moe": Family(GLM),
     "Llama-int8": Family(base="Llama", weights="int8"),
     "Llama-awq": Family(base="Llama", weights="awq", dtype="bfloat16"),
     "Llama-gptq": Family(base="Llama", weights="gptq", dtype="bfloat16"),
