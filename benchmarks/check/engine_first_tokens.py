@@ -27,8 +27,9 @@ from onbeat.workload.offered import OfferedLoad
 
 USERS = {"codegen": 44, "general": 45, "general-lite": 45, "roleplay": 50}
 """Of a load: system prompts times users of each, as its configuration has them."""
+BLOCK_SIZE = 16
 SERVER = SchedulerLimits(
-    policy="sarathi", max_num_seqs=128, max_num_batched_tokens=2048, max_model_len=4096, block_size=16
+    policy="sarathi", max_num_seqs=128, max_num_batched_tokens=2048, max_model_len=4096, block_size=BLOCK_SIZE
 )
 """As the servers were started; the policy is vLLM's: decodes first, then chunks."""
 SECONDS = 40
@@ -48,14 +49,14 @@ def simulated(load: Load, *, request_overhead: float | None = None) -> Simulated
     """Run a load through one replica; `request_overhead` as `Deployment` takes it."""
     users = USERS[load.name]
     num = int(load.rate * SECONDS) + 3 * users
-    blocks = -(-load.input_tokens // SERVER.block_size)
+    blocks = -(-load.input_tokens // BLOCK_SIZE)
     offered = OfferedLoad(
         name=load.name,
         num_prompt_tokens=np.full(num, load.input_tokens),
         num_output_tokens=np.full(num, load.output_tokens),
         arrivals=np.arange(num) / load.rate,
         block_ids=[[blocks * (row % users) + block for block in range(blocks)] for row in range(num)],
-        block_size=SERVER.block_size,
+        block_size=BLOCK_SIZE,
     )
     settings = Deployment(
         model=load.model,

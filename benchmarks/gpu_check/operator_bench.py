@@ -27,7 +27,7 @@ SHAPES: tuple[Shape, ...] = (
 )
 """Query heads, KV heads, head width, window."""
 LARGEST_ERROR = 1e-2
-BLOCK_SIZE = 16
+BLOCK_SIZE = 64
 MAX_TOKENS = 64 if IS_REHEARSAL else 8192
 MAX_LEN = 100 if IS_REHEARSAL else 8192
 BF16 = torch.bfloat16

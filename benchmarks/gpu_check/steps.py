@@ -207,7 +207,7 @@ def time_mixed(weights: TorchWeights, runner: ModelRunner, num_blocks: int) -> N
     for way in ("one by one", "in pieces"):
         try:
             if way == "in pieces":
-                num_blocks = 2000  # the other runner's are still there
+                num_blocks = 32_000 // BLOCK_SIZE  # the other runner's are still there
                 runner = make_noted("graphs and pieces", weights, num_blocks, pieces=True, max_rows=32)
             for how, sampling in WAYS_TO_CHOOSE.items():
                 with step_timer(runner, num_blocks, sampling) as timer:

@@ -21,7 +21,7 @@ from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.sampler import Sampler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 64
 GREEDY = SamplingParams(temperature=0.0)
 
 

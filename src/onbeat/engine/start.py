@@ -38,7 +38,12 @@ from onbeat.recording.writer import create_record
 from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.scheduler.replica.policies import composition, settle
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.scheduler_config import SchedulerConfig, SchedulerLimits, SpeculationConfig
+from onbeat.scheduler.scheduler_config import (
+    DEFAULT_BLOCK_SIZE,
+    SchedulerConfig,
+    SchedulerLimits,
+    SpeculationConfig,
+)
 from onbeat.text.sampling_defaults import sampling_defaults
 from onbeat.version import __version__
 
@@ -226,6 +231,8 @@ def prepare(config: EngineConfig) -> ModelLoader:
     ConfigError : the model cannot be loaded, or limits and memory do not go together.
     """
     backend = _choose(config)
+    block_size = config.limits.block_size or backend.block_size
+    config = replace(config, limits=replace(config.limits, block_size=block_size))
     proposer = choose_proposer(config, backend)
     speculation = None
     if config.speculative is not None:
@@ -294,12 +301,13 @@ def _settle(
     step_time : derives how many tokens the largest step has; None where nothing is known of the device yet.
     """
     wanted_len = limits.max_model_len or model_len
+    block_size = limits.block_size or DEFAULT_BLOCK_SIZE
     if speculation is not None:
         wanted_len += speculation.num_lookahead_tokens
     return settle(
         limits,
         # More blocks than every slot can fill would be memory for nothing.
-        num_blocks=min(num_blocks, limits.max_num_seqs * -(-wanted_len // limits.block_size)),
+        num_blocks=min(num_blocks, limits.max_num_seqs * -(-wanted_len // block_size)),
         model_len=model_len,
         model=step_time,
         speculation=speculation,

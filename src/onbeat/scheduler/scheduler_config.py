@@ -22,6 +22,7 @@ SERVING_POLICIES = ("static", "orca", "prefill-first", "sarathi", "slo")
 BASELINES = ("hybrid-only", "chunk-only", "edf")
 """Policies that are there to compare with, not to serve with."""
 DEFAULT_POLICY = "slo"
+DEFAULT_BLOCK_SIZE = 16
 
 _option = partial(option, group="scheduler")
 
@@ -98,7 +99,12 @@ class SchedulerLimits:
         at_least=1,
         help="longest request, prompt and output (default: the model's, or what the KV cache holds)",
     )
-    block_size: int = _option(16, metavar="TOKENS", help="tokens in a KV block, a multiple of 16")
+    block_size: int | None = _option(
+        None,
+        metavar="TOKENS",
+        at_least=16,
+        help=f"tokens in a KV block, a multiple of 16 (default: {DEFAULT_BLOCK_SIZE}; 64 on the GPU engine)",
+    )
     enable_prefix_caching: bool = _option(default=True, help="reuse the KV of shared prompt prefixes")
     max_num_queued_reqs: int | None = _option(
         None,
@@ -142,6 +148,7 @@ class SchedulerConfig(SchedulerLimits):
     policy: str
     max_num_batched_tokens: int
     max_model_len: int
+    block_size: int = DEFAULT_BLOCK_SIZE
     num_blocks: int
     """KV blocks in the cache."""
     num_micro_batches: int = 1
@@ -155,7 +162,7 @@ class SchedulerConfig(SchedulerLimits):
 
     def __post_init__(self) -> None:
         SchedulerLimits.__post_init__(self)  # super() finds no class in one with slots
-        if self.block_size < 16 or self.block_size % 16:
+        if self.block_size % 16:
             raise ConfigError(
                 f"block_size is {self.block_size}; it must be a multiple of 16 (16, 32, 64, ...)"
             )

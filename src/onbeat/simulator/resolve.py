@@ -21,7 +21,7 @@ from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.replica.policies import check_policy, composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
-from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig
+from onbeat.scheduler.scheduler_config import DEFAULT_BLOCK_SIZE, DEFAULT_POLICY, SchedulerConfig
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.simulation_config import FleetTerms, KVLink, ReplicaKind, SimulationConfig
@@ -147,7 +147,7 @@ def _resolve(said: Deployment) -> Resolved:
             device=device,
             parallelism=parallelism,
             precision=precision,
-            block_size=limits.block_size,
+            block_size=limits.block_size or DEFAULT_BLOCK_SIZE,
             max_num_batched_tokens=most,
             gpu_memory_utilization=said.gpu_memory_utilization,
             least_tokens=least,

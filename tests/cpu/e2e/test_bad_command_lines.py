@@ -281,7 +281,7 @@ def test_a_vocabulary_that_does_not_fit_together(refusal: Refusal, tmp_path: Pat
         (["--max-model-len", "4096", "--kv-cache-memory-bytes", "64K"], "the KV cache holds"),
         pytest.param(["--kv-cache-memory-bytes", "100"], "100", marks=pytest.mark.slow),
         (["--kv-cache-memory-bytes", "8T", "--max-num-seqs", "1M"], "does not fit beside the weights"),
-        pytest.param(["--block-size", "7"], "the block size is 7 tokens", marks=pytest.mark.slow),
+        pytest.param(["--block-size", "24"], "the block size is 24 tokens", marks=pytest.mark.slow),
         pytest.param(
             ["--max-num-seqs", "600", "--max-num-batched-tokens", "512"],
             "is below max_num_seqs",

@@ -41,7 +41,7 @@ BAD_FLAGS = [
     (["--gpu-memory-utilization", "nan"], "above 0 and at most 1"),
     (["--num-blocks", "0"], "num_blocks is 0; it must be at least 1"),
     (["--num-blocks", "10"], "do not fit a context of 160 tokens"),
-    (["--block-size", "0"], "block_size is 0; it must be at least 1"),
+    (["--block-size", "0"], "block_size is 0; it must be at least 16"),
     (["--max-model-len", "200"], "first is request 0: prompt 300 + output 20 tokens"),
     (["--max-model-len", "1000000"], "was made for 131072 tokens"),
     (["--max-num-batched-tokens", "100"], "is below max_num_seqs (256)"),

@@ -26,7 +26,7 @@ from onbeat.engine.weights import Checkpoint
 from onbeat.engine.weights.checkpoint import loading_remarks
 from onbeat.perfmodel.models import StepTimeDescription
 from onbeat.perfmodel.precision import Precision
-from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 
 Propose = Callable[[ForwardPass, SchedulerConfig], Proposer]
 SettleLimits = Callable[[int], SchedulerConfig]
@@ -58,6 +58,8 @@ class Backend(Protocol):
     """Number format of most weights; None where they are of the device's type."""
     embedding_format: str | None = None
     """Of the LM head, likewise."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Tokens of a KV block where the user gives no number."""
     drafts_ahead: bool = False
     """Whether its steps make the drafts of the next ones themselves, where drafts are asked for."""
     embeds: bool = True
@@ -168,7 +170,7 @@ class CheckpointBackend(ForwardBackend):
         self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None
     ) -> SchedulerConfig:
         """Calculate them from `needs`; see `Backend.fit`."""
-        block_size = config.limits.block_size
+        block_size = config.limits.block_size or self.block_size
         footprint = self.needs(block_size)
         if draft is not None:
             footprint = footprint.beside(draft.needs(block_size))

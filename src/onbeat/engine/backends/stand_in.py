@@ -52,7 +52,12 @@ from onbeat.perfmodel.models import StepTimeDescription, roofline_predictor
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.replica.policies import composition, largest_step
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
-from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
+from onbeat.scheduler.scheduler_config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_POLICY,
+    SchedulerConfig,
+    SchedulerLimits,
+)
 from onbeat.text.tokenizer import load_tokenizer
 
 _Words = NDArray[np.uint64]
@@ -197,8 +202,9 @@ def _num_blocks(config: EngineConfig, description: StepTimeDescription) -> int:
     limits, kv_bytes, model = config.limits, config.kv_cache_memory_bytes, description.model
     if kv_bytes is None:
         return _blocks_that_fit(limits, description, config.gpu_memory_utilization)
-    block_bytes = int(model.kv_bytes_per_token(description.precision) * limits.block_size)
-    return num_blocks_in(kv_bytes, block_bytes, limits.block_size)
+    block_size = limits.block_size or DEFAULT_BLOCK_SIZE
+    block_bytes = int(model.kv_bytes_per_token(description.precision) * block_size)
+    return num_blocks_in(kv_bytes, block_bytes, block_size)
 
 
 def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utilization: float) -> int:
@@ -219,7 +225,7 @@ def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utiliza
             what.device,
             parallelism=parallelism,
             precision=precision,
-            block_size=limits.block_size,
+            block_size=limits.block_size or DEFAULT_BLOCK_SIZE,
             max_num_batched_tokens=largest,
             gpu_memory_utilization=utilization,
             least_tokens=min(limits.max_model_len or 1, what.model.max_position_embeddings),

@@ -45,7 +45,7 @@ TRIED_CAPABILITY = (9, 0)
 MakeKernels = Callable[[KernelSizes], GraphKernels]
 
 
-def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> str | None:
+def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int | None) -> str | None:
     """Return why the GPU engine cannot serve a model on a device; None where it can."""
     head_dim = checkpoint.config.head_dim
     if checkpoint.config.has_sinks:
@@ -54,7 +54,7 @@ def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> st
         return f"it computes in bfloat16, not in {device.dtype.name}"
     if head_dim not in HEAD_DIMS:
         return f"heads of {head_dim} are not supported; 64, 128 and 256 are"
-    if block_size not in BLOCK_SIZES:
+    if block_size is not None and block_size not in BLOCK_SIZES:
         return f"block_size is {block_size}; it needs 16, 32, 64 or 128"
     capability = compute_capability(device.device)
     if capability < OLDEST_CAPABILITY:
@@ -135,6 +135,7 @@ class CudaBackend(TorchBackend):
     """
 
     has_graphs = True
+    block_size = 64  # a row's plan changes when it gets another block: of 32 rows one in two steps, not each
 
     def __init__(
         self,

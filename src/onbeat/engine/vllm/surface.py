@@ -22,6 +22,7 @@ from onbeat.engine.model_config.architecture import NO_ROPE, Experts
 from onbeat.engine.vllm.arguments import read_arguments, sampling_params, speculation_of
 from onbeat.engine.vllm.faults import Made, Workers, reason, with_cure
 from onbeat.hub.files import ModelFiles
+from onbeat.scheduler.scheduler_config import DEFAULT_BLOCK_SIZE
 
 _CPU_BLOCK = 32
 """Tokens: vLLM's attention on CPUs takes blocks of multiples of this."""
@@ -374,7 +375,7 @@ def settings_of(config: EngineConfig, device: DeviceConfig, draft: ModelFiles | 
         "load_format": "dummy" if config.load_format == "dummy" else "auto",
         "seed": config.seed,
         "max_model_len": limits.max_model_len,
-        "block_size": -(-limits.block_size // least) * least,
+        "block_size": -(-(limits.block_size or DEFAULT_BLOCK_SIZE) // least) * least,
         "max_num_seqs": limits.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,

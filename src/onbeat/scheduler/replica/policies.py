@@ -34,6 +34,7 @@ from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.token_budget import DEFAULT_TILE, LARGEST_BUDGET
 from onbeat.scheduler.scheduler_config import (
+    DEFAULT_BLOCK_SIZE,
     DEFAULT_POLICY,
     SchedulerConfig,
     SchedulerLimits,
@@ -350,9 +351,10 @@ def settle(
         )
     settled = {each.name: getattr(limits, each.name) for each in fields(SchedulerLimits)}
     settled["policy"] = policy = limits.policy or DEFAULT_POLICY
+    settled["block_size"] = block_size = limits.block_size or DEFAULT_BLOCK_SIZE
     # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
     settled["max_model_len"] = longest = limits.max_model_len or min(
-        model_len, num_blocks * limits.block_size - (speculation.num_lookahead_tokens if speculation else 0)
+        model_len, num_blocks * block_size - (speculation.num_lookahead_tokens if speculation else 0)
     )
     if limits.max_num_batched_tokens == "auto":
         raise ConfigError("max_num_batched_tokens is 'auto', which is for simulations; give a number")

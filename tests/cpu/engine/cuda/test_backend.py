@@ -162,6 +162,27 @@ def test_the_start_says_what_is_compiled_and_that_a_card_is_untried(
 
 
 @pytest.mark.parametrize(
+    ("changes", "block_size"),
+    [
+        ({}, 64),
+        ({"limits": SchedulerLimits(block_size=32)}, 32),
+        ({"backend": "torch"}, 16),
+    ],
+)
+def test_blocks_are_larger_on_the_gpu_engine_unless_a_size_is_given(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], block_size: int
+) -> None:
+    """A step is planned again where a row gets another block."""
+    monkeypatch.setattr(step_time_spec, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(start, "detect_device", lambda *_: CUDA)
+    monkeypatch.setattr(start, "open_weights", lambda _: DummyCheckpoint(MODEL))
+    monkeypatch.setattr(memory, "free_memory", lambda _: FreeMemory(70 * 2**30, "the device cuda"))
+    loader = start.prepare(config(**changes))
+    assert loader.limits.block_size == block_size
+    assert loader.settle(loader.limits.num_blocks).block_size == block_size
+
+
+@pytest.mark.parametrize(
     ("name", "limits", "num_tokens"),
     [
         ("NVIDIA L4", {}, 1280),
@@ -183,4 +204,6 @@ def test_a_data_sheet_bounds_the_largest_step_as_in_simulations(
     assert settled.max_num_batched_tokens == num_tokens
     if num_tokens in (1280, 7808):
         settings = Deployment(model="Llama-3.1-8B", device=known_device(name) or "")
-        assert resolve(settings).kind.scheduler.max_num_batched_tokens == num_tokens
+        simulated = resolve(settings).kind.scheduler
+        assert simulated.max_num_batched_tokens == num_tokens
+        assert simulated.block_size == 16  # of simulations, whatever the device
