@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ def on_gpu_engine(
     pieces: bool = False,
     fast: bool = False,
     chunk_backend: ChunkBackend = "fa2",
+    starts_early: bool = False,
     max_num_seqs: int = 32,
     max_model_len: int = 512,
     max_num_batched_tokens: int = 1024,
@@ -52,7 +54,8 @@ def on_gpu_engine(
             verify_widths=(1 + NUM_DRAFTS,) if pieces else (),
         )
         sizes = kernel_sizes(weights, options)
-        kernels = fast_kernels(sizes, chunk_backend) if fast else ReferenceKernels(sizes)
+        quick = partial(fast_kernels, chunk_backend=chunk_backend, starts_early=starts_early)
+        kernels = quick(sizes) if fast else ReferenceKernels(sizes)
         chosen = graphs_on(weights.device) if graphs else EagerGraphs()
         return CudaForward(weights, kernels, chosen, options)
 

@@ -78,15 +78,17 @@ def unbuilt_kernel(config: ModelConfig) -> tuple[str | None, str | None]:
     return unbuilt_kernel(config), problem
 
 
-def fast_kernels(sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2") -> GraphKernels:
+def fast_kernels(
+    sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2", *, starts_early: bool = False
+) -> GraphKernels:
     """Return the quick operators; what they are written in is imported only now.
 
     Prompts by fa3 took 5 to 11 % less time on an H100. Its output has not been compared there yet, so it is
-    only taken where it is asked for.
+    only taken where it is asked for. Nor has any GPU run kernels that start early (`FastKernels`).
     """
     from onbeat.engine.cuda.fast import FastKernels
 
-    return FastKernels(sizes, chunk_backend=chunk_backend)
+    return FastKernels(sizes, chunk_backend=chunk_backend, starts_early=starts_early)
 
 
 class TorchBackend(CheckpointBackend):

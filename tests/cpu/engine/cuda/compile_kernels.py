@@ -6,6 +6,7 @@ are caught, and what they would compile is compiled.
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import partialmethod
 from typing import Any
@@ -55,6 +56,12 @@ def compile_launch(
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     name, shared = kernel.fn.__name__, compiled.metadata.shared
     assert shared <= SHARED_KIB[capability] << 10, f"{name} takes {shared} bytes of a processor's memory"
+    ptx = compiled.asm["ptx"]
+    waits = ptx.find("griddepcontrol.wait")
+    assert (waits >= 0) == compiled.metadata.launch_pdl, f"{name}: only what is launched early waits"
+    touched = re.search(r"\b(?:ld|st|red|atom)\.global|\bcp\.async", ptx)
+    assert touched is not None, f"{name} does nothing"
+    assert waits < touched.start(), f"{name} reads or writes before it waits"
     print(f"{name}: {len(compiled.asm['cubin'])} bytes", flush=True)  # noqa: T201 -- what the test reads
 
 
@@ -100,6 +107,11 @@ def main() -> None:
             qkv = numbers(3, (num_heads + 2 * num_kv_heads) * head_dim)
             step = StepTensors(ints(3), ints(3))
             triton_ops.rope_store(qkv, step, layer, kv, numbers(3, num_heads, head_dim))
+    if capability >= 90:
+        x, out = numbers(3, 4096), numbers(3, num_heads, head_dim)
+        triton_ops.add_norm(x, x, norm(4096, scales_rounded=True), x, starts_early=True)
+        triton_ops.act_mul(numbers(3, 2 * 14336), "silu", numbers(3, 14336), starts_early=True)
+        triton_ops.rope_store(qkv, step, layer, kv, out, starts_early=True)
     triton_ops.list_blocks(DecodeRows(ints(256, 64), ints(256)), 16, ints(257), ints(256 * 64), ints(256))
     logits, best = numbers(3, 128_256, dtype=torch.float32), BestBuffers(ints(3), torch.zeros(3))
     triton_draw.best(logits, best)
