@@ -10,13 +10,16 @@ import pytest
 from onbeat.core.errors import ConfigError, MissingExtra, ModelLoadError, NeedsVllm
 from onbeat.engine import start
 from onbeat.engine.backends import table
+from onbeat.engine.backends.native import NativeBackend
+from onbeat.engine.device import CPU, Device, DeviceConfig
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
 BEYOND: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"architectures": ["Qwen3NextForCausalLM"]}, {}, "gated DeltaNet"),
-    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "'awq'"),
+    ({"quantization_config": {"quant_method": "bitsandbytes"}}, {}, "'bitsandbytes'"),
     ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, {}, "'longrope'"),
     ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping to 30.0"),
     ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
@@ -76,6 +79,16 @@ def test_what_onbeat_has_runs_by_its_own_engines_though_vllm_is_there(
     own = start.prepare(config(tmp_path, {})).backend.description
     assert "vLLM" not in own
     assert not installed
+
+
+def test_quantized_weights_stay_so_on_a_gpu_by_vllm_alone(tmp_path: Path) -> None:
+    asked = config(tmp_path, {})
+    checkpoint = table.open_weights(asked)
+    checkpoint.scheme = "AWQ (4 bits)"
+    native = table.choose_backend(asked, checkpoint, DeviceConfig(CPU, FLOAT32, 1))
+    assert isinstance(native, NativeBackend)
+    with pytest.raises(NeedsVllm, match=r"AWQ \(4 bits\) stay quantized on cuda"):
+        table.choose_backend(asked, checkpoint, DeviceConfig(Device("cuda"), BFLOAT16, 1))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.weights import DummyCheckpoint, parameter_shapes
+from onbeat.engine.weights.quantized import Settings, decoded
 from tests.cpu.weights.tiny_models import FAMILIES, parameters, tiny_model
 
 
@@ -43,6 +44,38 @@ def test_activations_keep_their_size() -> None:
     assert down.std() == pytest.approx(1 / np.sqrt(128), rel=0.02)
     norm = checkpoint.get("model.norm.weight", FLOAT32)
     assert np.abs(norm).max() < 0.1  # Gemma multiplies by one more
+
+
+@pytest.mark.parametrize(
+    ("settings", "form"),
+    [
+        (Settings(quant_method="awq"), "Q4_1"),
+        (Settings(quant_method="gptq", bits=8), "Q8_0"),
+        (Settings(quant_method="modelopt", quant_algo="NVFP4"), "E2M1_16"),
+        (Settings(quant_method="mxfp4"), "MXFP4"),
+    ],
+)
+def test_layers_of_a_quantized_model_are_blocks(settings: Settings, form: str) -> None:
+    config = model_config_from_hf(FAMILIES["mixtral"]().to_dict())
+    assert settings.usual_form == form
+    checkpoint = DummyCheckpoint(config, form=form)
+    for name, shape in parameter_shapes(config).items():
+        rows = checkpoint.quantized_rows(name)
+        quantizes = "_proj." in name and (form != "MXFP4" or ".experts." in name)
+        assert (rows is not None) == quantizes, name
+        if rows is None:
+            continue
+        assert rows.type_name == form
+        values = checkpoint.get(name, FLOAT32)
+        np.testing.assert_array_equal(values, decoded(form, rows.read()).reshape(shape))
+        # a power of two may be 1.41 times too large or too small
+        assert values.std() == pytest.approx(shape[1] ** -0.5, rel=0.42 if form == "MXFP4" else 0.05)
+
+
+def test_layers_in_fp8_are_plain_numbers() -> None:
+    groups = {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}
+    assert Settings(quant_method="compressed-tensors", config_groups=groups).usual_form is None
+    assert Settings(quant_method="fp8").usual_form is None
 
 
 def test_unknown_name() -> None:

@@ -15,6 +15,7 @@ from onbeat.engine.engine_config import EngineConfig, native_settings
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
 from onbeat.engine.native.library import NotLoaded, load_library
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
+from onbeat.engine.weights.open import usual_form
 
 
 def open_weights(config: EngineConfig) -> Checkpoint:
@@ -26,7 +27,10 @@ def open_weights(config: EngineConfig) -> Checkpoint:
     """
     served_len = config.limits.max_model_len
     if config.load_format == "dummy":
-        return DummyCheckpoint(read_model_config(config.model, served_len=served_len), seed=config.seed)
+        form = usual_form(config.model)
+        return DummyCheckpoint(
+            read_model_config(config.model, served_len=served_len), seed=config.seed, form=form
+        )
     return open_checkpoint(config.model, served_len=served_len)
 
 
@@ -41,6 +45,11 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
         raise NeedsVllm(
             f"tensor_parallel_size is {config.tensor_parallel_size}, but onbeat's own engines run on one "
             "device; leave --tensor-parallel-size out, or give --load-format stand-in"
+        )
+    if config.backend == "auto" and device.device.type != "cpu" and checkpoint.scheme is not None:
+        raise NeedsVllm(
+            f"weights in {checkpoint.scheme} stay quantized on {device.device} by vLLM alone; give --backend "
+            f"cuda or torch to have them as plain numbers of {device.dtype.name}"
         )
     backend = _chosen(config, checkpoint, device)
     if not isinstance(backend, NativeBackend):

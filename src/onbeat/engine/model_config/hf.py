@@ -15,8 +15,6 @@ _BY_MODEL_TYPE = {family.model_type: name for name, family in FAMILIES.items()}
 _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
-    "quantization_config": (),
-    "compression_config": (),
     "clip_qkv": (),
     "logit_scale": (1.0,),
     "attention_multiplier": (),
@@ -34,10 +32,7 @@ _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Keys that change a model's output, with the values that leave it as onbeat computes it."""
 
 
-_SHARED = (
-    *("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings"),
-    *("quantization_config", "compression_config"),
-)
+_SHARED = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 """Keys of a multimodal model that are its text's, too."""
 
 

@@ -83,11 +83,9 @@ class Values:
         value = self.raw(key)
         if value is not None and value not in neutral:
             wanted = " or ".join(["absent", *(repr(choice) for choice in neutral)])
-            shown = value.get("quant_method", value) if isinstance(value, dict) else value
-            cure = "; serve a GGUF file of the model instead" * key.startswith(("quantiz", "compression"))
             raise NeedsVllm(
-                f"{self._source} sets {self._name(key)} to {quoted(shown)}, which onbeat does not support "
-                f"(it must be {wanted}){cure}"
+                f"{self._source} sets {self._name(key)} to {quoted(value)}, which onbeat does not support "
+                f"(it must be {wanted})"
             )
 
     def wrong(self, key: str, value: Any, wanted: str) -> ModelLoadError:

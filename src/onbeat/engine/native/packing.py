@@ -268,7 +268,7 @@ class WeightPacker:
             quantized = self._layouts.quantized_rows(part.name)
         if quantized is not None:
             return matrix.pack(
-                quantized.data,
+                quantized.read(),
                 Source[quantized.type_name],
                 part.to_outputs[quantized.to_rows],
                 num_threads=self._num_threads,

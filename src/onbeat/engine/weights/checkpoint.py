@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,12 @@ from onbeat.engine.weights.parameters import Shape, StoredRows, find_rows, param
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """A matrix as its file has it."""
+    """A matrix as its file has it, or in a form that holds it."""
 
     type_name: str
-    """GGUF's, such as `Q4_1`."""
-    data: NDArray[np.uint8]
-    """[rows, bytes of a row], in the mapped file."""
+    """GGUF's, such as `Q4_1`, or `E2M1_16`: 16 floats of 4 bits with a scale."""
+    read: Callable[[], NDArray[np.uint8]]
+    """Returns [rows, bytes of a row], which may be in the mapped file."""
     to_rows: NDArray[np.int64]
     """For each row of the file, which one of the parameter it is."""
 
@@ -38,6 +38,8 @@ class Checkpoint(ABC):
 
     left_out: str | None = None
     """What of the source is not served, in words."""
+    scheme: str | None = None
+    """How safetensors are quantized, in words; None where they are not."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -78,6 +80,16 @@ class Checkpoint(ABC):
         """Return a parameter's rows as they are in the file; None where the file does not quantize it."""
         return None
 
+    def remarks(self, plain: Iterable[str], dtype: np.dtype[Any]) -> Iterator[str]:  # noqa: ARG002
+        """Yield how weights that a scheme quantizes are read, and how exactly.
+
+        Parameters
+        ----------
+        plain : the parameters that become plain numbers.
+        dtype : of these numbers.
+        """
+        return iter(())
+
     def _find(self, found: Mapping[str, Shape], source: str) -> dict[str, StoredRows]:
         """Return where the parameters are in a file's tensors, which must all be of use; see `find_rows`."""
         rows = find_rows(found, self._shapes, self.config)
@@ -95,6 +107,8 @@ def loading_remarks(checkpoint: Checkpoint, names: Iterable[str], dtype: np.dtyp
     """
     if checkpoint.left_out is not None:
         yield f"{checkpoint.left_out} is left out: onbeat serves text alone"
+    names = list(names)
+    yield from checkpoint.remarks(names, dtype)
     stored = {checkpoint.stored_type(name) for name in names}
     rounded = sorted(kind for kind in stored if kind is not None and kind != "BF16")
     if dtype == BFLOAT16 and rounded:

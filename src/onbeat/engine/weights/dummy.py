@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.weights.checkpoint import Checkpoint
+from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows
+from onbeat.engine.weights.quantized import decoded, random_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -27,20 +28,38 @@ class DummyCheckpoint(Checkpoint):
     ----------
     config : the model.
     seed : same seed, same weights, whatever the order of reading.
+    form : of quantized layers, a type that `random_blocks` knows; None for plain numbers. Of a model whose
+        experts are in MXFP4, nothing else is.
     """
 
-    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, *, seed: int = 0, form: str | None = None) -> None:
         super().__init__(config)
         self._seed = seed
+        self._form = form
 
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
+        if self._form is not None and (rows := self.quantized_rows(name)) is not None:
+            return decoded(self._form, rows.read()).reshape(self._shapes[name]).astype(dtype)
         low, width = self._range(name)
-        generator = np.random.Generator(np.random.SFC64(self._seed_of(name)))
+        generator = self._generator(name)
         values = generator.random(self._shapes[name], dtype=np.float32)
         values *= np.float32(width)
         values += np.float32(low)
         return values.astype(dtype, copy=False)
+
+    def quantized_rows(self, name: str) -> QuantizedRows | None:
+        """Return random rows in blocks; see `Checkpoint.quantized_rows`."""
+        shape, form = self.shape_of(name), self._form
+        is_layer = ".layers." in name and not name.endswith(".mlp.gate.weight")
+        if form is None or not is_layer or len(shape) != 2 or shape[1] % 32:
+            return None
+        if form == "MXFP4" and ".experts." not in name:
+            return None
+        size = shape[0], shape[1]
+        return QuantizedRows(
+            form, lambda: random_blocks(form, size, self._generator(name)), np.arange(shape[0])
+        )
 
     def get_on(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make a parameter on a device; see `DeviceSource`.
@@ -52,12 +71,15 @@ class DummyCheckpoint(Checkpoint):
 
         from onbeat.engine.torch.types import numpy_dtype, to_tensor
 
-        if device.type == "cpu":
-            return to_tensor(self.get(name, numpy_dtype(dtype)))
+        if device.type == "cpu" or self._form is not None:
+            return to_tensor(self.get(name, numpy_dtype(dtype))).to(device)
         low, width = self._range(name)
         generator = torch.Generator(device).manual_seed(self._seed_of(name))
         values = torch.rand(self._shapes[name], generator=generator, dtype=torch.float32, device=device)
         return values.mul_(width).add_(low).to(dtype)
+
+    def _generator(self, name: str) -> np.random.Generator:
+        return np.random.Generator(np.random.SFC64(self._seed_of(name)))
 
     def _seed_of(self, name: str) -> int:
         """Return a seed for each name: a parameter does not depend on which were read before it."""

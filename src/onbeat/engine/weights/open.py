@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import msgspec
 import numpy as np
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
@@ -29,6 +31,7 @@ from onbeat.engine.model_config.families import FAMILIES, GgufRules
 from onbeat.engine.model_config.values import Values
 from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows
 from onbeat.engine.weights.parameters import PARTS
+from onbeat.engine.weights.quantized import Settings, Stored, gather, read_settings
 from onbeat.files import read
 from onbeat.hub.files import WEIGHT_INDEX, ModelFiles, indexed_files
 from onbeat.hub.gguf_files import parts_of
@@ -40,20 +43,18 @@ embedding models do."""
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _FLOAT_TYPES = {"F64": FLOAT64, "F32": FLOAT32, "F16": np.dtype(np.float16), "BF16": BFLOAT16}
+_TYPES: Mapping[str, np.dtype[Any]] = {
+    **_FLOAT_TYPES,
+    **{f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)},
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+"""Those of parts of quantized weights, too."""
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old versions of transformers saved although the configuration gives them."""
 _TEXT_PART = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 """Before a name of the text part of a multimodal checkpoint, whichever version of transformers saved it."""
 _VISION_PART = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
-
-
-class _Stored(NamedTuple):
-    """A tensor of a file."""
-
-    values: NDArray[Any]
-    """In the mapped file."""
-    dtype: str
-    """As the format calls it."""
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -63,6 +64,7 @@ class SafetensorsCheckpoint(Checkpoint):
     ----------
     directory : holds `model.safetensors`, or shards and `model.safetensors.index.json`.
     config : what the weights must fit.
+    settings : how they are quantized; None where the configuration does not say so.
 
     Raises
     ------
@@ -70,16 +72,22 @@ class SafetensorsCheckpoint(Checkpoint):
         weights are pickled.
     """
 
-    def __init__(self, directory: Path, config: ModelConfig) -> None:
+    def __init__(self, directory: Path, config: ModelConfig, settings: Settings | None = None) -> None:
         self._family = FAMILIES[config.architecture]
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[str, Stored] = {}
         self._num_left_out = 0
-        shapes: dict[str, tuple[int, ...]] = {}
         for path in weight_files(directory):
-            shapes |= self._open(path)
+            self._open(path)
+        self._quantized = gather(self._stored, settings or Settings())
+        self._rounds_activations = settings is not None and settings.rounds_activations
+        self.scheme = next((weight.kind for weight in self._quantized.values()), None)
+        _check_types(self._stored, directory)
+        shapes = {name: tuple(tensor.values.shape) for name, tensor in self._stored.items()}
+        shapes |= {name: weight.shape for name, weight in self._quantized.items()}
         if shapes and not any(name.startswith(_PREFIX) for name in shapes) and "lm_head.weight" not in shapes:
             shapes = {_PREFIX + name: shape for name, shape in shapes.items()}
             self._stored = {_PREFIX + name: stored for name, stored in self._stored.items()}
+            self._quantized = {_PREFIX + name: weight for name, weight in self._quantized.items()}
             config = replace(config, tie_word_embeddings=True, has_head=False)
         super().__init__(config)
         self._rows = self._find(self._used(shapes), f"the checkpoint {directory}")
@@ -90,16 +98,46 @@ class SafetensorsCheckpoint(Checkpoint):
         """Return a parameter; see `Checkpoint.get`."""
         self.shape_of(name)
         tensor_name, first, end = self._rows[name]
+        if tensor_name in self._quantized:
+            return self._quantized[tensor_name].numbers(slice(first, end), dtype)
         values = self._stored[tensor_name].values
         if tensor_name != name:
             values = values.reshape(-1, values.shape[-1])[first:end]
         return values.astype(dtype, copy=False)
 
-    def stored_type(self, name: str) -> str:
+    def stored_type(self, name: str) -> str | None:
         """Return a parameter's type in its file; see `Checkpoint.stored_type`."""
-        return self._stored[self._rows[name].tensor].dtype
+        tensor = self._rows[name].tensor
+        return None if tensor in self._quantized else self._stored[tensor].dtype
 
-    def _open(self, path: Path) -> dict[str, tuple[int, ...]]:
+    def quantized_rows(self, name: str) -> QuantizedRows | None:
+        """Return a weight in the form that holds it; see `Checkpoint.quantized_rows`."""
+        tensor, first, end = self._rows[name]
+        weight = self._quantized.get(tensor)
+        if weight is None or weight.form is None:
+            return None
+        return QuantizedRows(weight.form, partial(weight.blocks, slice(first, end)), np.arange(end - first))
+
+    def remarks(self, plain: Iterable[str], dtype: np.dtype[Any]) -> Iterator[str]:
+        """Yield how quantized weights are read; see `Checkpoint.remarks`."""
+        plain = {self._rows[name].tensor for name in plain}
+        told: set[tuple[str, str | None]] = set()
+        for name, weight in self._quantized.items():
+            form = None if name in plain else weight.form
+            if (weight.kind, form) in told:
+                continue
+            told.add((weight.kind, form))
+            error = weight.rounding(form, dtype)
+            exact = "exactly" if error < _NO_ERROR else f"rounded by {100 * error:.2g} % ({name})"
+            held = f"become {dtype.name} numbers" if form is None else f"keep their bits (as {form})"
+            yield f"weights in {weight.kind} {held}, {exact}"
+        if self._quantized and self._rounds_activations:
+            yield (
+                "the model was made for activations of 8 bits or less; onbeat does not quantize them so: it "
+                "leaves their scales out, and computes as --activation-quantization says"
+            )
+
+    def _open(self, path: Path) -> None:
         try:
             with safe_open(
                 path, framework="numpy"
@@ -111,7 +149,6 @@ class SafetensorsCheckpoint(Checkpoint):
             raise ModelLoadError(
                 f"the weight file {path} is cut short or damaged ({error}); fetch the model again"
             ) from error
-        shapes = {}
         start = 8 + int(data[:8].view("<u8")[0])
         for stored_name, about in json.loads(data[8:start].tobytes()).items():
             if stored_name == "__metadata__":
@@ -119,18 +156,12 @@ class SafetensorsCheckpoint(Checkpoint):
             if self._family.multimodal and _VISION_PART.match(stored_name):
                 self._num_left_out += 1
                 continue
-            if about["dtype"] not in _FLOAT_TYPES:
-                raise NeedsVllm(
-                    f"{path}: tensor {stored_name} is of type {about['dtype']}, which is not supported; "
-                    f"supported: {', '.join(sorted(_FLOAT_TYPES))}"
-                )
+            if about["dtype"] not in _TYPES:
+                raise _unsupported(path, stored_name, about["dtype"])
             first, end = about["data_offsets"]
-            values = data[start + first : start + end].view(_FLOAT_TYPES[about["dtype"]])
-            whole = values.reshape(about["shape"])
+            whole = data[start + first : start + end].view(_TYPES[about["dtype"]]).reshape(about["shape"])
             for name, part in self._family.own_tensors(self._text_name(stored_name), whole):
-                shapes[name] = part.shape
-                self._stored[name] = _Stored(part, about["dtype"])
-        return shapes
+                self._stored[name] = Stored(part, about["dtype"])
 
     def _text_name(self, stored_name: str) -> str:
         """Return what a tensor of a multimodal model would be called in its text part alone."""
@@ -144,7 +175,28 @@ class SafetensorsCheckpoint(Checkpoint):
         unused = {name for name in shapes if _DERIVED.search(name)}
         if self.config.tie_word_embeddings:
             unused.add("lm_head.weight")  # a copy of the embedding
+        for weight in self._quantized:  # some quantizers write a bias where the model has none
+            bias = f"{weight.removesuffix('weight')}bias"
+            if bias in shapes and bias not in self._shapes and not self._stored[bias].values.any():
+                unused.add(bias)
         return {name: shape for name, shape in shapes.items() if name not in unused}
+
+
+_NO_ERROR = 1e-7
+"""Of float32 numbers."""
+
+
+def _unsupported(source: Path, name: str, dtype: str) -> NeedsVllm:
+    return NeedsVllm(
+        f"{source}: tensor {name} is of type {dtype}, which is not supported; supported: "
+        f"{', '.join(sorted(_FLOAT_TYPES))}, and what schemes of quantization use (docs/models.md)"
+    )
+
+
+def _check_types(stored: Mapping[str, Stored], source: Path) -> None:
+    for name, tensor in stored.items():
+        if tensor.dtype not in _FLOAT_TYPES:
+            raise _unsupported(source, name, tensor.dtype)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -408,7 +460,7 @@ class GgufCheckpoint(Checkpoint):
         if kind in PLAIN_TYPES or len(shape) != 2:
             return None
         from_rows = unpermute_rows(name, np.arange(shape[0]), self.config)
-        return QuantizedRows(kind.name, data, np.argsort(from_rows))
+        return QuantizedRows(kind.name, lambda: data, np.argsort(from_rows))
 
     def _stored(self, name: str) -> tuple[NDArray[np.uint8], GGMLQuantizationType]:
         """Return a parameter's rows as the file has them, and their type."""
@@ -493,7 +545,14 @@ def open_checkpoint(files: ModelFiles, *, served_len: int | None = None) -> Chec
     """
     if files.kind == "gguf":
         return GgufCheckpoint(files.path, served_len)
-    return SafetensorsCheckpoint(files.path, read_model_config(files, served_len=served_len))
+    config = read_model_config(files, served_len=served_len)
+    return SafetensorsCheckpoint(files.path, config, read_settings(files.path / "config.json"))
+
+
+def usual_form(files: ModelFiles) -> str | None:
+    """Return what holds most weights of a quantized directory, going by its configuration alone."""
+    settings = None if files.kind == "gguf" else read_settings(files.path / "config.json")
+    return None if settings is None else settings.usual_form
 
 
 def read_model_config(files: ModelFiles, *, served_len: int | None = None) -> ModelConfig:
@@ -509,6 +568,7 @@ def read_model_config(files: ModelFiles, *, served_len: int | None = None) -> Mo
     """
     if files.kind == "gguf":
         return GgufCheckpoint(files.path, served_len).config
+    read_settings(files.path / "config.json")
     generation = files.path / "generation_config.json"
     config = model_config_from_hf(
         read(dict[str, Any], files.path / "config.json", hint=_HINT),
