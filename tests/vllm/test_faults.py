@@ -101,6 +101,21 @@ def test_streams_go_on_when_a_worker_stands_still_and_when_it_dies(tmp_path: Pat
     assert not [each for each in last if is_there(each)]
 
 
+def test_another_replica_takes_over_what_a_killed_engine_served(tmp_path: Path) -> None:
+    with serving(tmp_path, "--replicas", "2") as server:
+        (alone,) = begin(server, 1, 4000)
+        alone.end()
+        streams = begin(server, 4, 4000)
+        busiest = max(server.fleet()["replicas"], key=lambda each: each["num_streaming"])
+        assert busiest["num_streaming"] > 0
+        os.kill(busiest["process_id"], signal.SIGKILL)
+        check(streams, alone)
+        assert is_ready(server)
+        metrics = server.metrics()
+        assert metrics["onbeat_fleet_resumed_total"] > 0
+        assert metrics["onbeat_fleet_resumed_tokens_total"] > 0
+
+
 def test_workers_end_where_their_start_fails_behind_them(tmp_path: Path) -> None:
     found = run("faults_program", str(tmp_path))
     assert "memory" in found["why"].lower()
