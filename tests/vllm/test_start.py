@@ -36,3 +36,16 @@ def test_the_start_says_which_engine_runs_and_why(tmp_path: Path, model: dict[st
         body = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
         assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_workers_of_vllms_own_stay_when_the_model_is_loaded(tmp_path: Path) -> None:
+    path = write_tiny_directory(tmp_path / "model", max_position_embeddings=1024, head_dim=32)
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text("vllm:\n  distributed-executor-backend: mp\n")
+    own = ("--backend", "vllm", "--config", str(theirs))
+    with starting(path, *SMALL, *own, env=environment(VLLM_LOGGING_LEVEL="ERROR")) as server:
+        wait_for(lambda: server.url or server.process.poll() is not None, 280)
+        assert server.url, server.lines
+        body = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+        assert answer["usage"]["completion_tokens"] == 4

@@ -19,10 +19,11 @@ from onbeat.hub.files import ModelFiles
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
 
-def load(path: Path, threads: list[Thread]) -> LoadedModel:
+def load(path: Path, threads: list[Thread], *, has_workers: bool = False) -> LoadedModel:
     """Load a tiny model; note which thread does."""
     files = ModelFiles(kind="hf", path=write_tiny_directory(path), name="tiny")
     loader = prepare(EngineConfig(model=files, load_format="dummy", backend="torch", device="cpu"))
+    loader.backend.has_workers = has_workers
     start = loader.backend.start
 
     def noted(*arguments: Any) -> Any:
@@ -51,6 +52,12 @@ def test_what_loads_and_measures_has_ended_when_steps_begin(
     assert current_thread() not in threads
     assert not any(each.is_alive() for each in threads)
     loaded.runner.close()
+
+
+def test_processes_that_end_with_a_thread_are_started_by_one_that_stays(tmp_path: Path) -> None:
+    threads: list[Thread] = []
+    load(tmp_path, threads, has_workers=True).runner.close()
+    assert threads == [current_thread()]
 
 
 def test_what_fails_there_is_raised_here() -> None:

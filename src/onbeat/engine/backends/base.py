@@ -66,6 +66,8 @@ class Backend(Protocol):
     """Whether it makes embeddings."""
     poolings: Sequence[Pooling] = OWN_POOLINGS
     """How it can make them."""
+    has_workers: bool = False
+    """Whether other processes compute, which the kernel ends with the thread that started them."""
     why_whole: str | None = None
     """Why it cannot compute a prompt in chunks; None where it can."""
     left_out: Mapping[str, str] = MappingProxyType({})

@@ -19,6 +19,7 @@ from onbeat.engine.vllm.handshake import TRIED, can_compare, compare_steps, is_t
 from onbeat.engine.vllm.runner import VllmRunner
 from onbeat.engine.vllm.surface import (
     VllmExecutor,
+    has_workers,
     left_out,
     model_config_of,
     settings_of,
@@ -58,6 +59,7 @@ class VllmBackend(Backend):
         self.model = model_config_of(self._settings)
         self.embeds = not self.model.has_head
         policy = config.limits.policy or DEFAULT_POLICY
+        self.has_workers = has_workers(self._settings.config)
         self.why_whole = why_whole(self._settings)
         if self.why_whole is not None and not composition(policy).whole_prompts:
             raise ConfigError(

@@ -99,7 +99,7 @@ def start_executor(settings: Settings) -> VllmExecutor:
     failed: list[bool] = []
     core = EngineCore.__new__(EngineCore)  # so that its workers can be ended where its constructor fails
     try:
-        with workers.starting(has_some=config.parallel_config.distributed_executor_backend != "uni"):
+        with workers.starting(has_some=has_workers(config)):
             # Its constructor measures the memory, makes the KV cache of each kind of layer and warms up:
             # there is no other way. Its scheduler stays idle.
             core.__init__(
@@ -404,6 +404,11 @@ def left_out(settings: Settings) -> dict[str, str]:
         return {}
     why = f"vLLM {settings.version} leaves it out where its first model runner verifies drafts"
     return dict.fromkeys(("min_p", "logit_bias"), why)
+
+
+def has_workers(config: Any) -> bool:
+    """Return whether other processes compute."""
+    return str(config.parallel_config.distributed_executor_backend) != "uni"
 
 
 def why_whole(settings: Settings) -> str | None:
