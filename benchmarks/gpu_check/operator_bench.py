@@ -98,6 +98,7 @@ class Bench:
         return KernelSizes(
             config=self.config,
             dtype=dtype,
+            kv_dtype=dtype,
             device=self.device,
             block_size=BLOCK_SIZE,
             max_rows=256,

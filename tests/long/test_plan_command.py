@@ -214,7 +214,8 @@ def test_what_is_said_to_be_kept_is_kept(
         ("fp32", "auto", {"dtype": "float32"}, None),
         ("int8", "auto", {"quantization": "int8"}, None),
         ("fp16", "bf16", {}, "no weights in fp16"),
-        ("fp8", "fp8", {}, "no weights in fp8 and no KV cache in fp8"),
+        ("fp8", "fp8", {"quantization": "fp8", "kv-cache-dtype": "fp8"}, None),
+        ("int4", "int8", {}, "no weights in int4 and no KV cache in int8"),
     ],
 )
 def test_a_plan_says_which_number_formats_it_is_for(
@@ -229,7 +230,9 @@ def test_a_plan_says_which_number_formats_it_is_for(
     formats = ["--dtype", dtype, "--kv-cache-dtype", kv, "--gpu-memory-utilization", "0.95"]
     assert plan("--gpus", "h100-sxm=2", "--rate", "2", *formats, "-o", str(output)) == 0
     written = yaml.safe_load(output.read_text())
-    assert {key: written[key] for key in ("dtype", "quantization") if key in written} == served
+    assert {
+        key: written[key] for key in ("dtype", "quantization", "kv-cache-dtype") if key in written
+    } == served
     section = written["plan"]
     assert (section["dtype"], section["kv-cache-dtype"], section["gpu-memory-utilization"]) == (
         dtype,

@@ -274,6 +274,7 @@ _SERVE_FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
+    "fp8": {"quantization": "fp8"},
 }
 """Number formats of weights that a server runs, and its flags for them."""
 _OWN = frozenset({"request_rate", "num_prompts", "seed", "tokenizer", "rate_scale", "max_concurrency"})
@@ -373,6 +374,7 @@ def serve_settings(report: PlanReport, fleet: PlannedFleet) -> dict[str, Any]:
     base, args = report.base, report.args
     settings: dict[str, Any] = {"model": args.model, "policy": "slo"}
     settings |= _SERVE_FORMATS.get(base.dtype, {})
+    settings |= {"kv-cache-dtype": "fp8"} if base.kv_cache_dtype == "fp8" else {}
     for setting in settings_of(SchedulerLimits):
         value = getattr(base.limits, setting.name)
         if setting.name != "policy" and value not in (setting.default, AUTO):
@@ -403,7 +405,7 @@ def not_served(base: Deployment) -> str:
     """Return what a server does not do as it was simulated: its number formats; empty where it does all."""
     kv = "fp32" if base.dtype == "fp32" else "bf16"
     formats = [] if base.dtype in _SERVE_FORMATS else [f"weights in {base.dtype}"]
-    if base.kv_cache_dtype not in (AUTO, kv):
+    if base.kv_cache_dtype not in (AUTO, kv, "fp8"):
         formats.append(f"KV cache in {base.kv_cache_dtype}")
     if not formats:
         return ""

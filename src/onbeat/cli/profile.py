@@ -267,6 +267,7 @@ _WHAT_STEPS_DEPEND_ON = (
     *("load_format", "dtype", "quantization", "activation_quantization", "seed", "device", "backend"),
     *("instruction_set", "batch_invariant", "threads", "enforce_eager", "cuda_graph_pieces"),
     *("kv_cache_memory_bytes", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    "kv_cache_dtype",
 )
 """Settings of the engine: how steps are computed, and how large they may get."""
 

@@ -21,7 +21,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float64"]
 DTYPES: tuple[str, ...] = get_args(DTypeName)
 BackendName = Literal["auto", "native", "cuda", "vllm", "torch"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
-Quantization = Literal["auto", "none", "int8"]
+Quantization = Literal["auto", "none", "int8", "fp8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 ActivationQuantization = Literal["auto", "none", "int8"]
 LORA_FORM = "NAME=PATH"
@@ -153,7 +153,8 @@ class EngineConfig:
     quantization: Quantization = _model(
         "auto",
         help="format of the weights; auto: as in the file, which the torch backend dequantizes; none: all in "
-        "--dtype; int8: all matrices in 8 bits, with a scale for 32 neighbours (native backend only)",
+        "--dtype; int8: all matrices in 8 bits, with a scale for 32 neighbours (native backend only); fp8: "
+        "matrices of the layers in 8 bits, with a scale a row (GPU engine only; not run on a GPU yet)",
     )
     activation_quantization: ActivationQuantization = _engine(
         "auto",
@@ -230,6 +231,11 @@ class EngineConfig:
         metavar="BYTES",
         help="memory of the KV cache, such as 2G; default on a CPU: a quarter of the free memory, at most "
         "4G; default on a GPU: what --gpu-memory-utilization leaves",
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = _engine(
+        "auto",
+        help="number type of keys and values; auto: --dtype; fp8: 8 bits (GPU engine only; not run on a GPU "
+        "yet)",
     )
     gpu_memory_utilization: float = _engine(
         DEFAULT_GPU_UTILIZATION,
@@ -309,10 +315,10 @@ class EngineConfig:
         return self.max_loras or max(len(self.lora_modules), 1)
 
 
-def native_settings(config: EngineConfig) -> Iterator[tuple[str, str]]:
-    """Yield the settings, and their values, that ask for what only the native engine does."""
-    for name in ("quantization", "activation_quantization", "instruction_set"):
+def own_settings(config: EngineConfig) -> Iterator[tuple[str, str, BackendName]]:
+    """Yield the settings, and their values, that ask for what only one of our engines does, and which."""
+    for name in ("quantization", "activation_quantization", "instruction_set", "kv_cache_dtype"):
         if (value := getattr(config, name)) not in ("auto", "none"):
-            yield name, value
+            yield name, value, "cuda" if value == "fp8" else "native"
     if config.batch_invariant:
-        yield "batch_invariant", "on"
+        yield "batch_invariant", "on", "native"

@@ -46,32 +46,33 @@ def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
 
 
 def precision_of(
-    dtype: np.dtype[Any], weights: str | None = None, embedding: str | None = None
+    dtype: np.dtype[Any], weights: str | None = None, embedding: str | None = None, kv: str | None = None
 ) -> Precision | None:
     """Return the formats of weights, KV cache and arithmetic; None where step-time models lack them.
 
     Parameters
     ----------
-    dtype : of KV cache and arithmetic.
+    dtype : of arithmetic; fp8 weights are multiplied in fp8.
     weights : number format of most weights, where they are not of this type.
-    embedding : of the LM head, likewise.
+    embedding, kv : of the LM head and of the KV cache, likewise; the former has 16 bits beside fewer.
     """
     name = FORMATS.get(dtype)
     if name is None:
         return None
     return Precision(
         weights=weights or name,
-        kv=name,
-        compute=name,
+        kv=kv or name,
+        compute="fp8" if weights == "fp8" else name,
         embedding=None if embedding == name else embedding,
         group=QUANTIZED_GROUP if {weights, embedding} & {"int8", "int4"} else None,
     )
 
 
-def by_data_sheet(config: ModelConfig, name: str, device: DeviceConfig) -> Predictor | None:
+def by_data_sheet(
+    config: ModelConfig, name: str, device: DeviceConfig, precision: Precision | None
+) -> Predictor | None:
     """Return step times that are known before anything is loaded; None where no data sheet tells them."""
     known = None if device.device.type == "cpu" else known_device(device_name(device))
-    precision = precision_of(device.dtype)
     if known is None or precision is None:
         return None
     sheet = find_device(known)

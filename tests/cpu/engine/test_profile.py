@@ -44,7 +44,7 @@ from onbeat.engine.profiling.profiler import (
 )
 from onbeat.engine.start import prepare
 from onbeat.engine.step_time_spec import model_spec_of
-from onbeat.engine.torch.weights import layer_products
+from onbeat.engine.torch.weights import FeedForward, layer_products
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.device_spec import ROW_COUNTS, cpu_device, known_device
 from onbeat.perfmodel.fitted import FitTarget, fit_best
@@ -254,11 +254,11 @@ def test_rates_are_those_of_numbers_that_differ(monkeypatch):
     mm, linear = torch.mm, torch.nn.functional.linear
     monkeypatch.setattr(torch, "mm", lambda *both: (multiplied.extend(both), mm(*both))[1])
     monkeypatch.setattr(
-        torch.nn.functional, "linear", lambda *both: (multiplied.extend(both), linear(*both))[1]
+        torch.nn.functional, "linear", lambda *both: (multiplied.extend(both[:2]), linear(*both))[1]
     )
     gpu_limits(DeviceConfig(CPU, FLOAT32, 1), "fp32", read_bytes=2**16, matrix_size=16)
     qkv_XD, o_DX, *feed_forward = (torch.randn(8, 8) for _ in range(4))
-    layer = SimpleNamespace(qkv_XD=qkv_XD, o_DX=o_DX, feed_forward=feed_forward)
+    layer = SimpleNamespace(qkv_XD=qkv_XD, o_DX=o_DX, feed_forward=FeedForward(*feed_forward))
     products = layer_products(SimpleNamespace(layers=[layer]))
     products.run(4)
     assert len(multiplied) > 8

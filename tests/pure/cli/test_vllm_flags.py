@@ -41,7 +41,6 @@ def serve(*arguments: str) -> argparse.Namespace:
         ("--download-dir /models", "HF_HOME"),
         ("--hf-token hf_secret", "$HF_TOKEN"),
         ("--hf-token", "$HF_TOKEN"),
-        ("--kv-cache-dtype auto", "ignored: --kv-cache-dtype (KV has the type of the computation)"),
         ("--tokenizer-mode auto", "one kind of tokenizer"),
         ("--distributed-executor-backend mp", "--launcher ray"),
         ("--disable-log-stats", "GET /metrics has them"),
@@ -80,7 +79,6 @@ def test_what_asks_for_nothing_is_taken_with_one_line(flags: str, said: str) -> 
     [
         ("--no-enable-chunked-prefill", "--policy prefill-first runs them whole"),
         ("--task classify", "says which; it takes auto or generate or embed or embedding or score, not"),
-        ("--kv-cache-dtype fp8", "the type of the computation; it takes auto, not 'fp8'"),
         ("--distributed-executor-backend ray", "--launcher ray puts replicas on others; it takes mp or uni"),
         ('--limit-mm-per-prompt {"image":1}', """text only; not '{"image":1}'"""),
         ("--limit-mm-per-prompt image=2", "text only; not 'image=2'"),

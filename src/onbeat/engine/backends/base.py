@@ -58,6 +58,8 @@ class Backend(Protocol):
     """Number format of most weights; None where they are of the device's type."""
     embedding_format: str | None = None
     """Of the LM head, likewise."""
+    kv_format: str | None = None
+    """Of keys and values, likewise."""
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens of a KV block where the user gives no number."""
     drafts_ahead: bool = False
@@ -102,11 +104,11 @@ class Backend(Protocol):
 
     def precision(self) -> Precision | None:
         """Return the number formats of its steps; None where no step-time model knows them."""
-        return precision_of(self.device.dtype, self.weights_format, self.embedding_format)
+        return precision_of(self.device.dtype, self.weights_format, self.embedding_format, self.kv_format)
 
     def ahead(self) -> StepTimeModel | None:
         """Return step times that are known before anything is loaded: they bound the largest step."""
-        return by_data_sheet(self.model, self.name, self.device)
+        return by_data_sheet(self.model, self.name, self.device, self.precision())
 
     def fit(
         self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None

@@ -29,7 +29,7 @@ from onbeat.engine.backends.base import CheckpointBackend, ForwardBackend, Room,
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.draw import Logits
 from onbeat.engine.dtypes import DTYPES
-from onbeat.engine.engine_config import EngineConfig, MemoryShare, native_settings
+from onbeat.engine.engine_config import EngineConfig, MemoryShare, own_settings
 from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.guided_draw import hold_to_grammars
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
@@ -188,9 +188,9 @@ def _check(config: EngineConfig) -> None:
     for name, unused, why in _UNUSED:
         if getattr(config, name) != unused:
             raise ConfigError(f"a stand-in computes nothing, but {why}; leave it out")
-    for name, value in native_settings(config):
+    for name, value, _ in own_settings(config):
         flag = name.replace("_", "-")
-        raise ConfigError(f"a stand-in has no weights for --{flag} {value}; leave it out")
+        raise ConfigError(f"a stand-in computes nothing with --{flag} {value}; leave it out")
     if config.step_time_profile not in SOURCES:
         raise ConfigError(
             f"the steps of a stand-in take the roofline's time, so --step-time-profile "

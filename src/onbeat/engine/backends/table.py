@@ -11,7 +11,7 @@ from onbeat.core.extras import require
 from onbeat.engine.backends.base import Backend, CheckpointBackend
 from onbeat.engine.backends.native import NativeBackend
 from onbeat.engine.device import DeviceConfig
-from onbeat.engine.engine_config import EngineConfig, native_settings
+from onbeat.engine.engine_config import EngineConfig, own_settings
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
 from onbeat.engine.native.library import NotLoaded, load_library
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
@@ -52,23 +52,25 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
             f"cuda or torch to have them as plain numbers of {device.dtype.name}"
         )
     backend = _chosen(config, checkpoint, device)
-    if not isinstance(backend, NativeBackend):
-        _refuse_native_settings(config, backend.description)
+    own = "native" if isinstance(backend, NativeBackend) else "cuda" if backend.has_graphs else None
+    _refuse_settings(config, own, backend.description)
     return backend
 
 
-def _refuse_native_settings(config: EngineConfig, runs: str) -> None:
-    """Raise ConfigError where something is asked for that the native engine alone does.
+def _refuse_settings(config: EngineConfig, own: str | None, runs: str) -> None:
+    """Raise ConfigError where something is asked for that another engine alone does.
 
     Parameters
     ----------
+    own : which of our engines with such settings runs the model; None: neither.
     runs : how the model would run.
     """
-    for name, value in native_settings(config):
-        raise ConfigError(
-            f"{name} {value} needs the native engine, but the model would run {runs}; leave "
-            f"--{name.replace('_', '-')} out"
-        )
+    for name, value, needed in own_settings(config):
+        if needed != own:
+            raise ConfigError(
+                f"{name} {value} needs {_ENGINES[needed].name}, but the model would run {runs}; leave "
+                f"--{name.replace('_', '-')} out"
+            )
 
 
 def _chosen(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> CheckpointBackend:
@@ -118,9 +120,7 @@ def _make_cuda(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfi
         return f"it runs on a CUDA device, not on {device.device}"
     from onbeat.engine.backends.torch import CudaBackend, fast_kernels, why_not
 
-    return why_not(checkpoint, device, config.limits.block_size) or CudaBackend(
-        checkpoint, device, config, fast_kernels
-    )
+    return why_not(checkpoint, device, config) or CudaBackend(checkpoint, device, config, fast_kernels)
 
 
 def vllm_backend(config: EngineConfig, device: DeviceConfig, reason: str) -> Backend:
@@ -136,7 +136,7 @@ def vllm_backend(config: EngineConfig, device: DeviceConfig, reason: str) -> Bac
             f"{config.model.name} is to run by vLLM ({reason}), which is not installed: "
             f"{vllm_commands(config, device)}"
         )
-    _refuse_native_settings(config, f"by vLLM ({reason})")
+    _refuse_settings(config, None, f"by vLLM ({reason})")
     from onbeat.engine.backends.vllm import VllmBackend
 
     return VllmBackend(config, device, reason)

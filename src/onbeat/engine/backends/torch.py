@@ -22,7 +22,7 @@ from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
 from onbeat.engine.cuda.toolkit import missing_tool
 from onbeat.engine.device import DeviceConfig, compute_capability
-from onbeat.engine.dtypes import BFLOAT16
+from onbeat.engine.dtypes import BFLOAT16, FLOAT8
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch, StepInputs
@@ -31,8 +31,8 @@ from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.torch.forward import TorchForward
 from onbeat.engine.torch.kernels import ChunkBackend, GraphKernels, KernelSizes
-from onbeat.engine.torch.types import torch_device, torch_dtype
-from onbeat.engine.torch.weights import TorchWeights, load_weights
+from onbeat.engine.torch.types import FP8, torch_device, torch_dtype
+from onbeat.engine.torch.weights import TorchWeights, in_layers, load_weights
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
@@ -40,14 +40,16 @@ HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 OLDEST_CAPABILITY = (8, 0)
 """Computes in bfloat16, and FlashInfer's fa2 runs there."""
+FP8_CAPABILITY = (8, 9)
+"""Computes in numbers of 8 bits, and Triton makes them."""
 TRIED_CAPABILITY = (9, 0)
 
 MakeKernels = Callable[[KernelSizes], GraphKernels]
 
 
-def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int | None) -> str | None:
+def why_not(checkpoint: Checkpoint, device: DeviceConfig, config: EngineConfig) -> str | None:
     """Return why the GPU engine cannot serve a model on a device; None where it can."""
-    head_dim = checkpoint.config.head_dim
+    head_dim, block_size = checkpoint.config.head_dim, config.limits.block_size
     if checkpoint.config.has_sinks:
         return "it has no attention sinks"
     if device.dtype != BFLOAT16:
@@ -59,15 +61,17 @@ def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int | None
     capability = compute_capability(device.device)
     if capability < OLDEST_CAPABILITY:
         return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    if "fp8" in (config.quantization, config.kv_cache_dtype) and capability < FP8_CAPABILITY:
+        return f"fp8 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
     if find_spec("flashinfer") is None:
         return "FlashInfer is not installed: pip install 'onbeat[gpu]'"
-    kernel, problem = unbuilt_kernel(checkpoint.config)
+    kernel, problem = unbuilt_kernel(checkpoint.config, config)
     if kernel is not None and problem is not None:
         return f"the kernel {kernel} is not ready-made and cannot be compiled: {problem}"
     return None
 
 
-def unbuilt_kernel(config: ModelConfig) -> tuple[str | None, str | None]:
+def unbuilt_kernel(model: ModelConfig, config: EngineConfig) -> tuple[str | None, str | None]:
     """Return a kernel of FlashInfer that is not there yet, and why it cannot be compiled, with the cure.
 
     The library is imported only now.
@@ -75,7 +79,8 @@ def unbuilt_kernel(config: ModelConfig) -> tuple[str | None, str | None]:
     problem = missing_tool()  # before the library looks for its tools
     from onbeat.engine.cuda.flashinfer_attention import unbuilt_kernel
 
-    return unbuilt_kernel(config), problem
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else torch.bfloat16
+    return unbuilt_kernel(model, kv_dtype=kv_dtype), problem
 
 
 def fast_kernels(
@@ -108,9 +113,14 @@ class TorchBackend(CheckpointBackend):
     def needs(self, block_size: int) -> Footprint:
         """Return the memory of weights and KV in the device's type."""
         dtype = self.device.dtype
-        kv_cache = KVCacheSpec.of_model(self.model, dtype=dtype, block_size=block_size)
-        numbers = sum(map(math.prod, parameter_shapes(self.model).values()))
-        return Footprint.of(self.model, kv_cache, numbers * dtype.itemsize)
+        kv_dtype = FLOAT8 if self.kv_format == "fp8" else dtype
+        kv_cache = KVCacheSpec.of_model(self.model, dtype=kv_dtype, block_size=block_size)
+        shapes = parameter_shapes(self.model)
+        weight_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+        if self.weights_format == "fp8":
+            in_fp8 = [shape for name, shape in shapes.items() if in_layers(name)]
+            weight_bytes -= sum(math.prod(shape) * (dtype.itemsize - 1) - 4 * shape[0] for shape in in_fp8)
+        return Footprint.of(self.model, kv_cache, weight_bytes)
 
     def build(
         self,
@@ -157,7 +167,12 @@ class CudaBackend(TorchBackend):
         self._has_pieces = config.cuda_graph_pieces and not self._is_eager
         graphs = "without graphs" if self._is_eager else "decodes by CUDA graphs"
         pieces = ", steps with prompts in pieces" if self._has_pieces else ""
-        self.description = f"by the GPU engine ({graphs}{pieces})"
+        formats = ""
+        if config.quantization == "fp8":
+            self.weights_format, formats = "fp8", "fp8 weights, "
+        if config.kv_cache_dtype == "fp8":
+            self.kv_format, formats = "fp8", f"{formats}fp8 KV, "
+        self.description = f"by the GPU engine ({formats}{graphs}{pieces})"
 
     def remarks(self, config: EngineConfig) -> Iterator[str]:
         """Yield what nobody has tried, too, and why the start takes long; see `Backend.remarks`."""
@@ -167,7 +182,7 @@ class CudaBackend(TorchBackend):
                 "the GPU engine has run on compute capability 9.0 alone (H100, H200); this GPU has "
                 f"{capability[0]}.{capability[1]}"
             )
-        if unbuilt_kernel(self.model)[0] is not None:
+        if unbuilt_kernel(self.model, self._config)[0] is not None:
             yield "compiling attention kernels, once: about a minute"
 
     def fit_measured(self, limits: SchedulerConfig, room: Room, say: OnProgress) -> SchedulerConfig:
@@ -238,7 +253,8 @@ class CudaBackend(TorchBackend):
             return
         # Threads of torch would wait for their next work at full speed, on cores that other processes need.
         torch.set_num_threads(1)
-        self._weights = load_weights(self.checkpoint, torch_dtype(self.device.dtype), self._torch_device)
+        dtype, where = torch_dtype(self.device.dtype), self._torch_device
+        self._weights = load_weights(self.checkpoint, dtype, where, in_fp8=self.weights_format == "fp8")
 
     def _options(self, limits: SchedulerConfig, num_blocks: int) -> CudaOptions:
         options = CudaOptions(
@@ -247,6 +263,7 @@ class CudaBackend(TorchBackend):
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            has_fp8_kv=self.kv_format == "fp8",
         )
         if not self._has_pieces:
             return options

@@ -85,6 +85,7 @@ class FastKernels:
     library : FlashInfer, if it is imported already.
     """
 
+    in_fp8 = staticmethod(triton_ops.in_fp8)
     best = staticmethod(triton_draw.best)
     draw = staticmethod(triton_draw.draw)
 

@@ -1,5 +1,7 @@
 """Attention by FlashInfer: planned fa2 for decodes, fa2 or fa3 for chunks, in bfloat16; fa3 needs sm_90.
 
+Keys and values may have 8 bits instead.
+
 A planned wrapper writes its plan to pinned host memory and copies it in stream order. With a step in flight,
 the next plan must not touch what has not been copied yet: each wrapper has two such buffers in turn.
 
@@ -62,12 +64,14 @@ class FlashInfer(NamedTuple):
         )
 
 
-def unbuilt_kernel(config: ModelConfig, chunk_backend: ChunkBackend = "fa2") -> str | None:
+def unbuilt_kernel(
+    config: ModelConfig, chunk_backend: ChunkBackend = "fa2", kv_dtype: torch.dtype = torch.bfloat16
+) -> str | None:
     """Return the name of a module of FlashInfer that a model needs and that is not there yet."""
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     bf16, head_dim = torch.bfloat16, config.head_dim
-    types = (bf16, bf16, bf16, torch.int32, head_dim, head_dim)
+    types = (bf16, kv_dtype, bf16, torch.int32, head_dim, head_dim)
     no_rotation, no_cap, no_fp16_sums = 0, False, False
     for has_window in {config.is_sliding(layer) for layer in range(config.num_layers)}:
         module = gen_batch_prefill_module(
@@ -200,7 +204,7 @@ class PlannedDecodes:
         last_lens_R = lens_R - (num_blocks_R - 1) * self._sizes.block_size
         _plan_in(self._wrapper, self._buffers.next())
         queries: tuple[Tensor, ...] = ()
-        options = _options(self._layer, self._sizes.dtype)
+        options = _options(self._layer, self._sizes)
         if self._width > 1:
             queries = (self._query_ends,)
             options |= {"causal": True, "max_token_per_sequence": self._width}
@@ -242,7 +246,8 @@ class Chunks:
     ) -> None:
         self._make_wrapper = library.PrefillWrapper
         self._sizes = sizes
-        self._backend = backend
+        # fa3 wants queries of 8 bits where keys have them.
+        self._backend = backend if sizes.kv_dtype == sizes.dtype else "fa2"
         self._workspace = workspace
         self._stream = stream_of(sizes.device)
         self._wrappers: dict[_WrapperKey, tuple[Any, PlanBuffers]] = {}
@@ -277,7 +282,7 @@ class Chunks:
             causal=True,
             seq_lens=context_lens,
             max_token_per_sequence=int(rows.query_lens_R.max()),
-            **_options(layer, self._sizes.dtype),
+            **_options(layer, self._sizes),
         )
         buffers.mark_copied()
         return wrapper
@@ -341,12 +346,12 @@ def _ends(lens: Int32Array) -> Int32Array:
     return ends
 
 
-def _options(layer: LayerSpec, dtype: torch.dtype) -> dict[str, Any]:
+def _options(layer: LayerSpec, sizes: KernelSizes) -> dict[str, Any]:
     """Return what all plans say of a layer."""
     return {
         # How many tokens before its own a token sees
         "window_left": -1 if layer.window is None else layer.window - 1,
         "sm_scale": layer.scale,
-        "q_data_type": dtype,
-        "kv_data_type": dtype,
+        "q_data_type": sizes.dtype,
+        "kv_data_type": sizes.kv_dtype,
     }

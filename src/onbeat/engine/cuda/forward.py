@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from onbeat.core.errors import EngineDead, EngineError
 from onbeat.engine.cuda.choice import Choice
@@ -35,6 +34,7 @@ from onbeat.engine.cuda.state import (
 )
 from onbeat.engine.cuda.step_packer import ALL_DRAWN, PackedStep, StepPacker, draw_params
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
+from onbeat.engine.dtypes import FLOAT8
 from onbeat.engine.forward import ChosenTokens, ForwardPass, Mark, StepLogits
 from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.memory import KVCacheSpec
@@ -59,11 +59,12 @@ from onbeat.engine.torch.layer import (
     before_attention,
     final_states,
     first_of_windows,
+    multiply_by,
     run_layers,
     scale_embedding,
     write_logits,
 )
-from onbeat.engine.torch.types import device_of, numpy_dtype
+from onbeat.engine.torch.types import FP8, device_of, numpy_dtype
 from onbeat.engine.torch.weights import TorchWeights
 
 
@@ -156,6 +157,7 @@ def kernel_sizes(weights: TorchWeights, options: CudaOptions) -> KernelSizes:
     return KernelSizes(
         config=weights.config,
         dtype=weights.dtype,
+        kv_dtype=FP8 if options.has_fp8_kv else weights.dtype,
         device=weights.device,
         block_size=options.block_size,
         max_rows=max(options.max_num_seqs, most[1]),
@@ -220,21 +222,20 @@ class CudaForward(ForwardPass):
         graphs: Graphs,
         options: CudaOptions,
         *,
-        multiply: Multiply = functional.linear,
+        multiply: Multiply | None = None,
         stream: DeviceStream | None = None,
     ) -> None:
         self.weights, self.config, self.device = weights, weights.config, device_of(weights.device)
         self.kernels = kernels
         self.options = options
         self._graphs = graphs
-        self._multiply = multiply
+        self._multiply = multiply or partial(multiply_by, kernels)
         self._windows = first_of_windows(weights)
         on_cpu = weights.device.type == "cpu"
         self._stream = stream or (CpuStream() if on_cpu else CudaStream(weights.device))
         keys = options.graph_keys
-        spec = KVCacheSpec.of_model(
-            weights.config, dtype=numpy_dtype(weights.dtype), block_size=options.block_size
-        )
+        kv_dtype = FLOAT8 if options.has_fp8_kv else numpy_dtype(weights.dtype)
+        spec = KVCacheSpec.of_model(weights.config, dtype=kv_dtype, block_size=options.block_size)
         most = max(options.max_num_seqs, *(key.size * key.width for key in keys))
         pieces = " and pieces" if options.piece_sizes else ""
         verifies = f", of up to {keys[-1].width} tokens each" if options.verify_widths else ""

@@ -48,10 +48,8 @@ class GraphKey(NamedTuple):
     """New tokens of each row: one where it decodes, more where it verifies drafts."""
 
     def __str__(self) -> str:
-        if self.piece is None and self.width > 1:
-            return f"a step of {self.size} rows with {self.width} tokens each"
         if self.piece is None:
-            return f"a decode step of {self.size} rows"
+            return f"a step of {self.size} rows, new tokens of each: {self.width}"
         return f"piece {self.piece} of a step of {self.size} tokens"
 
 

@@ -118,6 +118,7 @@ class CudaOptions:
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
+    has_fp8_kv: bool = False
     piece_sizes: tuple[int, ...] = ()
     """Tokens, rising: steps with prompts are padded to these and replayed in pieces; see `Pieces`."""
     verify_widths: tuple[int, ...] = ()

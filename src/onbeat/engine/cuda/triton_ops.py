@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onbeat.engine.model_config import Activation
 from onbeat.engine.torch.kernels import DecodeRows, LayerSpec, Norm, StepTensors
 from onbeat.engine.torch.kv import LayerKVCache
+from onbeat.engine.torch.types import Fp8Matrix
 
 _HEADS_TOGETHER = 4
 """Heads of a token that one program rotates, so that a cosine serves several."""
@@ -109,6 +111,16 @@ def act_mul(
         num_warps=4,
         **_start(is_early=starts_early),
     )
+
+
+def in_fp8(x_TD: Tensor) -> Fp8Matrix:
+    """Turn tokens into 8 bits a number; see `Kernels.in_fp8`."""
+    num_tokens, width = x_TD.shape
+    values_TD = torch.empty_like(x_TD, dtype=torch.float8_e4m3fn)
+    scales_T1 = torch.empty(num_tokens, 1, dtype=torch.float32, device=x_TD.device)
+    block = triton.next_power_of_2(width)
+    _in_fp8[(num_tokens,)](x_TD, values_TD, scales_T1, WIDTH=width, BLOCK=block, num_warps=_warps(block))
+    return Fp8Matrix(values_TD, scales_T1)
 
 
 def list_blocks(
@@ -287,6 +299,18 @@ def _act_mul(
     inner = 1.5957691216057308 * (x + 0.044715 * x * x * x) if GELU else x
     product = x / (1.0 + tl.exp(-inner)) * up.to(tl.float32)
     tl.store(out_ptr + token * WIDTH + columns, product.to(gate.dtype), mask=mask)
+
+
+@triton.jit
+def _in_fp8(x_ptr, values_ptr, scales_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + token * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0) / 448.0, 7.888609052210118e-31)  # 2**-100
+    scale = tl.where(tl.max((x != x).to(tl.int32), axis=0) > 0, float("nan"), scale)
+    tl.store(scales_ptr + token, scale)
+    values = tl.div_rn(x, scale).to(tl.float8e4nv)
+    tl.store(values_ptr + token * WIDTH + columns, values, mask=columns < WIDTH)
 
 
 @triton.jit(

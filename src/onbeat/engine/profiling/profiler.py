@@ -307,7 +307,7 @@ def gpu_limits(
     """
     import torch
 
-    from onbeat.engine.torch.types import torch_device, torch_dtype
+    from onbeat.engine.torch.types import Fp8Matrix, torch_device, torch_dtype
 
     where, dtype = torch_device(device.device), torch_dtype(device.dtype)
     read_bytes = min(read_bytes, free_memory(device.device).num_bytes // 4)
@@ -324,7 +324,12 @@ def gpu_limits(
 
     with torch.inference_mode():
         read = seconds(lambda: torch.amax(values))
-        product = seconds(lambda: torch.mm(left, left))
+        if number_format == "fp8":
+            values, scales = Fp8Matrix.of(left)
+            both = values, values.t(), scales, scales.t()
+            product = seconds(lambda: torch._scaled_mm(*both, out_dtype=dtype))
+        else:
+            product = seconds(lambda: torch.mm(left, left))
     return MachineLimits(
         memory_bandwidth=values.nbytes / read, peak_flops={number_format: 2 * matrix_size**3 / product}
     )

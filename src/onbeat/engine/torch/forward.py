@@ -8,6 +8,7 @@ feed-forward width, V vocabulary, B blocks of a row, C keys of a row, X = (N + 2
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +30,11 @@ from onbeat.engine.torch.layer import (
     LayerStep,
     final_states,
     first_of_windows,
+    multiply_by,
     run_layers,
     write_logits,
 )
-from onbeat.engine.torch.types import device_of, numpy_dtype
+from onbeat.engine.torch.types import Fp8Matrix, device_of, numpy_dtype, stored
 from onbeat.engine.torch.weights import TorchWeights, layer_products
 
 
@@ -78,7 +80,7 @@ class TorchForward(ForwardPass):
             )
         )
         tensors = StepTensors(positions_T, kv_slots_T)
-        step = LayerStep(tensors, self.kv, self._kernels, functional.linear)
+        step = LayerStep(tensors, self.kv, self._kernels, partial(multiply_by, self._kernels))
         hidden = run_layers(self.weights, ids_T, step, attend, torch.cat((sampled_N, pooled_P)))
         hidden_PD = None
         if len(pooled_P):
@@ -172,8 +174,8 @@ class TorchKernels:
         k_TKH = self._turned(k_TKH, layer.key_norm, cos_T1H, sin_T1H).to(k_TKH.dtype)
         slots_T = step.kv_slots_T.long()
         where = (slots_T // self._block_size, slots_T % self._block_size)
-        kv.k_BKSH.transpose(1, 2).index_put_(where, k_TKH)
-        kv.v_BKSH.transpose(1, 2).index_put_(where, v_TKH)
+        for part, x_TKH in ((kv.k_BKSH, k_TKH), (kv.v_BKSH, v_TKH)):
+            part.transpose(1, 2).index_put_(where, stored(x_TKH, part.dtype))
 
     def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
         """Activate the gate and multiply; see `Kernels.act_mul`."""
@@ -182,6 +184,10 @@ class TorchKernels:
             out_TF.copy_(_clamped_swiglu(gate_TF.to(self._wide), up_TF.to(self._wide)))
             return
         out_TF.copy_(_ACTIVATIONS[activation](gate_TF.to(self._wide)).mul_(up_TF))
+
+    def in_fp8(self, x_TD: Tensor) -> Fp8Matrix:
+        """Turn tokens into 8 bits a number; see `Kernels.in_fp8`."""
+        return Fp8Matrix.of(x_TD)
 
     def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> list[_Rows]:
         """Put rows of one new token and about equal length together; see `Kernels.plan_chunks`."""
@@ -214,6 +220,7 @@ class TorchKernels:
             k_RKCH, v_RKCH = (
                 part.flatten(0, 1)
                 .index_select(0, rows.pieces)
+                .to(q_TNH.dtype)
                 .view(rows.num_rows, num_kv_heads, -1, head_dim)
                 for part in kv
             )

@@ -26,12 +26,13 @@ from torch import Tensor
 from onbeat.engine.input_batch import AttentionBatch, IntArray
 from onbeat.engine.model_config import Activation, ModelConfig
 from onbeat.engine.torch.kv import LayerKVCache
+from onbeat.engine.torch.types import Fp8Matrix, Matrix
 
 Int32Array = NDArray[np.int32]
 ChunkBackend = Literal["fa2", "fa3"]
 """FlashInfer's kernels for rows of several tokens; fa3 is for long ones."""
 
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Multiply = Callable[[Tensor, Matrix, Tensor | None], Tensor]
 """A product as `torch.nn.functional.linear` takes it: `x [T, D] @ matrix [F, D].T + bias [F]`, [T, F]."""
 
 
@@ -41,7 +42,9 @@ class KernelSizes:
 
     config: ModelConfig
     dtype: torch.dtype
-    """Of weights, activations and KV."""
+    """Of weights and activations."""
+    kv_dtype: torch.dtype
+    """Of keys and values: the same, or e4m3 with a scale of 1."""
     device: torch.device
     block_size: int
     max_rows: int
@@ -187,7 +190,7 @@ class Kernels(Protocol):
         Parameters
         ----------
         qkv_TX : [T, X], the model's type: N query heads, K key heads, K value heads of each token.
-        kv : [blocks, K, block size, H] each, the model's type.
+        kv : [blocks, K, block size, H] each, of `KernelSizes.kv_dtype`.
         q_TNH : [T, N, H], the model's type: where the queries are written.
 
         Notes
@@ -206,6 +209,10 @@ class Kernels(Protocol):
         gate_up_TF2 : [T, 2 F], the model's type: all of the gate, then all of up.
         out_TF : [T, F], the model's type.
         """
+        ...
+
+    def in_fp8(self, x_TD: Tensor) -> Fp8Matrix:
+        """Return tokens as `Fp8Matrix.of` does: they meet such matrices."""
         ...
 
     def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> Any:

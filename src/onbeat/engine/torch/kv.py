@@ -19,7 +19,7 @@ from torch import Tensor
 from onbeat.core.errors import ConfigError
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.memory import KVCacheSpec
-from onbeat.engine.torch.types import torch_dtype
+from onbeat.engine.torch.types import FP8, torch_dtype
 
 _SCRUBBED_TOGETHER = 256
 """Blocks: 8 MiB of an 8B model's layer, where a long request's would take as much as a large step."""
@@ -67,7 +67,12 @@ def scrub(layers: Sequence[LayerKVCache], block_ids: Tensor) -> None:
     """Replace what is not finite in some blocks by 0; few at a time, for memory may be short."""
     for few in torch.split(block_ids, _SCRUBBED_TOGETHER):
         for part in chain.from_iterable(layers):
-            part.index_copy_(0, few, part.index_select(0, few).nan_to_num_(0.0, 0.0, 0.0))
+            if part.dtype == FP8:
+                codes = part.view(torch.uint8)
+                some = codes.index_select(0, few)
+                codes.index_copy_(0, few, some.masked_fill_(some & 0x7F == 0x7F, 0))  # NaN; there is no other
+            else:
+                part.index_copy_(0, few, part.index_select(0, few).nan_to_num_(0.0, 0.0, 0.0))
 
 
 def region_of(blocks: Tensor) -> KVRegion:

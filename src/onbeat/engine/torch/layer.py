@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm, StepTensors
 from onbeat.engine.torch.kv import LayerKVCache
+from onbeat.engine.torch.types import Matrix
 from onbeat.engine.torch.weights import Layer, TorchWeights
 
 
@@ -30,6 +32,16 @@ class LayerStep(NamedTuple):
 
 Attend = Callable[[Tensor, LayerKVCache, LayerSpec, Tensor], None]
 """Attends with a step's queries [T, N, H] to a layer's cache, and writes what comes of it [T, N, H]."""
+
+
+def multiply_by(kernels: Kernels, x_TD: Tensor, matrix: Matrix, bias_F: Tensor | None) -> Tensor:
+    """Multiply with plain numbers, or with those in 8 bits, which a GPU has from sm_89 on; see `Multiply`."""
+    if isinstance(matrix, Tensor):
+        return functional.linear(x_TD, matrix, bias_F)
+    (x8_TD, scales_T1), (rows_FD, scales_F1) = kernels.in_fp8(x_TD), matrix
+    both = x8_TD, rows_FD.t(), scales_T1, scales_F1.t()
+    product: Tensor = torch._scaled_mm(*both, bias=bias_F, out_dtype=x_TD.dtype)
+    return product
 
 
 class Hidden(NamedTuple):

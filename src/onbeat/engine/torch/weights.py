@@ -11,7 +11,7 @@ of one expert, X = (query heads + 2 KV heads) * head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -23,7 +23,7 @@ from torch.nn import functional
 from onbeat.engine.device import wait_for
 from onbeat.engine.model_config import Activation, Experts, ModelConfig, RopeConfig, inverse_frequencies
 from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm
-from onbeat.engine.torch.types import device_of, numpy_dtype, to_tensor
+from onbeat.engine.torch.types import Fp8Matrix, Matrix, device_of, numpy_dtype, to_tensor
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.parameters import LAYER_NORMS
 
@@ -31,9 +31,9 @@ from onbeat.engine.weights.parameters import LAYER_NORMS
 class FeedForward(NamedTuple):
     """`down(activation(gate(x)) * up(x))`."""
 
-    gate_up_FD: Tensor
+    gate_up_FD: Matrix
     """All of the gate, then all of up: [2 F, D]."""
-    down_DF: Tensor
+    down_DF: Matrix
     gate_up_bias_F: Tensor | None = None
     down_bias_D: Tensor | None = None
 
@@ -106,9 +106,9 @@ def parameter_on(checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: 
 class Layer(NamedTuple):
     """One layer; None where the family has no such thing. Products are `x @ weight.T + bias`."""
 
-    qkv_XD: Tensor
+    qkv_XD: Matrix
     qkv_bias_X: Tensor | None
-    o_DX: Tensor
+    o_DX: Matrix
     o_bias_D: Tensor | None
     feed_forward: FeedForward | SparseFeedForward
     attention_norm: Norm | None
@@ -141,20 +141,37 @@ class TorchWeights:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TorchWeights:
+def in_layers(name: str) -> bool:
+    """Return whether a parameter is a matrix of a layer: what `load_weights` turns into 8 bits."""
+    return name.endswith("_proj.weight")
+
+
+def load_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, in_fp8: bool = False
+) -> TorchWeights:
     """Read a checkpoint, one parameter at a time.
+
+    Parameters
+    ----------
+    in_fp8 : matrices of the layers get 8 bits a number; embedding, LM head and routers stay as they are.
 
     Raises
     ------
     ModelLoadError : a weight is missing or cannot be read.
     """
     with torch.inference_mode():
-        return _Loader(checkpoint, dtype, device).load()
+        return _Loader(checkpoint, dtype, device, Fp8Matrix.of if in_fp8 else torch.as_tensor).load()
+
+
+_Form = Callable[[Tensor], Matrix]
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, stored: _Form
+    ) -> None:
         self._checkpoint = checkpoint
+        self._stored = stored
         self._config = checkpoint.config
         self._shapes = parameter_shapes(checkpoint.config)
         self._dtype = dtype
@@ -191,9 +208,9 @@ class _Loader:
         spans_all, has_bias = config.qk_norm == "all", config.attention_bias
         of_each_head = (None, None) if qk_norms is None or spans_all else qk_norms
         return Layer(
-            qkv_XD=self._qkv(attention, "weight", rotation),
+            qkv_XD=self._stored(self._qkv(attention, "weight", rotation)),
             qkv_bias_X=self._qkv(attention, "bias", rotation) if has_bias else None,
-            o_DX=self._joined(f"{attention}.o_proj.weight"),
+            o_DX=self._stored(self._joined(f"{attention}.o_proj.weight")),
             o_bias_D=self._joined(f"{attention}.o_proj.bias") if config.attention_output_bias else None,
             feed_forward=self._feed_forward(index, f"{prefix}.mlp"),
             attention_norm=attention_norm,
@@ -238,8 +255,8 @@ class _Loader:
     def _dense(self, prefix: str, *, has_bias: bool = False) -> FeedForward:
         gate_up, down = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), f"{prefix}.down_proj"
         return FeedForward(
-            self._joined(*(f"{part}.weight" for part in gate_up)),
-            self._joined(f"{down}.weight"),
+            self._stored(self._joined(*(f"{part}.weight" for part in gate_up))),
+            self._stored(self._joined(f"{down}.weight")),
             self._joined(*(f"{part}.bias" for part in gate_up)) if has_bias else None,
             self._joined(f"{down}.bias") if has_bias else None,
         )
@@ -306,7 +323,8 @@ def layer_products(weights: TorchWeights) -> MatrixProducts:
     feed_forward = layer.feed_forward
     if isinstance(feed_forward, SparseFeedForward):
         feed_forward = feed_forward.experts[0]
-    return MatrixProducts((layer.qkv_XD, layer.o_DX, feed_forward.gate_up_FD, feed_forward.down_DF))
+    matrices = layer.qkv_XD, layer.o_DX, feed_forward.gate_up_FD, feed_forward.down_DF
+    return MatrixProducts([matrix for matrix in matrices if isinstance(matrix, Tensor)])
 
 
 class MatrixProducts:

@@ -26,6 +26,7 @@ POINTERS = {
     torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -112,6 +113,11 @@ def main() -> None:
         triton_ops.add_norm(x, x, norm(4096, scales_rounded=True), x, starts_early=True)
         triton_ops.act_mul(numbers(3, 2 * 14336), "silu", numbers(3, 14336), starts_early=True)
         triton_ops.rope_store(qkv, step, layer, kv, out, starts_early=True)
+    if capability >= 89:
+        triton_ops.in_fp8(numbers(3, 4096))
+        triton_ops.in_fp8(numbers(3, 14336))
+        kv = LayerKVCache(*(part.to(torch.float8_e4m3fn) for part in kv))
+        triton_ops.rope_store(qkv, step, layer, kv, numbers(3, num_heads, head_dim))
     triton_ops.list_blocks(DecodeRows(ints(256, 64), ints(256)), 16, ints(257), ints(256 * 64), ints(256))
     logits, best = numbers(3, 128_256, dtype=torch.float32), BestBuffers(ints(3), torch.zeros(3))
     triton_draw.best(logits, best)

@@ -29,6 +29,7 @@ def kernel_sizes(
     return KernelSizes(
         config=config,
         dtype=dtype,
+        kv_dtype=dtype,
         device=torch.device("cpu"),
         block_size=16,
         max_rows=8,

@@ -62,13 +62,6 @@ def config(**changes: Any) -> EngineConfig:
     return replace(EngineConfig(model=files), **changes)
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: (9, 0))
-    monkeypatch.setattr(cuda_backend, "find_spec", lambda name: name)
-    monkeypatch.setattr(cuda_backend, "unbuilt_kernel", lambda config: (None, None))
-
-
 def test_it_serves_on_a_gpu_unless_torch_is_asked_for(hopper: None) -> None:
     checkpoint = DummyCheckpoint(MODEL)
     chosen = choose_backend(config(), checkpoint, CUDA)
@@ -141,7 +134,7 @@ def test_a_share_of_memory_is_a_share(share: float) -> None:
 
 def test_a_kernel_that_cannot_be_had_is_named(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     cure = "nvcc is not found: install it"
-    monkeypatch.setattr(cuda_backend, "unbuilt_kernel", lambda config: ("batch_prefill", cure))
+    monkeypatch.setattr(cuda_backend, "unbuilt_kernel", lambda *_: ("batch_prefill", cure))
     chosen = choose_backend(config(), DummyCheckpoint(MODEL), CUDA)
     assert isinstance(chosen, TorchBackend)
     assert not isinstance(chosen, CudaBackend)
@@ -155,7 +148,7 @@ def test_the_start_says_what_is_compiled_and_that_a_card_is_untried(
     assert isinstance(chosen, CudaBackend)
     before = [*chosen.remarks(config(device="cuda"))]
     monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: (8, 9))
-    monkeypatch.setattr(cuda_backend, "unbuilt_kernel", lambda config: ("batch_prefill", None))
+    monkeypatch.setattr(cuda_backend, "unbuilt_kernel", lambda *_: ("batch_prefill", None))
     untried, compiling = [*chosen.remarks(config(device="cuda"))][len(before) :]
     assert "8.9" in untried
     assert "compiling" in compiling

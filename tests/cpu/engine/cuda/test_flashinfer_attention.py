@@ -92,6 +92,22 @@ def test_chunks_are_told_where_rows_and_blocks_end(backend: str, monkeypatch: py
     assert ran["paged_kv_cache"][1] is KV.v_BKSH
 
 
+def test_keys_and_values_of_8_bits_are_read_by_fa2() -> None:
+    recorder = Recorder()
+    sizes = replace(SIZES, kv_dtype=torch.float8_e4m3fn)
+    chunks = Chunks(recorder.library(), sizes, "fa3", WORKSPACE)
+    chunks.plan(chunk_rows([200], [200], list(range(13))), layer(None))
+    assert recorder.last("PrefillWrapper")["backend"] == "fa2"
+    buffers = PlanBuffers(CpuStream(), SIZES.device)
+    decodes = PlannedDecodes(
+        recorder.library(), sizes, layer(None), GraphKey(3), workspace=WORKSPACE, buffers=buffers
+    )
+    decodes.plan(ROWS.lens_R.numpy())
+    for call in ("prefill plan", "decode plan", "fast plan"):
+        types = recorder.last(call)
+        assert (types["q_data_type"], types["kv_data_type"]) == (torch.bfloat16, torch.float8_e4m3fn)
+
+
 def test_each_window_has_a_wrapper_and_a_plan_of_its_own() -> None:
     """Both plans of a step are made before its first layer runs."""
     recorder = Recorder()
@@ -323,6 +339,9 @@ def test_a_kernel_that_is_not_ready_made_is_named(monkeypatch: pytest.MonkeyPatc
     (tmp_path / unbuilt / f"{unbuilt}.so").touch()
     assert unbuilt_kernel(SIZES.config) is None
     assert unbuilt_kernel(SIZES.config, "fa3") is not None
+    of_fp8 = unbuilt_kernel(SIZES.config, kv_dtype=torch.float8_e4m3fn)
+    assert of_fp8 is not None
+    assert "kv_e4m3" in of_fp8
 
 
 def _parameters(function: object) -> list[tuple[str, object, object]]:

@@ -25,5 +25,7 @@ def test_every_kernel_compiles(capability: str) -> None:
     launched = {
         name for source in SOURCES for name in re.findall(r"^    (_\w+)\[\(?\w", source.read_text(), re.M)
     }
+    if int(capability) < 89:  # which has no numbers of 8 bits
+        launched.remove("_in_fp8")
     assert launched
     assert {line.partition(":")[0] for line in done.stdout.splitlines()} == launched
