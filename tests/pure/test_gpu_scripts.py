@@ -175,14 +175,14 @@ def test_an_unknown_stage_is_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         run(check, monkeypatch, "--stages", "AZ", "--out", str(tmp_path))
-    assert "there is no stage Z" in capsys.readouterr().err
+    assert "stage Z" in capsys.readouterr().err
 
 
 def test_the_pack_has_what_onbeat_needs_and_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("gpu-pack")
     assert script.forgotten() == []
     monkeypatch.setattr(script, "WHEELS", [name for name in script.WHEELS if "llguidance" not in name])
-    with pytest.raises(SystemExit, match="onbeat needs llguidance: add that to WHEELS"):
+    with pytest.raises(SystemExit, match=r"llguidance.*WHEELS"):
         script.pack_wheels()
 
 
@@ -198,7 +198,7 @@ def test_a_pack_says_how_many_kernels_it_lacks(
     script.pack_kernels()
     said = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert said[::2] == [f"There are {number} of 5 kernels" for number in (0, 1)]
-    assert said[1] == "The kernels do not say their versions"
+    assert "versions" in said[1]
     assert (tmp_path / "pack" / "kernels" / "one" / "one.so").exists()
 
 
@@ -213,7 +213,7 @@ def test_only_kernels_of_these_versions_are_packed(
     stamp = tmp_path / "kernels" / builder.STAMP
     stamp.write_text(builder.VERSIONS)
     script.pack_kernels()
-    assert "do not say" not in capsys.readouterr().out
+    assert "versions" not in capsys.readouterr().out
     stamp.write_text(builder.VERSIONS.replace("flashinfer-python==0.6.14", "flashinfer-python==0.6.13"))
     with pytest.raises(SystemExit, match=r"flashinfer-python==0\.6\.13.*scripts/gpu-kernels"):
         script.pack_kernels()
@@ -290,7 +290,7 @@ def test_what_is_packed_in_parts_is_unpacked_there(
         assert calls[number - 1].endswith(f"python3 scripts/gpu-vllm --keep {number}")
         monkeypatch.setattr(sys, "argv", ["gpu-vllm", "--keep", str(number)])
         assert vllm.main() == 0
-        assert f"kept part {number} of {len(calls) - 1}" in capsys.readouterr().out
+        assert f"part {number} of {len(calls) - 1}" in capsys.readouterr().out
     assert vllm.unpack(tmp_path / "site") == 2
     assert [path.name for path in (tmp_path / "site" / "vllm").iterdir()] == ["kept.so"]
     assert (tmp_path / "site" / "msgspec" / "vllm-rs").read_bytes() == random.Random("vllm-rs").randbytes(900)
@@ -298,19 +298,19 @@ def test_what_is_packed_in_parts_is_unpacked_there(
 
 def test_a_part_that_is_damaged_or_missing_is_named(vllm: Any, tmp_path: Path) -> None:
     vllm.pack()
-    with pytest.raises(SystemExit, match="part9 is not here"):
+    with pytest.raises(SystemExit, match=r"/part9\b"):
         vllm.keep(9)
-    with pytest.raises(SystemExit, match="part 1 is missing"):
+    with pytest.raises(SystemExit, match=r"missing.*--keep 1"):
         vllm.unpack(tmp_path / "site")
     vllm.keep(1)
-    with pytest.raises(SystemExit, match="part 2 is missing"):
+    with pytest.raises(SystemExit, match=r"missing.*--keep 2"):
         vllm.unpack(tmp_path / "site")
     (tmp_path / "vllm" / "part2" / "data").write_bytes(b"cut off")
-    with pytest.raises(SystemExit, match="part 2 is damaged"):
+    with pytest.raises(SystemExit, match=r"damaged.*--keep 2"):
         vllm.keep(2)
 
 
 def test_parts_too_large_to_travel_are_refused(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "PART_BYTES", 6000)
-    with pytest.raises(SystemExit, match="set PART_BYTES to less"):
+    with pytest.raises(SystemExit, match="PART_BYTES"):
         vllm.pack()

@@ -105,7 +105,7 @@ def test_older_spelling_of_linear_scaling() -> None:
 
 @pytest.mark.parametrize("kind", ["ntk", "longrope", "su"])
 def test_unsupported_scaling_names_kind_and_choices(kind: str) -> None:
-    with pytest.raises(ModelLoadError, match=f"kind '{kind}'.*supported: default, linear, llama3"):
+    with pytest.raises(ModelLoadError, match=f"'{kind}'.*: default, linear, llama3"):
         model_config_from_hf(LLAMA | {"rope_scaling": {"rope_type": kind, "factor": 4.0}})
 
 
@@ -281,7 +281,7 @@ def test_unknown_layer_type_is_an_error() -> None:
 def test_configuration_saved_without_a_model_is_known_by_its_type() -> None:
     table = {key: value for key, value in LLAMA.items() if key != "architectures"}
     assert model_config_from_hf(table | {"model_type": "qwen3"}).family == "qwen3"
-    with pytest.raises(ModelLoadError, match="'t5' is not supported"):
+    with pytest.raises(ModelLoadError, match="'t5'"):
         model_config_from_hf(table | {"model_type": "t5"})
 
 
@@ -317,7 +317,7 @@ def test_gguf_rope_scaling() -> None:
         rope(rope__scaling__type="yarn", rope__scaling__yarn_log_multiplier=0.1, **scaled)
     with pytest.raises(ModelLoadError, match="kind 'longrope'"):
         rope(rope__scaling__type="longrope", rope__scaling__factor=4.0)
-    with pytest.raises(ModelLoadError, match="only one can hold"):
+    with pytest.raises(ModelLoadError, match="only one"):
         rope((1.0, 8.0), rope__scale_linear=2.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.planner.plan_file import Promise
 from tests.pure.planner.fakes import make_record
+from tests.told import numbers
 
 
 def records(flags: str) -> list[Any]:
@@ -27,7 +29,8 @@ def test_a_share_that_is_reached_is_kept() -> None:
     assert kept.is_kept
     assert kept.is_certain
     assert kept.low == kept.high == kept.share == 0.9
-    assert "promise kept by 5.0 points: 90.0 % of 200 requests were good" in str(kept)
+    assert "promise kept" in str(kept)
+    assert numbers(kept)[:3] == [5, 90, 200]
 
 
 def test_misses_that_come_together_leave_doubt() -> None:
@@ -35,7 +38,7 @@ def test_misses_that_come_together_leave_doubt() -> None:
     assert not kept.is_kept
     assert not kept.is_certain
     assert kept.low < 0.5
-    assert "broken by 15.0 points, which is within the interval" in str(kept)
+    assert re.search(r"broken .* 15\.0 points, .*interval", str(kept))
 
 
 def test_too_few_requests_say_nothing() -> None:
@@ -45,7 +48,7 @@ def test_too_few_requests_say_nothing() -> None:
 
 def test_tokens_that_take_longer_than_planned_are_told() -> None:
     slow = [make_record([0.1, 0.2, 0.3], slo=SLO(ttft=1.0)) for _ in range(3)]
-    assert compare_pace(slow, 0.08) == "mean TPOT 100.00 ms, 80.00 ms in the plan's simulations (+25 %)"
+    assert numbers(compare_pace(slow, 0.08)) == [100, 80, 25]
     assert "nothing tells" in compare_pace(records("111"), 0.08)
 
 
@@ -70,7 +73,10 @@ def test_a_load_test_may_be_longer_but_of_no_other_load() -> None:
     with pytest.raises(ConfigError, match="--request-rate"):
         with_planned_load(make(BenchConfig, request_rate=3.0), promise(**{"request-rate": 12}))
     for other in ({"sweep_rate": (1.0, 2.0)}, {"output_len": 5}, {"tbt": 0.1}):
-        with pytest.raises(ConfigError, match=r"runs the load of its plan: leave out --\w+"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"--{'slo-tbt-ms' if 'tbt' in other else next(iter(other)).replace('_', '-')}\b",
+        ):
             with_planned_load(make(BenchConfig, **other), promise(**{"request-rate": 12}))
     with pytest.raises(ConfigError, match="--slo-mode"):
         with_planned_load(make(BenchConfig, slo_mode="mean"), promise())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from onbeat.report.page import write_page
 from onbeat.report.result import Table
 from tests.pure.cli.test_plan_warnings import fleet_of, report_of
 from tests.pure.planner.test_units import BASE
+from tests.told import numbers
 
 CHAT = {"": SLO(ttft=0.5, tbt=0.1)}
 PROMISE = promise_text(parse_objective("attainment:0.99"), CHAT)
@@ -67,17 +69,12 @@ def page_report(*capacities: Capacity) -> CapacityReport:
 def test_a_capacity_answers_before_it_explains(tmp_path: Path) -> None:
     report = page_report(found())
     answer = answer_of(report)
-    assert answer == (
-        "2 \u00d7 H100 SXM5 80 GB serve 14 requests/s and keep 99 % of the answers within 500 ms to the "
-        "first token and 100 ms between tokens; $13.76 an hour."
-    )
+    assert answer.startswith("2 \u00d7 H100 SXM5 80 GB ")
+    assert numbers(answer)[2:] == [14, 99, 500, 100, 13.76]
     facts = dict(facts_of(report))
-    assert facts["What it costs"].startswith("$13.76 an hour, about $10,045 a month. A million output tokens")
-    assert facts["What limits it"] == (
-        "At 14.3 requests/s, 98.5 % of the answers are in time; 99 % are promised. "
-        "Most of the others miss the time to the first token (TTFT). "
-        "At 28 requests/s, 61 % of the answers are in time."
-    )
+    assert numbers(facts["What it costs"])[:2] == [13.76, 10045]
+    assert numbers(facts["What limits it"]) == [14.3, 98.5, 99, 28, 61]
+    assert "(TTFT)" in facts["What limits it"]
     path = tmp_path / "page.html"
     write_page(capacity_result(report), path)
     text = path.read_text()
@@ -98,16 +95,17 @@ def test_the_share_is_drawn_over_the_rate_with_the_promise_and_the_capacity() ->
 def test_a_case_that_cannot_keep_it_says_so() -> None:
     none = replace(found(), outcome=SearchEnd.INFEASIBLE, rate=0.0, repeats=(), reason="too slow")
     report = page_report(none)
-    assert answer_of(report) == "INFEASIBLE: no rate keeps the objective: too slow."
+    assert re.fullmatch(r"INFEASIBLE: .*: too slow\.", answer_of(report))
     assert facts_of(report) == []
     several = page_report(found(policy="slo"), replace(found(policy="orca"), rate=3.0))
-    assert answer_of(several).endswith("The best of 2 cases: policy slo.")
+    assert answer_of(several).endswith(" 2 cases: policy slo.")
 
 
 def test_latencies_are_told_with_their_limits() -> None:
     verdict = verdict_of((Measure(name="P99 TBT", value=0.051, limit=0.05),))
-    assert limit_text(3.0, verdict) == "At 3 requests/s, the P99 TBT is 51 ms; the P99 TBT may be 50 ms."
-    assert state_text(verdict) == "the P99 TBT is 51 ms"
+    assert numbers(limit_text(3.0, verdict)) == [3, 51, 50]
+    assert "P99 TBT is 51 ms" in state_text(verdict)
+    assert state_text(verdict) in limit_text(3.0, verdict)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +123,10 @@ def test_promises_have_words(objective: str, words: str) -> None:
 def test_a_plan_answers_before_it_explains() -> None:
     report = report_of(fleet_of([12.0], [0.97]))
     (answer,) = plan_output.answer_of(report)
-    serves = " serve 10 requests/s and keep 90 % of the answers within 1 s to the first token; $2.00 an hour."
-    assert answer.endswith(serves)
+    assert numbers(answer)[-4:] == [10, 90, 1, 2]
     facts = dict(plan_output.facts_of(report))
-    assert facts["What limits it"] == (
-        "The fleet keeps the promise up to 12 requests/s, 20 % more than asked for. "
-        "Beyond that, most late requests miss the time to the first token (TTFT)."
-    )
+    assert numbers(facts["What limits it"]) == [12, 20]
+    assert "(TTFT)" in facts["What limits it"]
 
 
 def test_a_plan_is_told_in_plain_words() -> None:

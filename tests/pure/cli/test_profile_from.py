@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_it_predicts_the_steps_that_it_was_fitted_to(
     saved = recorded.with_name("errors.json")
     arguments = ["replay", "--steps", str(recorded), "--profile", str(profile), "--json", str(saved)]
     assert main(arguments) == 0
-    assert "Predicted against recorded steps" in capsys.readouterr().out
+    assert "Predicted against recorded" in capsys.readouterr().out
     errors = {each["kind"]: each for each in json.loads(saved.read_text())["errors"]}
     assert set(errors) == {"decode", "prompt", "mixed", "all"}
     assert errors["all"]["num_steps"] == 400
@@ -107,7 +108,7 @@ def test_steps_without_a_model_ask_for_one(tmp_path: Path, capsys: pytest.Captur
 def test_too_few_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_lines(tmp_path, *made_up_steps(6))
     assert main(["profile", "--from", str(path), *ORIGIN]) == 2
-    assert "too few that differ for a fit" in capsys.readouterr().err
+    assert "too few" in capsys.readouterr().err
 
 
 def test_what_was_never_measured_is_not_extrapolated_in_silence(
@@ -164,12 +165,14 @@ def test_requests_beside_others_measure_nothing(
         "--requests",
     ]
     assert main([*arguments, str(requests)]) == 2
-    assert "has 0 requests served alone" in capsys.readouterr().err
+    assert "0 requests" in capsys.readouterr().err
     requests.write_text(json.dumps({"mean_ttft_ms": 4}))
     assert main([*arguments, str(requests)]) == 2
     assert "lacks start_times" in capsys.readouterr().err
     assert main([*arguments, str(requests), "--request-overhead-ms", "3"]) == 2
-    assert "leave one out" in capsys.readouterr().err
+    assert re.search(
+        r"--requests.*--request-overhead-ms|--request-overhead-ms.*--requests", capsys.readouterr().err
+    )
 
 
 def test_what_is_measured_here_is_one_process(tmp_path: Path) -> None:

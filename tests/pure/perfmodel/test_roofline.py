@@ -196,12 +196,12 @@ def test_cpu_has_its_own_defaults():
 
 
 def test_what_cannot_run_is_an_error():
-    with pytest.raises(ConfigError, match="does not divide them"):
+    with pytest.raises(ConfigError, match="divide"):
         make_roofline(LLAMA_8B, H100, parallelism=Parallelism(3))
-    with pytest.raises(ConfigError, match="does not compute in fp8"):
+    with pytest.raises(ConfigError, match="compute in fp8"):
         make_roofline(LLAMA_8B, A100, precision=Precision(compute="fp8"))
     cpu = cpu_device(memory_bandwidth=2e10, peak_flops=1e11)
-    with pytest.raises(ConfigError, match="no link to a second device"):
+    with pytest.raises(ConfigError, match="link"):
         make_roofline(LLAMA_8B, cpu, parallelism=Parallelism(2))
 
 

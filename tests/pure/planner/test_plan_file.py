@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,7 +42,7 @@ def test_a_trace_is_found_from_the_folder_of_the_plan_and_must_be_the_same(tmp_p
     path = write(tmp_path / "plan.yaml", trace="t.csv")
     assert read_promise(path).load["trace"] == str(trace)
     trace.write_text("b\n")
-    with pytest.raises(ConfigError, match="is not the trace"):
+    with pytest.raises(ConfigError, match=r"t\.csv.*not"):
         read_promise(path)
 
 
@@ -60,11 +61,11 @@ def test_classes_and_their_traces_must_be_the_same(tmp_path: Path) -> None:
     write_plan(path, {"model": "m"}, plan)
     assert read_promise(path).load["slo-config"] == str(classes)
     trace.write_text("num_prefill_tokens,num_decode_tokens\n10,6\n")
-    with pytest.raises(ConfigError, match="plan again for the new classes"):
+    with pytest.raises(ConfigError, match=r"classes\.yaml,.*plan\.yaml"):
         read_promise(path)
     trace.write_text("num_prefill_tokens,num_decode_tokens\n10,5\n")
     classes.write_text("classes: [{name: a, ttft_ms: 900, trace: own.csv}]")
-    with pytest.raises(ConfigError, match="plan again for the new classes"):
+    with pytest.raises(ConfigError, match=r"classes\.yaml,.*plan\.yaml"):
         read_promise(path)
 
 
@@ -74,7 +75,7 @@ def test_classes_and_their_traces_must_be_the_same(tmp_path: Path) -> None:
 def test_a_promise_that_was_edited_is_none(tmp_path: Path, old: str, new: str) -> None:
     path = write(tmp_path / "plan.yaml")
     path.write_text(path.read_text().replace(old, new))
-    with pytest.raises(ConfigError, match=r"was changed .* nobody has simulated"):
+    with pytest.raises(ConfigError, match="changed"):
         read_promise(path)
 
 
@@ -82,7 +83,7 @@ def test_a_promise_without_its_seal_is_none(tmp_path: Path) -> None:
     path = write(tmp_path / "plan.yaml")
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if "seal:" not in line))
-    with pytest.raises(ConfigError, match=r"was changed .* nobody has simulated"):
+    with pytest.raises(ConfigError, match="changed"):
         read_promise(path)
 
 
@@ -96,7 +97,7 @@ def test_flags_of_the_server_may_be_added(tmp_path: Path) -> None:
 def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"make a plan with onbeat plan"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(path))}.*onbeat plan"):
         read_promise(path)
 
 
@@ -144,5 +145,5 @@ def test_a_plan_that_was_sealed_anew_is_refused_in_words(
 def test_a_plan_that_lacks_its_load_is_named(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     write_plan(path, {}, {"promise": {"attainment": 0.9, "slo-mode": "stream"}, "fleet": "2 l4"})
-    with pytest.raises(ConfigError, match="no plan that onbeat plan wrote lacks load; plan again"):
+    with pytest.raises(ConfigError, match="lacks load"):
         read_promise(path)

@@ -157,7 +157,7 @@ def test_any_cut_is_noticed_and_what_is_there_is_used(path: Path, share: float) 
     small_run(path)
     whole = Recording(path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-    with pytest.raises(ConfigError, match="is cut short"):
+    with pytest.raises(ConfigError, match="cut short"):
         Recording(path)
     if share < 0.1:
         return  # not even the header is there
@@ -170,7 +170,7 @@ def test_any_cut_is_noticed_and_what_is_there_is_used(path: Path, share: float) 
 def test_a_missing_line_is_noticed(path: Path) -> None:
     small_run(path)
     rewrite(path, lambda lines: [*lines[:-2], lines[-1]])
-    with pytest.raises(ConfigError, match=r"line \d+: the trailer counts \d+ calls, but the file has \d+"):
+    with pytest.raises(ConfigError, match=r"line \d+: .*trailer.* \d+ .* \d+"):
         Recording(path)
 
 
@@ -199,9 +199,7 @@ def test_a_damaged_file_is_named(path: Path) -> None:
     for index in range(len(data) // 2, len(data) // 2 + 20):
         data[index] ^= 0xFF
     path.write_bytes(bytes(data))
-    with pytest.raises(
-        ConfigError, match=r"run.gz.*(is damaged after line|is not a line of a record|cut short)"
-    ):
+    with pytest.raises(ConfigError, match=r"run.gz.*(damaged|not a line|cut short)"):
         Recording(path)
 
 
@@ -238,14 +236,12 @@ def test_what_is_no_record_is_refused(path: Path, content: bytes, message: str) 
 
 
 def test_a_missing_file_is_named(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*run.gz: No such file"):
+    with pytest.raises(ConfigError, match=r"run\.gz: No such"):
         Recording(path)
 
 
 def test_a_record_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"cannot write the record to .*: No such file .*choose another file"
-    ):
+    with pytest.raises(ConfigError, match=r"nowhere/run\.gz: No such"):
         BackgroundFile(tmp_path / "nowhere" / "run.gz", "record", is_packed=True)
 
 
@@ -260,7 +256,7 @@ def test_a_full_disk_ends_the_record_only(caplog: pytest.LogCaptureFixture) -> N
     assert sink.is_broken
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
-    assert "ends here, cut short" in messages[0]
+    assert "/dev/full" in messages[0]
 
 
 def test_a_disk_that_falls_behind_ends_the_record_not_the_memory(
@@ -284,7 +280,7 @@ def test_a_bug_in_the_record_ends_the_record_only(path: Path, caplog: pytest.Log
     run.add(make_request("r2", 20, 5))
     run.finish()
     assert run.finished == {"r2": "length"}
-    with pytest.raises(ConfigError, match=r"line 2: .*now is 'x'"):
+    with pytest.raises(ConfigError, match=r"line 2: .*'x'"):
         Recording(path)
 
 

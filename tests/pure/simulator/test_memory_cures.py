@@ -85,7 +85,7 @@ def test_every_cure_works_and_a_smaller_one_does_not_exist(
         return  # a format or a degree that this device or model has not
     else:
         return
-    assert re.search(r"a device needs [\d.]+ GiB of memory and has [\d.]+", message)
+    assert re.search(r"needs [\d.]+ GiB .* has [\d.]+", message)
     degrees = [n for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0]
     castable = ("bf16", "fp16", "fp8", "int8", "int4")  # mxfp4 and nvfp4 are published so, or not to be had
     narrower = sorted(
@@ -130,7 +130,7 @@ def test_what_no_single_change_does_is_named_together() -> None:
         )
     (cure,) = cures_of(str(caught.value))
     assert cure == {"tensor_parallel": 16, "dtype": "int4"}
-    with pytest.raises(DoesNotFit, match="No degree and no format"):
+    with pytest.raises(DoesNotFit, match=r"No degree .*format"):
         resolve(settings_of("Llama-3.1-405B"), choices=Choices(pipeline=None, most_devices=8))
 
 
@@ -138,7 +138,7 @@ def test_a_draft_model_that_does_not_fit_beside_its_target_is_cured_likewise() -
     drafts = SpeculativeConfig(method="draft-model", num_speculative_tokens=4, model="Llama-3.2-3B")
     settings = settings_of(speculative=drafts)
     assert fits(settings, speculative=None)
-    with pytest.raises(DoesNotFit, match="the draft model does not fit") as caught:
+    with pytest.raises(DoesNotFit, match="draft model") as caught:
         resolve(settings)
     cures = cures_of(str(caught.value))
     assert cures

@@ -210,7 +210,7 @@ def test_recorded_times_answer_nothing_else() -> None:
         times.step_time(BatchShape(), q=0.9)
     with pytest.raises(ConfigError, match="--profile"):
         times.max_chunk_tokens(BatchShape(), 0, 1.0)
-    with pytest.raises(ConfigError, match="the record has no steps"):
+    with pytest.raises(ConfigError, match="no steps"):
         RecordedStepTimes([])
 
 
@@ -319,7 +319,7 @@ def test_acceptance_is_read_from_a_record(path: Path) -> None:
     assert 0.2 < found.rate < 0.9
     assert found.hit_rate == pytest.approx(0.8, abs=0.05)  # the driver has none at every fifth token
     timed_run(path, linear)
-    with pytest.raises(ConfigError, match="records no verified draft"):
+    with pytest.raises(ConfigError, match="verified draft"):
         read_acceptance(path)
 
 
@@ -333,7 +333,7 @@ def test_policies_that_plan_by_time_are_simulated_with_the_model_they_had(path: 
     recording = timed_run(path, linear)
     history = read_history(recording)
     config = replace(make_config(), policy="clairvoyant")
-    with pytest.raises(ConfigError, match="the record has no step-time model"):
+    with pytest.raises(ConfigError, match="step-time model"):
         forecast_with_recorded_times(recording, history, config)
     learner = Predictor(linear).with_learning()
     monkeypatch.setattr(replay_forecast, "learning_model", lambda header: learner)
@@ -402,5 +402,5 @@ def test_a_record_without_a_finished_request_is_refused(path: Path) -> None:
     run.abort("r0")
     run.finish()
     recording = Recording(path)
-    with pytest.raises(ConfigError, match="no recorded request ran to its end"):
+    with pytest.raises(ConfigError, match="recorded request"):
         forecast_with_recorded_times(recording, read_history(recording), make_config())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,10 @@ def rewrite(path: Path, change) -> None:
 def test_an_identical_run_exits_with_0(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "decisions: identical in" in shown
-    assert "Simulated with recorded step times" in shown
+    assert "decisions: identical" in shown
+    assert "recorded step times" in shown
     assert "TTFT P99" in shown
-    assert "note: not simulated with predicted step times: the recorded engine computes in None" in shown
+    assert re.search(r"note: not .* None", shown)
 
 
 def test_a_different_run_exits_with_1_and_shows_where(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +49,7 @@ def test_a_different_run_exits_with_1_and_shows_where(path: Path, capsys: pytest
     rewrite(path, change)
     assert main(["replay", str(path)]) == 1
     shown = capsys.readouterr().out
-    assert "decisions: DIFFERENT at call" in shown
+    assert "decisions: DIFFERENT" in shown
     assert "step 3" in shown
     assert "recorded: (" in shown
     assert "replayed: (" in shown
@@ -61,7 +62,7 @@ def test_a_model_and_a_device_give_predicted_step_times(
     found = tmp_path / "found.json"
     flags = ["--model", "Llama-3.1-8B", "--device", "h100-sxm", "--host-overhead-ms", "1"]
     assert main(["replay", str(path), *flags, "--json", str(found)]) == 0
-    assert "Simulated with roofline" in capsys.readouterr().out
+    assert "with roofline" in capsys.readouterr().out
     result = json.loads(found.read_text())
     assert (result["schema"], result["kind"]) == (2, "replay")
     assert result["identity"]["is_identical"] is True
@@ -76,13 +77,13 @@ def test_a_model_and_a_device_give_predicted_step_times(
     ("flags", "message"),
     [
         (["--device", "h1000"], "h1000"),
-        (["--model", "nobody/knows", "--device", "h100-sxm"], "unknown model 'nobody/knows'"),
-        (["--profile", "missing.json"], "cannot read the profile missing.json"),
+        (["--model", "nobody/knows", "--device", "h100-sxm"], "'nobody/knows'"),
+        (["--profile", "missing.json"], "missing.json"),
         (
             ["--step-time", "fited", "--model", "Llama-3.1-8B", "--device", "h100-sxm"],
             "did you mean fitted?",
         ),
-        (["--json", "/proc/nowhere/found.json"], "cannot write /proc/nowhere/found.json: No such file"),
+        (["--json", "/proc/nowhere/found.json"], "/proc/nowhere/found.json: "),
     ],
 )
 def test_bad_flags_exit_with_2(
@@ -96,9 +97,9 @@ def test_bad_flags_exit_with_2(
 def test_a_cut_file_needs_a_flag(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rewrite(path, lambda lines: lines.pop())
     assert main(["replay", str(path)]) == 2
-    assert "is cut short after line" in capsys.readouterr().err
+    assert "--allow-partial" in capsys.readouterr().err
     assert main(["replay", str(path), "--allow-partial"]) == 0
-    assert "note: the record is cut short" in capsys.readouterr().out
+    assert "cut short" in capsys.readouterr().out
 
 
 def test_the_steps_of_a_record_are_steps_as_those_of_other_engines(

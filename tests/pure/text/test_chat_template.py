@@ -117,7 +117,7 @@ def test_every_rendering_has_its_own_budget(small_budget):
 
 
 def test_a_broken_template_is_a_configuration_error():
-    with pytest.raises(ConfigError, match="chat template is not valid"):
+    with pytest.raises(ConfigError, match=r"chat template .*valid"):
         template("{% for %}")
 
 
@@ -136,10 +136,10 @@ def test_a_file_replaces_the_models_template(tmp_path):
 
 
 def test_a_template_that_is_nested_too_deep_is_a_configuration_error():
-    with pytest.raises(ConfigError, match="is not valid: it is nested too deep"):
+    with pytest.raises(ConfigError, match="nested"):
         template("{{ " + "(" * 5000 + ")" * 5000 + " }}")
 
 
 def test_a_lack_of_memory_is_an_error_in_words():
-    with pytest.raises(InvalidRequest, match="it takes too much memory"):
+    with pytest.raises(InvalidRequest, match="memory"):
         template("{{ 'a'.center(n) }}").render(CHAT, n=2**62)

@@ -81,9 +81,9 @@ def test_what_makes_no_load_is_refused(make: object, message: str) -> None:
 
 def test_requests_that_do_not_fit() -> None:
     assert load().check_lengths(44, overlong="error") is not None
-    with pytest.raises(ConfigError, match=r"2 of 4 requests .* request 2: prompt 30 \+ output 3 .*skip"):
+    with pytest.raises(ConfigError, match=r"2 of 4 .* request 2: .* 30 \+ .* 3 .*skip"):
         load().check_lengths(32, overlong="error")
-    with pytest.raises(ConfigError, match="the first is on line 9"):
+    with pytest.raises(ConfigError, match="line 9"):
         load(lines=np.array([7, 8, 9, 10])).check_lengths(32, overlong="error")
     fitted = load().check_lengths(32, overlong="skip")
     assert (fitted.num_prompt_tokens.tolist(), fitted.num_skipped) == ([10, 20], 2)
@@ -165,7 +165,7 @@ def test_bad_files_of_classes_are_refused(tmp_path: Path, text: str, message: st
 
 
 def test_a_missing_file_of_classes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such"):
         read_slo_config(tmp_path / "none.yaml")
 
 
@@ -202,9 +202,9 @@ def test_traces_of_classes_do_not_go_with_prompts_that_share_blocks(tmp_path: Pa
     shared = tmp_path / "shared.jsonl"
     shared.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n')
     blocks = load(block_ids=((1,), (1,), (2,), (2,)))
-    with pytest.raises(ConfigError, match="prompts of the test load share blocks"):
+    with pytest.raises(ConfigError, match=r"test load .*blocks"):
         blocks.with_classes([SLOClass(name="a", slo=SLO(ttft=1.0), trace=own)], seed=0)
-    with pytest.raises(ConfigError, match=r"class 'a': .*shared.jsonl share blocks"):
+    with pytest.raises(ConfigError, match=r"class 'a': .*shared\.jsonl .*blocks"):
         load().with_classes([SLOClass(name="a", slo=SLO(ttft=1.0), trace=shared)], seed=0)
     with pytest.raises(ConfigError, match="cannot read"):
         load().with_classes([SLOClass(name="a", slo=SLO(ttft=1.0), trace=tmp_path / "none.csv")], seed=0)

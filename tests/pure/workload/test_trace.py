@@ -89,7 +89,7 @@ def test_lengths_with_arrivals_keep_them(tmp_path: Path) -> None:
     assert trace.kind == "vidur"
     assert trace.times is not None
     assert trace.times.tolist() == [0.5, 2.5]
-    with pytest.raises(ConfigError, match="line 2: the time is -1 s"):
+    with pytest.raises(ConfigError, match=r"line 2: .* -1 s"):
         read_trace(write(tmp_path / "w.csv", header + "-1,74,12\n"))
 
 
@@ -133,7 +133,7 @@ def test_bad_files_are_named_with_their_line(tmp_path: Path, text: str, message:
 
 
 def test_another_kind_than_asked_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="azure file, but mooncake"):
+    with pytest.raises(ConfigError, match=r"azure.*mooncake"):
         read_trace(write(tmp_path / "a.csv", AZURE), kind="mooncake")
 
 
@@ -143,11 +143,11 @@ def test_unreadable_files_are_clear_errors(tmp_path: Path) -> None:
     binary = tmp_path / "b.csv"
     binary.write_bytes(b"\xff\xfe\x00\x81")
 
-    with pytest.raises(ConfigError, match="gzip file is damaged"):
+    with pytest.raises(ConfigError, match=r"\.csv\.gz.*damaged"):
         read_trace(damaged)
     with pytest.raises(ConfigError, match="not UTF-8"):
         read_trace(binary)
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match=r"missing\.csv: No such"):
         read_trace(tmp_path / "missing.csv")
 
 
@@ -180,5 +180,5 @@ def test_damaged_gzip_in_every_way(tmp_path: Path, cut: Callable[[bytes], bytes]
     path = tmp_path / "a.csv.gz"
     path.write_bytes(cut(gzip.compress((AZURE * 20).encode())))
 
-    with pytest.raises(ConfigError, match="gzip file is damaged"):
+    with pytest.raises(ConfigError, match=r"\.csv\.gz.*damaged"):
         read_trace(path)

@@ -279,7 +279,7 @@ def test_tags_refuse_what_they_cannot_keep_to() -> None:
             is_required=True,
             is_single=False,
         )
-        with pytest.raises(InvalidRequest, match=f"'f' is strict and its schema has '{named}'"):
+        with pytest.raises(InvalidRequest, match=f"'f' .*strict.*'{named}'"):
             answer_grammar(style, calls, None, opens_in_reasoning=False)
 
 
@@ -358,9 +358,7 @@ def test_marks_of_reasoning_in_a_strict_answer_stay(opens: bool) -> None:
 def test_tags_refuse_a_schema_that_is_none(schema: Any) -> None:
     style = style_of("qwen3-xml", "text").guided
     calls = WantedCalls(schemas={"f": schema}, strict=frozenset(), is_required=True, is_single=False)
-    with pytest.raises(
-        InvalidRequest, match="the schema of the function 'f' is not valid: properties must be"
-    ):
+    with pytest.raises(InvalidRequest, match=r"'f' .*valid: properties"):
         answer_grammar(style, calls, None, opens_in_reasoning=False)
 
 
