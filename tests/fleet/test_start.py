@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -60,20 +58,6 @@ def test_each_device_has_room_for_one_replica(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(local_launcher, "usable_cores", lambda: 64)
     capacity = LocalLauncher(devices=["0", "1"]).capacity()
     assert capacity == (2, "CUDA devices: 2")
-
-
-async def test_a_process_starts_with_what_its_engine_needs_and_we_keep_our_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("ONBEAT_TEST_OURS", "before")
-    changes = {"ONBEAT_TEST_OURS": "after", "ONBEAT_TEST_NEW": "there"}
-    async with fleet_of(1, launcher=LocalLauncher(environment=changes)) as client:
-        place = client.controller.lives["r0"].place
-        assert place is not None
-        variables = Path(f"/proc/{place.process_id}/environ").read_bytes().split(b"\0")
-        assert {b"ONBEAT_TEST_OURS=after", b"ONBEAT_TEST_NEW=there"} <= set(variables)
-    assert os.environ["ONBEAT_TEST_OURS"] == "before"
-    assert "ONBEAT_TEST_NEW" not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ What `onbeat profile` shows: how well the fit predicts, what typical steps reach
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -380,13 +378,10 @@ def measured_engine(args: argparse.Namespace, model: ModelFiles) -> EngineConfig
 def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
     from onbeat.engine.profiling.profiler import FULL, profile_model
     from onbeat.engine.start import prepare
-    from onbeat.engine.vllm.environment import process_environment
 
-    config = measured_engine(args, find_model(args))
-    changes = process_environment(config)
-    if changes and sys.argv[1:2] == ["profile"]:  # and not inside another program
-        os.execve(sys.executable, sys.orig_argv, os.environ | changes)
-    loaded = prepare(config).load(lambda text: console.print(text, markup=False))
+    loaded = prepare(measured_engine(args, find_model(args))).load(
+        lambda text: console.print(text, markup=False)
+    )
     settings = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
     with _progress_bar(console) as bar:
         task = bar.add_task("measuring steps", total=1.0)

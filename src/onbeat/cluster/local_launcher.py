@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -49,18 +49,11 @@ class LocalLauncher:
     core_shares : the cores of each replica, which are handed out in turn; empty leaves them to the system.
     devices : a CUDA device for each replica, which no other gets while its process lives; empty leaves
         them to the engines.
-    environment : what a process has in its environment from its first instruction on, beside ours.
     """
 
-    def __init__(
-        self,
-        core_shares: Sequence[Sequence[int]] = (),
-        devices: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, core_shares: Sequence[Sequence[int]] = (), devices: Sequence[str] = ()) -> None:
         self._core_shares = [tuple(share) for share in core_shares]
         self._devices = devices
-        self._environment = environment or {}
         self._started: dict[tuple[ReplicaId, int], _Started] = {}
         self._on_lost: OnLost = lambda _replica, _life, _why: None
 
@@ -81,7 +74,7 @@ class LocalLauncher:
         process = multiprocessing.get_context("spawn").Process(
             target=run_engine_process, args=(spec.build, link), name=f"onbeat-{spec.replica}", daemon=True
         )
-        with sigint_ignored(), _changed(os.environ, self._environment):
+        with sigint_ignored():
             process.start()
         key = (spec.replica, spec.life)
         self._started[key] = _Started(process, share)
@@ -206,19 +199,6 @@ def sigint_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-@contextlib.contextmanager
-def _changed(environment: MutableMapping[str, str], changes: Mapping[str, str]) -> Iterator[None]:
-    """Let processes that are started in the block have something else in their environment."""
-    before = dict(environment)
-    environment.update(changes)
-    try:
-        yield
-    finally:
-        for name in changes:
-            del environment[name]
-        environment.update({name: before[name] for name in changes if name in before})
 
 
 def _process_state(process_id: int | None) -> str:

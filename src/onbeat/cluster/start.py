@@ -26,7 +26,6 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.engine_config import EngineConfig, MemoryShare
 from onbeat.engine.messages import WINDOW_TOKENS
 from onbeat.engine.process import BuildEngine
-from onbeat.engine.vllm.environment import process_environment
 from onbeat.perfmodel.device_spec import is_gpu
 from onbeat.recording.fleet_log import fleet_record, plain
 from onbeat.scheduler.cluster.fleet import Fleet
@@ -172,8 +171,7 @@ def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
             return LocalLauncher()
         num_replicas = options.fleet.most_replicas
         devices = share_devices(engine.device, num_replicas)
-        shares = share_cores(num_replicas, engine.threads)
-        return LocalLauncher(shares, devices, process_environment(_shared(engine, options)))
+        return LocalLauncher(share_cores(num_replicas, engine.threads), devices)
     from onbeat.cluster.ray_launcher import RayLauncher
 
     return RayLauncher(
