@@ -83,6 +83,7 @@ flags: .venv/.serve ## Write docs/flags.md, and what docs say of fields, from wh
 	$(BIN)/python scripts/flags > docs/flags.md
 	$(BIN)/python scripts/fields > docs/compatibility.md
 	$(BIN)/python scripts/api
+	$(BIN)/python scripts/families
 
 metrics: .venv/.serve ## Write the tables of docs/metrics.md from what the counts declare
 	$(BIN)/python scripts/metrics

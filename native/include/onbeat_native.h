@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 14
+#define OB_ABI_VERSION 15
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -59,6 +59,9 @@ enum {
 };
 
 enum { OB_ACTIVATION_SILU = 0, OB_ACTIVATION_GELU_TANH = 1, OB_ACTIVATION_CLAMPED_SWIGLU = 2 };
+
+/* What a norm of queries or keys spans: each head, all of them, or each with a scale of its own. */
+enum { OB_HEAD_NORMS_ALIKE = 0, OB_HEAD_NORMS_SPAN = 1, OB_HEAD_NORMS_OWN = 2 };
 
 /* What quantized weights are multiplied with. */
 enum {
@@ -108,7 +111,8 @@ typedef struct {
     const ob_matrix* qkv[3];  /* [(N + 2K) H, D]: query, key and value heads one after the other, in one matrix or,
                                * where their stores differ, in several; NULL behind the last */
     const ob_matrix* o;       /* [D, N H] */
-    const ob_matrix* gate_up; /* [2 F, D]: 16 rows of gate, 16 of up, and so on; F padded to 16. NULL with experts */
+    const ob_matrix* gate_up; /* [2 F, D]: 16 rows of gate, 16 of up, and so on; F padded to 16. [F, D] where the model
+                               * has no gates. NULL with experts */
     const ob_matrix* down;    /* [D, F]; NULL with experts */
     const ob_matrix* router;  /* [experts, D], or NULL: the layer has no experts */
     const ob_matrix* const* expert_gate_up; /* of each expert, as above, with the experts' own width */
@@ -118,11 +122,14 @@ typedef struct {
     const float* expert_down_bias;    /* [experts, D], or NULL */
     const float* qkv_bias;    /* or NULL */
     const float* o_bias;      /* or NULL */
-    const float* attention_norm; /* [D], what the norm multiplies by (an offset is already added); or NULL */
+    const float* gate_up_bias; /* in the order of `gate_up`, padded to 32; or NULL */
+    const float* down_bias;    /* or NULL */
+    const float* attention_norm; /* [D], what the norm multiplies by (an offset is already added), and another [D] that it
+                                  * adds where norms have biases; or NULL */
     const float* mlp_norm;       /* or NULL */
     const float* after_attention_norm; /* [D], on what attention adds to the residual; or NULL */
     const float* after_mlp_norm;       /* or NULL */
-    const float* query_norm;           /* [H], or [N H] where norms span all heads; or NULL */
+    const float* query_norm;           /* [H], or [N H] (`head_norms`); or NULL */
     const float* key_norm;             /* likewise */
     const float* sinks;                /* [N]: a score that takes its share of attention, and adds nothing; or NULL */
     int64_t window;                    /* tokens that a token sees, itself included; 0: all */
@@ -142,18 +149,28 @@ typedef struct {
      * quantized and OB_ACTIVATIONS_AUTO leaves the choice), and no context is divided. */
     int32_t batch_invariant;
     int32_t rotary_dim;      /* of a head, its first dimensions, which the rotary embedding turns; even */
-    int32_t norms_span_heads; /* not 0: norms of queries and keys span all heads, else each by itself */
+    int32_t head_norms;      /* OB_HEAD_NORMS_: of queries and keys */
+    int32_t norms_center;    /* not 0: all norms take the mean off first (LayerNorm) */
+    int32_t norms_have_bias; /* not 0: those of the residual add a bias */
+    int32_t is_ungated;      /* not 0: a feed-forward is `down(activation(up(x)))` */
+    int32_t is_parallel;     /* not 0: attention and feed-forward read the same residual; no layer has experts */
+    int32_t growth_context;  /* where not 0, queries grow by 1 + query_growth ln(1 + [position / this]) */
     int32_t num_experts, experts_per_token, expert_size; /* 0 where no layer has experts; the size padded to 16 */
     int32_t normalizes_experts; /* not 0: shares of a token's experts sum up to 1; else they are parts of all's */
     float rms_norm_eps, attention_scale, embedding_scale;
-    float rotary_scale;   /* of what has turned, queries and keys */
+    float query_growth;
+    float attention_softcap; /* where not 0, a score x becomes `this * tanh(x)`: the scale is already divided by it */
+    float logits_softcap;    /* likewise a logit, by the head norm */
+    float mixer_jitter;      /* where not 0, shares of experts are sparsemixer's with this jitter */
     float residual_scale; /* of what attention and feed-forward add to the residual */
     const ob_matrix* embedding; /* [V, D] */
     const ob_matrix* lm_head;   /* [V, D]; may be the embedding */
     const float* final_norm;    /* [D] */
     const float* head_norm;     /* [D]: the final norm over what the family divides logits by */
+    const float* head_bias;     /* [V], padded to 32, or NULL */
     const ob_layer* layers;
     const float* const* rope_frequencies; /* each [rotary_dim / 2], angle per position */
+    const float* rope_scales; /* of each of them: of what has turned, queries and keys */
 } ob_model;
 
 typedef struct ob_engine ob_engine;

@@ -11,6 +11,7 @@
 
 #include "attention_products.h"
 #include "quant_rows.h"
+#include "rows.h"
 
 namespace ob {
 namespace OB_NAMESPACE {
@@ -121,6 +122,7 @@ private:
             values[page] = keys[page] + kPageTokens * model_.head_dim;
         }
         score(num_rows, keys, num_pages);
+        if (model_.attention_softcap != 0) cap(num_rows, num_pages);
         // All peaks first: the exponentials of a row would wait for its own.
         for (int64_t row = 0; row < num_rows; ++row) {
             scratch_.seen[row] = mask(row, step.positions[item.first_token + row / group_], first, end);
@@ -187,6 +189,14 @@ private:
                 score_rows<E, decltype(count)::value>(queries, model_.head_dim, keys, num_pages, model_.head_dim,
                                                       row == 0 ? value_lines : 0, scores);
             });
+        }
+    }
+
+    void cap(int64_t num_rows, int64_t num_pages) {
+        for (int64_t row = 0; row < num_rows; ++row) {
+            float* scores = scratch_.scores + row * kChunkTokens;
+            for (int64_t i = 0; i < num_pages * kPageTokens; i += 16)
+                store(scores + i, splat(model_.attention_softcap) * tanh(load(scores + i)));
         }
     }
 

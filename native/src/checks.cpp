@@ -66,8 +66,8 @@ std::string fault_of(const ob_model& model) {
         model.vocab_size < 1 || model.num_heads < 1) {
         return "a size is below 1";
     }
-    if (model.layers == nullptr || model.rope_frequencies == nullptr || model.final_norm == nullptr ||
-        model.head_norm == nullptr) {
+    if (model.layers == nullptr || model.rope_frequencies == nullptr || model.rope_scales == nullptr ||
+        model.final_norm == nullptr || model.head_norm == nullptr) {
         return "layers, frequencies or the final norm are missing";
     }
     if (model.head_dim % 2) return "the head width is odd";
@@ -78,6 +78,7 @@ std::string fault_of(const ob_model& model) {
                                                            model.experts_per_token > model.num_experts))) {
         return "a size of the experts is out of its range";
     }
+    if (model.growth_context < 0) return "the context in which queries grow is negative";
     if (model.num_kv_heads < 1 || model.num_heads % model.num_kv_heads) return "heads do not divide into KV heads";
     if (model.num_threads < 1) return "no threads";
     int64_t kv_bytes = 0;
@@ -88,7 +89,7 @@ std::string fault_of(const ob_model& model) {
         // A float matrix is multiplied by inputs of its own type.
         return matrix->is_quantized() || matrix->store == model.precision;
     };
-    const int64_t gated = round_up(model.intermediate_size, 16);
+    const int64_t gated = round_up(model.intermediate_size, 16), gates = model.is_ungated ? gated : 2 * gated;
     for (int64_t index = 0; index < model.num_layers; ++index) {
         const ob_layer& layer = model.layers[index];
         if (layer.window < 0) return "a window is negative";
@@ -106,6 +107,7 @@ std::string fault_of(const ob_model& model) {
                 return "a router has the wrong shape or type";
             }
             if (layer.after_mlp_norm != nullptr) return "a norm behind experts is not supported";
+            if (model.is_parallel || model.is_ungated) return "experts are neither parallel nor without gates";
             if (layer.expert_gate_up == nullptr || layer.expert_down == nullptr) return "experts are missing";
             const int64_t width = round_up(model.expert_size, 16);
             for (int64_t expert = 0; expert < model.num_experts; ++expert) {
@@ -116,7 +118,7 @@ std::string fault_of(const ob_model& model) {
             }
             continue;
         }
-        if (!suits(layer.gate_up, 2 * gated, model.hidden_size)) return "gate_up has the wrong shape or type";
+        if (!suits(layer.gate_up, gates, model.hidden_size)) return "gate_up has the wrong shape or type";
         if (!suits(layer.down, model.hidden_size, model.intermediate_size)) return "down has the wrong shape or type";
     }
     if (!suits(model.lm_head, model.vocab_size, model.hidden_size)) return "lm_head has the wrong shape or type";

@@ -68,6 +68,7 @@ private:
         int32_t* chosen = context_.chosen + token * num_chosen_;
         float* shares = context_.shares + token * num_chosen_;
         find_largest(logits, model_.num_experts, num_chosen_, chosen);
+        if (model_.mixer_jitter != 0) return mix_sparsely(logits, chosen, shares);
         const float peak = logits[chosen[0]];
         float total = 0;
         for (int64_t k = 0; k < num_chosen_; ++k) total += shares[k] = __builtin_expf(logits[chosen[k]] - peak);
@@ -76,6 +77,22 @@ private:
             for (int64_t i = 0; i < model_.num_experts; ++i) total += __builtin_expf(logits[i] - peak);
         }
         for (int64_t k = 0; k < num_chosen_; ++k) shares[k] /= total;
+    }
+
+    // Sparsemixer (Liu et al., 2024): of each one, a softmax over what is near it, without those that were chosen before.
+    void mix_sparsely(const float* logits, const int32_t* chosen, float* shares) const {
+        for (int64_t k = 0; k < num_chosen_; ++k) {
+            const float peak = logits[chosen[k]];
+            float total = 0;
+            for (int64_t i = 0; i < model_.num_experts; ++i) {
+                bool counts = true;
+                for (int64_t before = 0; before < k; ++before) counts = counts && chosen[before] != i;
+                const float size = __builtin_fabsf(logits[i]) > peak ? __builtin_fabsf(logits[i]) : peak;
+                if (counts && !((peak - logits[i]) / size > 2 * model_.mixer_jitter))
+                    total += __builtin_expf(logits[i] - peak);
+            }
+            shares[k] = 1.0f / total;
+        }
     }
 
     // Sorts what was chosen by experts; of one expert, the tokens stay in their order.
@@ -99,21 +116,15 @@ private:
         Number* gated = (Number*)context_.expert_gated;
         Number* own = (Number*)context_.gathered + thread_ * kMostColumnRows * context_.hidden_stride;
         const int64_t stride = context_.expert_stride;
-        const int32_t activation = model_.activation;
         const float* all_biases = layer_.expert_gate_up_bias;
-        const float* bias = all_biases == nullptr ? nullptr : all_biases + expert * 2 * model_.expert_size;
+        const Gates gates(model_, all_biases == nullptr ? nullptr : all_biases + expert * 2 * model_.expert_size);
         for (int64_t first = all.first; first < all.end; first += kMostColumnRows) {
             const Range some = {first, all.end < first + kMostColumnRows ? all.end : first + kMostColumnRows};
             for (int64_t row = some.first; row < some.end; ++row)
                 memcpy(own + (row - first) * normed_.stride, normed_.row(token(row)), normed_.stride * sizeof(Number));
             multiply<E>(w, {own, normed_.stride, {}, first}, some, panels(w), nullptr, scratch_, arithmetic_,
                         [=](int64_t row, int64_t panel, const float* sums) {
-                            F16 gate = load(sums), up = load(sums + 16);
-                            if (bias != nullptr) {
-                                gate = gate + load(bias + panel * 32);
-                                up = up + load(bias + panel * 32 + 16);
-                            }
-                            store_as(gated + row * stride + panel * 16, activate(activation, gate, up));
+                            gates.store_panel(gated + row * stride, panel, sums);
                         });
         }
     }

@@ -20,15 +20,25 @@ inline void find_angles(const StepContext& context, int64_t rope, Range tokens) 
             const float angle = (float)context.step->positions[token] * frequencies[i];
             __builtin_sincosf(angle, to + half + i, to + i);
         }
-        for (int64_t i = 0; i < 2 * half; ++i) to[i] *= model.rotary_scale;
+        for (int64_t i = 0; i < 2 * half; ++i) to[i] *= model.rope_scales[rope];
     }
 }
 
 inline void normalise_heads(const ob_model& model, float* heads, const float* norm, int64_t num_heads) {
     if (norm == nullptr) return;
-    const int64_t all = num_heads * model.head_dim, width = model.norms_span_heads ? all : model.head_dim;
-    for (int64_t first = 0; first < all; first += width)
-        normalise_in_place(heads + first, norm, width, model.rms_norm_eps);
+    const int64_t all = num_heads * model.head_dim;
+    const int64_t width = model.head_norms == OB_HEAD_NORMS_SPAN ? all : model.head_dim;
+    for (int64_t first = 0; first < all; first += width) {
+        if (model.norms_center) centre(heads + first, width);
+        const float* own = model.head_norms == OB_HEAD_NORMS_OWN ? norm + first : norm;
+        normalise_in_place(heads + first, own, width, model.rms_norm_eps);
+    }
+}
+
+inline float query_scale(const ob_model& model, int64_t position) {
+    if (model.growth_context == 0) return model.attention_scale;
+    const float times = (float)(position / model.growth_context);
+    return model.attention_scale * (1.0f + model.query_growth * __builtin_logf(1.0f + times));
 }
 
 template <class E>
@@ -44,8 +54,9 @@ void rotate_and_store(const StepContext& context, int64_t index, int64_t token) 
     normalise_heads(model, heads, layer.query_norm, model.num_heads);
     normalise_heads(model, keys, layer.key_norm, model.num_kv_heads);
     Number* queries = (Number*)context.queries + token * model.num_heads * dim;
+    const float scale = query_scale(model, context.step->positions[token]);
     for (int64_t head = 0; head < model.num_heads; ++head, heads += dim, queries += dim) {
-        rotate(heads, turn, turning, dim, model.attention_scale);
+        rotate(heads, turn, turning, dim, scale);
         convert(queries, heads, dim);
     }
     const int64_t slot = context.step->slot_mapping[token];

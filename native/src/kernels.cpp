@@ -149,7 +149,9 @@ private:
 
     // From what attention mixed to the residual after the layer.
     void finish(int64_t index) {
+        if (model_.is_parallel) feed_forward(index);
         add_mixed(index);
+        if (model_.is_parallel) return;
         if (model_.layers[index].router == nullptr) return feed_forward(index);
         route(index);
         meet();
@@ -200,7 +202,7 @@ private:
         for (int64_t row = rows.first; row < rows.end; ++row) {
             Number* to = normed_ + row * input_stride_;
             if (weight == nullptr) convert(to, hidden(row), model_.hidden_size);
-            else normalise<E>(hidden(row), weight, model_.hidden_size, model_.rms_norm_eps, to);
+            else normalise_row<E>(model_, hidden(row), weight, (float*)scratch_, to);
         }
         return {normed_, input_stride_};
     }
@@ -221,9 +223,10 @@ private:
                                are_inputs_bytes<E>(arithmetic_, step_.num_tokens);
         return is_shared ? place_rows(context_.quantized, step_.num_tokens, w.padded_inputs) : QuantizedRows{};
     }
-    // Whoever mixes a head makes its bytes, if blocks of bytes do not reach into the next head.
+    // Whoever mixes a head makes its bytes, if blocks of bytes do not reach into the next head, and nobody makes others
+    // before they are read.
     QuantizedRows mixed_bytes(const ob_layer& layer) const {
-        return model_.head_dim % kBlockInputs == 0 ? shared_bytes(*layer.o) : QuantizedRows{};
+        return model_.head_dim % kBlockInputs == 0 && !model_.is_parallel ? shared_bytes(*layer.o) : QuantizedRows{};
     }
 
     // ---- Attention ----
@@ -261,7 +264,7 @@ private:
         });
         meet_if_divided_by_columns();
         for (int64_t row = own_.first; row < own_.end; ++row) {
-            normalise_in_place(branch(row), norm, width, model_.rms_norm_eps);
+            normalise_row_in_place(model_, branch(row), norm);
             for (int64_t i = 0; i < width; ++i) hidden(row)[i] += scale * branch(row)[i];
         }
         meet_if_divided_by_columns();
@@ -271,7 +274,7 @@ private:
 
     // This thread's panels of gate and up, in pairs: each gives 16 inputs of what follows, half a block of bytes.
     Range gated_panels(const ob_matrix& w) const {
-        if (!by_columns_) return panels(w);
+        if (!by_columns_ || model_.is_ungated) return panels(w);
         const Range pairs = share_of((w.num_panels + 1) / 2, thread_, context_.num_threads);
         return {2 * pairs.first, 2 * pairs.end < w.num_panels ? 2 * pairs.end : w.num_panels};
     }
@@ -285,15 +288,18 @@ private:
         const Inputs<E> inputs = normed(rows_, layer.mlp_norm);
         const QuantizedRows bytes = shared_bytes(down);
         const Range own = gated_panels(gate_up);
-        const int32_t activation = model_.activation;
+        const Gates gates(model_, layer.gate_up_bias);
         product(gate_up, inputs, own, down, [=](int64_t row, int64_t panel, const float* sums) {
-            store_as(gated + row * stride + panel * 16, activate(activation, load(sums), load(sums + 16)));
+            gates.store_panel(gated + row * stride, panel, sums);
         });
-        if (bytes.values != nullptr) quantize_part(bytes, gated, stride, rows_, {own.first / 2, (own.end + 1) / 2});
+        if (bytes.values != nullptr) {
+            const int64_t width = gates.width();
+            quantize_part(bytes, gated, stride, rows_, {own.first * width / 32, (own.end * width + 31) / 32});
+        }
         meet_if_divided_by_columns();
         const bool is_last = index + 1 == model_.num_layers;
         const ob_matrix& after = *(is_last ? model_.lm_head : model_.layers[index + 1].qkv[0]);
-        add(down, {gated, stride, bytes}, nullptr, layer.after_mlp_norm, after);
+        add(down, {gated, stride, bytes}, layer.down_bias, layer.after_mlp_norm, after);
     }
 
     // ---- Hidden states ----
@@ -305,7 +311,7 @@ private:
             const float* from = hidden(context_.hidden_rows[index]);
             float* to = step_.hidden + index * width;
             for (int64_t i = 0; i < width; ++i) to[i] = from[i];
-            normalise_in_place(to, model_.final_norm, width, model_.rms_norm_eps);
+            normalise_row_in_place(model_, to, model_.final_norm);
         }
     }
 
@@ -317,8 +323,8 @@ private:
         // Each thread has its own copy of the sampled rows, and part of the vocabulary.
         Number* inputs = (Number*)context_.normed + thread_ * context_.normed_rows * input_stride_;
         for (int64_t sample = 0; sample < num_samples; ++sample) {
-            normalise<E>(hidden(context_.sample_rows[sample]), model_.head_norm, model_.hidden_size,
-                         model_.rms_norm_eps, inputs + sample * input_stride_);
+            normalise_row<E>(model_, hidden(context_.sample_rows[sample]), model_.head_norm, (float*)scratch_,
+                             inputs + sample * input_stride_);
         }
         LargestLogit* largest = (LargestLogit*)(scratch_ + context_.scratch_bytes) - num_samples;
         for (int64_t sample = 0; sample < num_samples; ++sample) largest[sample].clear();
@@ -327,12 +333,25 @@ private:
         multiply<E>(*model_.lm_head, {inputs, input_stride_}, {0, num_samples},
                     share_of(model_.lm_head->num_panels, thread_, context_.num_threads), nullptr, scratch_, arithmetic_,
                     [=](int64_t sample, int64_t panel, const float* sums) {
+                        float own[kPanelOutputs];
+                        sums = finished_logits(panel, sums, own);
                         largest[sample].see(panel, vocab_size, sums);
                         if (logits != nullptr) copy_panel(logits + sample * vocab_size, panel, vocab_size, sums, nullptr);
                     });
         for (int64_t sample = 0; sample < num_samples; ++sample) {
             context_.best[thread_ * num_samples + sample] = largest[sample].best();
         }
+    }
+
+    const float* finished_logits(int64_t panel, const float* sums, float* own) const {
+        if (model_.head_bias == nullptr && model_.logits_softcap == 0) return sums;
+        for (int64_t i = 0; i < kPanelOutputs; i += 16) {
+            F16 x = load(sums + i);
+            if (model_.head_bias != nullptr) x = x + load(model_.head_bias + panel * kPanelOutputs + i);
+            if (model_.logits_softcap != 0) x = splat(model_.logits_softcap) * tanh(x);
+            store(own + i, x);
+        }
+        return own;
     }
 
     StepContext& context_;

@@ -29,6 +29,17 @@ OB_INLINE float inverse_rms(const float* x, int64_t count, float eps) {
     return 1.0f / __builtin_sqrtf(total / (float)count + eps);
 }
 
+// LayerNorm (Ba et al., 2016): the mean is taken off before RMSNorm, in place, and a bias may be added behind it.
+OB_INLINE void centre(float* x, int64_t count) {
+    F16 totals = zero();
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) totals = totals + load(x + i);
+    float mean = sum(totals);
+    for (; i < count; ++i) mean += x[i];
+    mean /= (float)count;
+    for (i = 0; i < count; ++i) x[i] -= mean;
+}
+
 // RMSNorm (Zhang and Sennrich, 2019): x / rms(x) * weight.
 template <class E>
 void normalise(const float* x, const float* weight, int64_t count, float eps, typename E::Number* to) {
@@ -41,6 +52,24 @@ void normalise(const float* x, const float* weight, int64_t count, float eps, ty
 OB_INLINE void normalise_in_place(float* x, const float* weight, int64_t count, float eps) {
     const float factor = inverse_rms(x, count, eps);
     for (int64_t i = 0; i < count; ++i) x[i] = x[i] * factor * weight[i];
+}
+
+inline void normalise_row_in_place(const ob_model& model, float* x, const float* weight) {
+    const int64_t count = model.hidden_size;
+    if (model.norms_center) centre(x, count);
+    normalise_in_place(x, weight, count, model.rms_norm_eps);
+    if (!model.norms_have_bias) return;
+    for (int64_t i = 0; i < count; ++i) x[i] += weight[count + i];
+}
+
+// The norm of a row of the residual as the model has it; `own` is room for a copy of the row.
+template <class E>
+void normalise_row(const ob_model& model, const float* x, const float* weight, float* own, typename E::Number* to) {
+    const int64_t count = model.hidden_size;
+    if (!model.norms_center && !model.norms_have_bias) return normalise<E>(x, weight, count, model.rms_norm_eps, to);
+    memcpy(own, x, count * sizeof(float));
+    normalise_row_in_place(model, own, weight);
+    convert(to, own, count);
 }
 
 // Rotary embedding: of the first `turning` dimensions P, pairs (i, i + P/2) turn by their angle. `turn` has P/2 cosines,
@@ -71,6 +100,7 @@ OB_INLINE void store_value(typename E::Number* page, const float* value, int64_t
 }
 
 OB_INLINE F16 sigmoid(F16 x) { return splat(1.0f) / (splat(1.0f) + exp(zero() - x)); }
+OB_INLINE F16 tanh(F16 x) { return splat(2.0f) * sigmoid(x + x) - splat(1.0f); }
 OB_INLINE F16 silu(F16 x) { return x * sigmoid(x); }
 // 0.5 x (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 OB_INLINE F16 gelu_tanh(F16 x) {
@@ -89,6 +119,29 @@ OB_INLINE F16 activate(int32_t activation, F16 gate, F16 up) {
     if (activation == OB_ACTIVATION_CLAMPED_SWIGLU) return clamped_swiglu(gate, up);
     return (activation == OB_ACTIVATION_SILU ? silu(gate) : gelu_tanh(gate)) * up;
 }
+
+// What a panel of a gated feed-forward's first matrix comes to: 16 numbers of gate and up, or 32 without gates.
+struct Gates {
+    int32_t activation;
+    bool is_ungated;
+    const float* bias;
+
+    Gates(const ob_model& model, const float* own_bias)
+        : activation(model.activation), is_ungated(model.is_ungated), bias(own_bias) {}
+    int64_t width() const { return is_ungated ? kPanelOutputs : kPanelOutputs / 2; }
+
+    template <class Number>
+    OB_INLINE void store_panel(Number* row, int64_t panel, const float* sums) const {
+        F16 first = load(sums), second = load(sums + 16);
+        if (bias != nullptr) {
+            first = first + load(bias + panel * kPanelOutputs);
+            second = second + load(bias + panel * kPanelOutputs + 16);
+        }
+        if (!is_ungated) return store_as(row + panel * 16, activate(activation, first, second));
+        store_as(row + panel * kPanelOutputs, activate(activation, first, splat(1.0f)));
+        store_as(row + panel * kPanelOutputs + 16, activate(activation, second, splat(1.0f)));
+    }
+};
 
 OB_INLINE void copy_panel(float* row, int64_t panel, int64_t num_outputs, const float* sums, const float* bias) {
     const int64_t first = panel * kPanelOutputs;

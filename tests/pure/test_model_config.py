@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from onbeat.core.errors import ModelLoadError
+from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.engine.model_config import RopeConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
-from onbeat.engine.model_config.families import GGUF_FAMILIES
+from onbeat.engine.model_config.families import FAMILIES, GGUF_FAMILIES
 from tests.many_cases import each_case
 
 LLAMA: dict[str, Any] = {
@@ -192,15 +192,11 @@ def test_gemma3_transformers_5_spelling() -> None:
 
 
 def test_the_documents_list_the_families_that_run() -> None:
-    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    rows = (
-        page.partition("## Families")[2]
-        .partition("\n\n##")[0]
-        .partition("| family |")[2]
-        .partition("\n\n")[0]
+    page = Path(__file__).parents[2] / "docs/models.md"
+    assert page.read_text() == runpy.run_path(str(page.parents[1] / "scripts/families"))["page"]()
+    assert all(
+        f"| `{name}` |" in page.read_text() for name in (*FAMILIES, *GGUF_FAMILIES) if "Phimoe" not in name
     )
-    named = {name for row in rows.splitlines()[2:] for name in re.findall(r"`(.*?)`", row.split("|")[3])}
-    assert named == set(GGUF_FAMILIES)
 
 
 def test_yarn_lengthens_the_context_and_dynamic_scaling_begins_behind_it() -> None:
@@ -209,6 +205,37 @@ def test_yarn_lengthens_the_context_and_dynamic_scaling_begins_behind_it() -> No
     assert config.max_position_embeddings == 16_384
     dynamic = model_config_from_hf(LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
     assert dynamic == model_config_from_hf(LLAMA)
+
+
+def test_families_that_a_file_divides_further() -> None:
+    text = {key: value for key, value in LLAMA.items() if key not in ("architectures", "rope_theta")}
+    of_vision = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": text | {"model_type": "ministral3"},
+    }
+    assert model_config_from_hf(of_vision).query_growth == (0.1, 16_384)
+    granite = LLAMA | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "num_local_experts": 0,
+        "attention_multiplier": 0.1,
+    }
+    dense = granite | {"layer_types": ["attention"] * 32, "shared_intermediate_size": 512}
+    config = model_config_from_hf(dense | {"position_embedding_type": "nope"})
+    assert (config.intermediate_size, config.nope_layers) == (512, (True,) * 32)
+    assert model_config_from_hf(dense | {"position_embedding_type": "rope"}).nope_layers == ()
+    with pytest.raises(NeedsVllm, match="Mamba"):
+        model_config_from_hf(granite | {"layer_types": ["attention", "mamba"] * 16})
+    with pytest.raises(NeedsVllm, match="num_local_experts to 8"):
+        model_config_from_hf(dense | {"num_local_experts": 8})
+    cohere = LLAMA | {"architectures": ["Cohere2ForCausalLM"], "num_hidden_layers": 4, "logit_scale": 0.25}
+    config = model_config_from_hf(cohere)
+    assert config.nope_layers == (False, False, False, True)
+    assert (config.logits_divisor, config.rms_norm_eps, config.rope.interleaves) == (4.0, 1e-5, True)
+    phi = LLAMA | {"num_local_experts": 4, "lm_head_bias": True}
+    for name in ("PhiMoEForCausalLM", "PhimoeForCausalLM"):
+        config = model_config_from_hf(phi | {"architectures": [name]})
+        assert config.experts is not None
+        assert (config.head_bias, config.experts.mixer_jitter) == (True, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +265,7 @@ def test_texts_of_other_multimodal_models(name: str, model_type: str, architectu
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "'MambaForCausalLM' is not supported; supported: Gemma3For.*docs/models.md",
+            "'MambaForCausalLM' is not supported; supported: .*Gemma3For.*docs/models.md",
         ),
         ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "needs linear attention"),
         ({"architectures": ["Gemma3TextModel"]}, "needs attention in both directions"),
@@ -246,7 +273,7 @@ def test_texts_of_other_multimodal_models(name: str, model_type: str, architectu
         ({"architectures": ["Gemma3nForConditionalGeneration"]}, "not supported"),
         ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su'.*yarn.*, and longrope in Phi-3"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 1000}}, "alpha to 1000"),
-        ({"mlp_bias": True}, "mlp_bias to True"),
+        ({"architectures": ["MistralForCausalLM"], "mlp_bias": True}, "mlp_bias to True"),
         ({"hidden_act": "gelu"}, "hidden_act to 'gelu'.*'silu'"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping to 50.0"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
@@ -346,7 +373,7 @@ def test_gguf_gemma3_constants_that_the_format_leaves_out() -> None:
         ({"attention__head_count_kv": [3, 1]}, "the same for every layer"),
         ({"rope__dimension_count": 32}, "rope.dimension_count"),
         ({"attention__value_length": 32}, "value_length"),
-        ({"attention__sliding_window": 512}, "supported for gemma3 and phi3 only"),
+        ({"attention__sliding_window": 512}, "sliding_window to 512, which is not"),
         ({"block_count": None}, r"lacks llama\.block_count"),
     ],
 )

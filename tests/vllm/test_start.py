@@ -15,6 +15,12 @@ from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.vllm
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 512,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+}
 SMALL = ("--load-format", "dummy", "--threads", "1", "--max-model-len", "256", "--dtype", "float32")
 
 
@@ -22,7 +28,7 @@ SMALL = ("--load-format", "dummy", "--threads", "1", "--max-model-len", "256", "
     ("model", "by"),
     [
         ({"head_dim": 32}, "by the native engine"),
-        ({"head_dim": 32, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "kind 'yarn'"),
+        ({"head_dim": 32, "rope_scaling": LONGROPE}, "kind 'longrope'"),
     ],
 )
 def test_the_start_says_which_engine_runs_and_why(tmp_path: Path, model: dict[str, Any], by: str) -> None:

@@ -33,6 +33,7 @@ def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
+        is_gated_mlp=config.is_gated,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         ties_embeddings=config.tie_word_embeddings,

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -422,9 +422,9 @@ def _listed(config: Mapping[str, Any], otherwise: int) -> int:
     return sum(kind == "sliding_attention" for kind in types) if types else otherwise
 
 
-def _by_pattern(config: Mapping[str, Any], num_layers: int) -> int:
+def _by_pattern(config: Mapping[str, Any], num_layers: int, period: int = 6) -> int:
     """All but every n-th layer."""
-    return _listed(config, num_layers - num_layers // int(config.get("sliding_window_pattern", 6)))
+    return _listed(config, num_layers - num_layers // int(config.get("sliding_window_pattern", period)))
 
 
 def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> int:
@@ -439,6 +439,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "llama": _PLAIN,
     "internlm": _PLAIN,
     "mistral": _Family(sliding_share=_all_layers),
+    "ministral3": _Family(sliding_share=_all_layers),
     "mixtral": _Family(sliding_share=_all_layers),
     "qwen": _Family(divides_intermediate_size=2),  # its MLP halves the width that its configuration states
     "qwen2": _Family(sliding_share=_qwen_windows),
@@ -447,9 +448,19 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen3_moe": _Family(sliding_share=_qwen_windows),
     "phi": _Family(is_gated_mlp=False),
     "phi3": _Family(sliding_share=_all_layers),
+    "phimoe": _Family(sliding_share=_all_layers),
     "olmo2": _PLAIN,
+    "olmo3": _Family(sliding_share=partial(_by_pattern, period=4)),
     "smollm3": _Family(ties_embeddings=True),
     "granite": _PLAIN,
+    "cohere": _Family(ties_embeddings=True),
+    "cohere2": _Family(ties_embeddings=True, sliding_share=partial(_by_pattern, period=4)),
+    "starcoder2": _Family(is_gated_mlp=False, ties_embeddings=True, sliding_share=_all_layers),
+    "glm4": _PLAIN,
+    "ernie4_5": _Family(ties_embeddings=True),
+    "seed_oss": _PLAIN,
+    "qwen3_vl_text": _PLAIN,
+    "qwen2_5_vl_text": _PLAIN,
     "gemma": _Family(ties_embeddings=True),
     "gemma2": _Family(ties_embeddings=True, sliding_share=_alternating),
     "gemma3_text": _Family(ties_embeddings=True, sliding_share=_by_pattern),

@@ -105,9 +105,10 @@ class ReferenceKernels(TorchKernels):
             hidden_RC |= keys_C < lens_R1 - layer.window
         hidden_R11C = hidden_RC[:, None, None]
         q_RKGH = q_RNH.reshape(num_rows, layer.num_kv_heads, -1, layer.head_dim).to(self._wide)
-        scores_RKGC = (
-            (q_RKGH @ k_RKCH.transpose(2, 3)).mul_(layer.scale).masked_fill_(hidden_R11C, -torch.inf)
-        )
+        scores_RKGC = (q_RKGH @ k_RKCH.transpose(2, 3)).mul_(layer.scale)
+        if layer.softcap is not None:
+            scores_RKGC.div_(layer.softcap).tanh_().mul_(layer.softcap)
+        scores_RKGC.masked_fill_(hidden_R11C, -torch.inf)
         if layer.sinks_N is not None:
             sinks_RKG1 = layer.sinks_N.view(1, layer.num_kv_heads, -1, 1).expand(num_rows, -1, -1, -1)
             scores_RKGC = torch.cat((scores_RKGC, sinks_RKG1), -1)

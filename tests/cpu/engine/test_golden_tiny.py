@@ -14,7 +14,7 @@ from onbeat.engine.forward import ForwardPass
 from onbeat.engine.torch.forward import TorchForward
 from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
 from tests.cpu.engine.step_driver import StepDriver
-from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
+from tests.cpu.engine.tiny_models import FAMILIES, KIN, random_prompt, tiny_model
 from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
@@ -51,6 +51,15 @@ def test_single_requests_equal_the_reference(engine: TinyEngine, name: str) -> N
     for length in PROMPT_LENGTHS:
         driver.add(random_prompt(length), MAX_TOKENS)
         driver.run(chunk=48)
+    assert_equals_reference(driver, engine, name)
+
+
+@each_case("name", KIN)
+def test_kin_of_other_families_equal_the_reference(engine: TinyEngine, name: str) -> None:
+    driver = StepDriver(engine.make_forward(name))
+    for length in PROMPT_LENGTHS:
+        driver.add(random_prompt(length), MAX_TOKENS)
+    driver.run(64)
     assert_equals_reference(driver, engine, name)
 
 

@@ -10,31 +10,57 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
+from transformers.models.cohere import modeling_cohere
+from transformers.models.cohere2 import modeling_cohere2
+from transformers.models.ernie4_5 import modeling_ernie4_5
+from transformers.models.gemma2 import modeling_gemma2
 
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.model_config import model_config_from_hf
@@ -79,6 +105,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
             "tie_word_embeddings": True,
+            "mlp_bias": True,
             "num_key_value_heads": 1,
         },
     ),
@@ -183,7 +210,120 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {
+            "head_dim": 24,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 48,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "command-r": (CohereForCausalLM, CohereConfig, {"use_qk_norm": True, "logit_scale": 0.3}),
+    "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config, {"sliding_window": 40, "intermediate_size": 72}),
+    "phi-moe": (
+        PhimoeForCausalLM,
+        PhimoeConfig,
+        {
+            "num_local_experts": 5,
+            "router_jitter_noise": 0.3,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "intermediate_size": 40,
+        },
+    ),
+    "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 24, "pad_token_id": 0}),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        Olmo3Config,
+        {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "granite4": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "layer_types": ["full_attention", "full_attention"],
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 5.0,
+            "mamba_n_heads": 2,
+        },
+    ),
+    "ministral3": (
+        Ministral3ForCausalLM,
+        Ministral3Config,
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN_ROPE,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
 }
+KIN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "cohere2": (Cohere2ForCausalLM, Cohere2Config, {"num_hidden_layers": 4, "sliding_window": 24}),
+    "ernie4_5": (Ernie4_5ForCausalLM, Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
+    "seed-oss": (SeedOssForCausalLM, SeedOssConfig, {"head_dim": 24}),
+    "granite4-rope": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        FAMILIES["granite4"][2] | {"position_embedding_type": "rope"},
+    ),
+}
+"""Models of other families' layers: one test runs them."""
+
+
+def _exact_rotation(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, Any]:
+    """Turn neighbours as Cohere and ERNIE do, who round to float32 first."""
+    half = cos.shape[-1] // 2
+    is_repeated = torch.equal(cos[..., 0::2], cos[..., 1::2]) and torch.equal(sin[..., 0::2], sin[..., 1::2])
+    cos, sin = (
+        part if is_repeated else part[..., :half].repeat_interleave(2, dim=-1)
+        for part in (cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+    )
+    return q * cos + modeling_cohere.rotate_half(q) * sin, k * cos + modeling_cohere.rotate_half(k) * sin
+
+
+def _exact_norm(norm: Any, x: torch.Tensor) -> Any:
+    """Normalise as Cohere does, who rounds to float32 first."""
+    x = x - x.mean(-1, keepdim=True)
+    return norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon))
+
+
+def _exact_attention(
+    module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float = 1.0, softcap: float = 1.0, **_: Any
+) -> tuple[Any, None]:
+    """Attend as Gemma 2 does, whose softmax rounds to float32."""
+    k, v = (part.repeat_interleave(module.num_key_value_groups, dim=1) for part in (k, v))
+    scores = torch.tanh(q @ k.transpose(2, 3) * scaling / softcap) * softcap
+    return ((scores + mask).softmax(-1) @ v).transpose(1, 2).contiguous(), None
+
+
+_EXACT: tuple[tuple[Any, str, Any], ...] = (
+    (modeling_cohere, "apply_rotary_pos_emb", _exact_rotation),
+    (modeling_cohere2, "apply_rotary_pos_emb", _exact_rotation),
+    (modeling_ernie4_5, "apply_rotary_pos_emb", _exact_rotation),
+    (modeling_cohere.CohereLayerNorm, "forward", _exact_norm),
+    (modeling_cohere2.Cohere2LayerNorm, "forward", _exact_norm),
+    (modeling_gemma2, "eager_attention_forward", _exact_attention),
+)
+for _place, _name, _exact in _EXACT:
+    setattr(_place, _name, _exact)
 
 
 class StateCheckpoint(Checkpoint):
@@ -233,8 +373,8 @@ class TinyModel:
 
 def hf_tiny_model(name: str, dtype: torch.dtype) -> Any:
     """Return a random reference model, the same for the same name."""
-    model_class, config_class, options = FAMILIES[name]
-    options = {**SIZES, "attn_implementation": "sdpa", **options}
+    model_class, config_class, options = (FAMILIES | KIN)[name]
+    options = {**SIZES, "attn_implementation": "eager" if name == "gemma2" else "sdpa", **options}
     config = config_class(**options, experts_implementation="eager")
     config.architectures = [model_class.__name__]
     torch.manual_seed(len(name))

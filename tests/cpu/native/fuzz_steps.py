@@ -94,7 +94,11 @@ class Engine:
         self._kept: list[Any] = []
         self._functions = library.functions
         query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-        spans_heads = bool(rng.integers(2))
+        head_norms, norms_have_bias = int(rng.integers(3)), int(rng.integers(2))
+        self._norm_size = sizes.hidden * (1 + norms_have_bias)
+        self._is_ungated, is_parallel = (
+            sizes.num_experts == 0 and int(rng.integers(4)) == 0 for _ in range(2)
+        )
         layers = [
             LayerStructure(
                 qkv=self._qkv(query, kv, sizes.hidden),
@@ -102,13 +106,11 @@ class Engine:
                 **self._feed_forward(sizes, has_experts=bool(index % 2) and sizes.num_experts > 0),
                 qkv_bias=self._vector(query + 2 * kv) if rng.integers(2) else None,
                 o_bias=self._vector(sizes.hidden) if rng.integers(2) else None,
-                attention_norm=self._vector(sizes.hidden) if rng.integers(3) else None,
-                mlp_norm=self._vector(sizes.hidden) if rng.integers(3) else None,
-                after_attention_norm=self._vector(sizes.hidden) if rng.integers(2) else None,
-                query_norm=self._vector(query if spans_heads else sizes.head_dim)
-                if rng.integers(2)
-                else None,
-                key_norm=self._vector(kv if spans_heads else sizes.head_dim) if rng.integers(2) else None,
+                attention_norm=self._vector(self._norm_size) if rng.integers(3) else None,
+                mlp_norm=self._vector(self._norm_size) if rng.integers(3) else None,
+                after_attention_norm=self._vector(self._norm_size) if rng.integers(2) else None,
+                query_norm=self._vector(query if head_norms else sizes.head_dim) if rng.integers(2) else None,
+                key_norm=self._vector(kv if head_norms else sizes.head_dim) if rng.integers(2) else None,
                 window=sizes.window * (index % 2),
                 rope=0,
             )
@@ -133,7 +135,12 @@ class Engine:
             activation_quantization=int(rng.choice(list(ACTIVATION_QUANTIZATIONS.values()))),
             batch_invariant=int(rng.integers(2)),
             rotary_dim=2 * int(rng.integers(1, sizes.head_dim // 2 + 1)),
-            norms_span_heads=spans_heads,
+            head_norms=head_norms,
+            norms_center=int(rng.integers(2)),
+            norms_have_bias=norms_have_bias,
+            is_ungated=self._is_ungated,
+            is_parallel=is_parallel,
+            growth_context=int(rng.choice([0, 0, 7])),
             num_experts=sizes.num_experts,
             experts_per_token=int(rng.integers(1, sizes.num_experts + 1)) if sizes.num_experts else 0,
             expert_size=sizes.expert_size,
@@ -141,14 +148,19 @@ class Engine:
             rms_norm_eps=1e-5,
             attention_scale=0.1,
             embedding_scale=1.0,
-            rotary_scale=1.0,
+            query_growth=0.3,
+            attention_softcap=float(rng.choice([0, 0, 3])),
+            logits_softcap=float(rng.choice([0, 0, 3])),
+            mixer_jitter=float(rng.choice([0, 0, 0.1])),
             residual_scale=0.5,
             embedding=embedding,
             lm_head=embedding if rng.integers(2) else self._matrix(sizes.vocab, sizes.hidden),
-            final_norm=self._vector(sizes.hidden),
-            head_norm=self._vector(sizes.hidden),
+            final_norm=self._vector(self._norm_size),
+            head_norm=self._vector(self._norm_size),
             layers=ctypes.addressof(self._layers),
             rope_frequencies=ctypes.addressof(self._ropes),
+            rope_scales=self._vector(1),
+            head_bias=self._vector(-(-sizes.vocab // 32) * 32) if rng.integers(2) else None,
         )
         error = ctypes.create_string_buffer(ERROR_BYTES)
         sets = library.instruction_sets
@@ -178,10 +190,13 @@ class Engine:
 
     def _feed_forward(self, sizes: Sizes, *, has_experts: bool) -> dict[str, Any]:
         if not has_experts:
+            num_inner = (1 if self._is_ungated else 2) * sizes.intermediate
             return {
-                "gate_up": self._matrix(2 * sizes.intermediate, sizes.hidden),
+                "gate_up": self._matrix(num_inner, sizes.hidden),
+                "gate_up_bias": self._vector(-(-num_inner // 32) * 32) if self._rng.integers(2) else None,
+                "down_bias": self._vector(sizes.hidden) if self._rng.integers(2) else None,
                 "down": self._matrix(sizes.hidden, sizes.intermediate),
-                "after_mlp_norm": self._vector(sizes.hidden) if self._rng.integers(2) else None,
+                "after_mlp_norm": self._vector(self._norm_size) if self._rng.integers(2) else None,
             }
         gate_up, down = (
             (ctypes.c_void_p * sizes.num_experts)(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
-from onbeat.engine.model_config import ModelConfig, model_config_from_hf
+from onbeat.engine.model_config import ModelConfig, head_order, model_config_from_hf
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, Store
 from onbeat.engine.native.packing import GatedWeights, NativeWeights
@@ -40,6 +40,7 @@ def packed_layer(checkpoint: Checkpoint, weights: NativeWeights, index: int) -> 
     config, layer = checkpoint.config, weights.layers[index]
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = np.split(np.concatenate([rows_of(matrix) for matrix in layer.qkv]), [query, query + kv])
+    parts[:2] = [unordered(part, config) for part in parts[:2]]
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
     matrices = dict(zip(names, [*parts, rows_of(layer.o)], strict=True))
     if isinstance(layer.feed_forward, GatedWeights):
@@ -50,8 +51,18 @@ def packed_layer(checkpoint: Checkpoint, weights: NativeWeights, index: int) -> 
     return matrices
 
 
+def unordered(rows: Numbers, config: ModelConfig) -> Numbers:
+    """Numbers of heads in the family's own order again."""
+    order = head_order(config.rope, config.head_dim)
+    if order is None:
+        return rows
+    return rows.reshape(-1, config.head_dim, *rows.shape[1:])[:, np.argsort(order)].reshape(rows.shape)
+
+
 def packed_mlp(name: str, weights: GatedWeights) -> dict[str, Numbers]:
     gate_up = rows_of(weights.gate_up)
+    if len(gate_up) == weights.down.num_inputs:
+        return {f"{name}.up_proj": gate_up, f"{name}.down_proj": rows_of(weights.down)}
     gate, up = np.split(gate_up.reshape(-1, 2, 16, gate_up.shape[1]), 2, axis=1)
     return {
         f"{name}.gate_proj": gate.reshape(-1, gate_up.shape[1]),
@@ -87,10 +98,16 @@ def test_all_parameters_of_every_family(native_library: NativeLibrary, name: str
         rows_of(weights.embedding), parameter(checkpoint, "model.embed_tokens.weight")
     )
     assert (weights.lm_head is weights.embedding) == config.tie_word_embeddings
-    offset = 1.0 if name == "gemma3" else 0.0
-    final_norm = parameter(checkpoint, "model.norm.weight") + offset
+    offset = 1.0 if name.startswith("gemma") else 0.0
+
+    def norm_of(name: str) -> Numbers:
+        scale = parameter(checkpoint, f"{name}.weight").ravel() + offset
+        has_bias = f"{name}.bias" in checkpoint.names()
+        return np.concatenate([scale, parameter(checkpoint, f"{name}.bias")]) if has_bias else scale
+
+    final_norm, divisor = norm_of("model.norm"), config.logits_divisor * (config.logits_softcap or 1.0)
     np.testing.assert_array_equal(weights.final_norm, final_norm)
-    np.testing.assert_array_equal(weights.head_norm, final_norm / np.float32(config.logits_divisor))
+    np.testing.assert_array_equal(weights.head_norm, final_norm / np.float32(divisor))
     layer = weights.layers[1]
     norms = LAYER_NORMS[config.norms]
     for actual, norm in (
@@ -102,13 +119,16 @@ def test_all_parameters_of_every_family(native_library: NativeLibrary, name: str
         (layer.key_norm, "self_attn.k_norm" if config.qk_norm else None),
     ):
         assert (actual is None) == (norm is None)
-        if norm is not None:
-            expected = parameter(checkpoint, f"model.layers.1.{norm}.weight") + offset
-            np.testing.assert_array_equal(actual, expected)
+        if norm is not None and actual is not None:
+            is_of_heads = norm.startswith("self_attn")
+            found = unordered(actual, config) if is_of_heads else actual
+            np.testing.assert_array_equal(found, norm_of(f"model.layers.1.{norm}"))
     assert (layer.qkv_bias is not None) == config.attention_bias
-    if config.attention_bias:
+    if layer.qkv_bias is not None:
         biases = [parameter(checkpoint, f"model.layers.1.self_attn.{part}_proj.bias") for part in "qkv"]
-        np.testing.assert_array_equal(layer.qkv_bias, np.concatenate(biases))
+        split = np.split(layer.qkv_bias, np.cumsum([len(bias) for bias in biases])[:2])
+        split[:2] = [unordered(part, config) for part in split[:2]]
+        np.testing.assert_array_equal(np.concatenate(split), np.concatenate(biases))
     assert weights.num_bytes == sum(matrix.num_bytes for matrix in set(weights.matrices))
 
 

@@ -82,6 +82,16 @@ FAMILIES: dict[str, Any] = {
         moe_intermediate_size=96,
         norm_topk_prob=True,
     ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **COMMON, head_dim=32, sliding_window=16, query_pre_attn_scalar=32, attn_logit_softcapping=20.0
+    ),
+    "command-r": lambda: transformers.CohereConfig(**COMMON, **NO_TOKENS, logit_scale=0.5),
+    "cohere2": lambda: transformers.Cohere2Config(**COMMON, **NO_TOKENS, sliding_window=16),
+    "starcoder2": lambda: transformers.Starcoder2Config(**COMMON, **NO_TOKENS),
+    "ernie4_5": lambda: transformers.Ernie4_5Config(**COMMON, head_dim=32),
+    "olmo3": lambda: transformers.Olmo3Config(**COMMON, **NO_TOKENS, sliding_window=16),
+    "glm4": lambda: transformers.Glm4Config(**COMMON | NO_TOKENS, head_dim=32),
+    "seed-oss": lambda: transformers.SeedOssConfig(**COMMON, head_dim=32),
 }
 GGUF_ARCHITECTURES = {
     "llama": "llama",
@@ -96,6 +106,14 @@ GGUF_ARCHITECTURES = {
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "gemma2": "gemma2",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "starcoder2": "starcoder2",
+    "ernie4_5": "ernie4_5",
+    "seed_oss": "seed_oss",
+    "olmo3": "olmo2",
+    "glm4": "glm4",
 }
 PERMUTED = ("llama", "smollm3", "granite")
 """Architectures whose queries and keys the converter puts in another order."""
@@ -120,8 +138,11 @@ _RENAMED = {
     "mlp.gate.": "ffn_gate_inp.",
     "mlp.router.": "ffn_gate_inp.",
     "self_attn.sinks": "attn_sinks.weight",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
 }
-_AROUND = ("gemma3_text", "olmo2")
+_GEMMAS = ("gemma2", "gemma3_text")
+_AROUND = (*_GEMMAS, "olmo2", "olmo3", "seed_oss")
 """Models that have norms after attention and feed-forward."""
 
 
@@ -203,17 +224,19 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim(config))
     writer.add_value_length(head_dim(config))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
     writer.add_token_list([f"token {i} é" for i in range(config.vocab_size)])
     writer.add_token_types([1] * config.vocab_size)
     writer.add_array("general.languages", ["en"])
-    if config.model_type in ("gemma3_text", "phi3", "gpt_oss"):
-        writer.add_sliding_window(config.sliding_window)
-    if config.model_type == "phi3":
-        rope = config.rope_parameters
-        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim(config)))
-        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-        writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or 1.0)
+    write_positions(writer, config)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type in ("cohere", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -224,13 +247,28 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def write_positions(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Write windows and rotary embeddings."""
+    if config.model_type in (*_GEMMAS, "phi3", "cohere2", "olmo3", "gpt_oss"):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "phi3":
+        rope = config.rope_parameters
+        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim(config)))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or 1.0)
+    if config.model_type != "gemma3_text":
+        rope = config.rope_parameters
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if config.model_type == "gpt_oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(YARN["factor"])
         writer.add_rope_scaling_orig_ctx_len(YARN["original_max_position_embeddings"])
-    if config.model_type == "qwen3_moe":
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if config.model_type != "gemma3_text":
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.model_type == "glm4":
+        writer.add_rope_dimension_count(head_dim(config) // 2)
 
 
 def head_dim(config: Any) -> int:
@@ -247,7 +285,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def to_gguf(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
     """Return a parameter's GGUF name, and its values as llama.cpp's converter writes them."""
-    is_gemma = config.model_type == "gemma3_text"
+    is_gemma = config.model_type in _GEMMAS
     short = name
     if config.model_type in _AROUND:
         short = short.replace("post_attention_layernorm", "post_attention_norm")
@@ -256,6 +294,8 @@ def to_gguf(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray
     if config.model_type == "gpt_oss":
         short = short.replace("post_attention_layernorm", "post_attention_norm")
     short = short.replace("post_attention_layernorm", "ffn_norm")
+    short = short.replace("post_self_attn_layernorm", "post_attention_norm")
+    short = short.replace("post_mlp_layernorm", "post_ffw_norm")
     for long_name, short_name in _RENAMED.items():
         short = short.replace(long_name, short_name)
     if is_gemma and "norm" in name:

@@ -50,12 +50,12 @@ MakeKernels = Callable[[KernelSizes], GraphKernels]
 def why_not(checkpoint: Checkpoint, device: DeviceConfig, config: EngineConfig) -> str | None:
     """Return why the GPU engine cannot serve a model on a device; None where it can."""
     head_dim, block_size = checkpoint.config.head_dim, config.limits.block_size
-    if checkpoint.config.has_sinks:
-        return "it has no attention sinks"
     if device.dtype != BFLOAT16:
         return f"it computes in bfloat16, not in {device.dtype.name}"
     if head_dim not in HEAD_DIMS:
         return f"heads of {head_dim} are not supported; 64, 128 and 256 are"
+    if checkpoint.config.unusual:
+        return f"its kernels do not know {', '.join(checkpoint.config.unusual)}"
     if block_size is not None and block_size not in BLOCK_SIZES:
         return f"block_size is {block_size}; it needs 16, 32, 64 or 128"
     capability = compute_capability(device.device)

@@ -10,7 +10,7 @@ from onbeat.engine.model_config.architecture import (
 )
 from onbeat.engine.model_config.gguf import RopeFactors, model_config_from_gguf
 from onbeat.engine.model_config.hf import model_config_from_hf
-from onbeat.engine.model_config.rope import inverse_frequencies
+from onbeat.engine.model_config.rope import head_order, inverse_frequencies
 
 __all__ = [
     "Activation",
@@ -20,6 +20,7 @@ __all__ = [
     "RopeConfig",
     "RopeFactors",
     "RopeKind",
+    "head_order",
     "inverse_frequencies",
     "model_config_from_gguf",
     "model_config_from_hf",

@@ -12,10 +12,12 @@ from onbeat.core.errors import ModelLoadError, NeedsVllm
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
 RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "factors"]
-NormPlaces = Literal["before", "after", "around"]
-"""Where a layer's norms are: before attention and feed-forward (Llama), after them (OLMo 2), both (Gemma)."""
-QKNorm = Literal["head", "all"]
-"""What a norm of queries and keys spans: each head by itself (Qwen 3), or all heads together (OLMo 2)."""
+NormPlaces = Literal["before", "after", "around", "parallel"]
+"""Where a layer's norms are: before attention and feed-forward (Llama), after them (OLMo 2), both (Gemma), or
+one before both, which then read the same (Command-R)."""
+QKNorm = Literal["head", "all", "own"]
+"""What a norm of queries and keys spans: each head by itself (Qwen 3), all heads together (OLMo 2), or each
+head by itself with a scale of its own (Command-R+)."""
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "linear attention (gated DeltaNet)": ("qwen35", "qwen3next"),
     "rotary positions of three parts": ("qwen2vl", "qwen25omni", "qwen3omni"),
@@ -53,6 +55,8 @@ class RopeConfig:
     """factors: whether they are LongRoPE's for contexts longer than that of pre-training."""
     rotary_dim: int | None = None
     """Dimensions of a head that turn, its first ones; None: all."""
+    interleaves: bool = False
+    """Whether neighbours turn together, else numbers that are half of `rotary_dim` apart."""
     attention_factor: float = 1.0
     """Factor on what has turned, of queries and keys alike (LongRoPE, YaRN)."""
 
@@ -83,6 +87,9 @@ class Experts:
     another order."""
     has_bias: bool = False
     """Whether the router and all projections have biases (gpt-oss)."""
+    mixer_jitter: float | None = None
+    """With sparsemixer (Phi-3.5-MoE) each weight is instead a softmax over the experts whose score is at most
+    this part, twice, below it, without those chosen before."""
     layers: tuple[bool, ...] = ()
     """For each layer whether it has experts; empty means that all have."""
 
@@ -124,6 +131,12 @@ class ModelConfig:
     """Whether q, k and v projections have a bias."""
     attention_output_bias: bool = False
     """Whether the output projection of attention has a bias."""
+    mlp_bias: bool = False
+    """Whether the projections of a feed-forward (of no expert) have one."""
+    head_bias: bool = False
+    """Whether the output head has one."""
+    is_gated: bool = True
+    """Whether a feed-forward is `down(activation(gate) * up)`, else `down(activation(up))`."""
     norms: NormPlaces = "before"
     qk_norm: QKNorm | None = None
     """Whether queries and keys pass an RMSNorm before the rotary embedding, and what it spans."""
@@ -141,6 +154,12 @@ class ModelConfig:
     """Attention scores are scaled by its inverse square root; None stands for `head_dim`."""
     attention_multiplier: float | None = None
     """Attention scores are scaled by this, where it is set."""
+    attention_softcap: float | None = None
+    """A score x becomes `softcap * tanh(x / softcap)` where it is set."""
+    logits_softcap: float | None = None
+    """Likewise a logit."""
+    query_growth: tuple[float, int] | None = None
+    """(b, context): queries are multiplied by `1 + b ln(1 + position // context)` (Ministral 3)."""
     residual_scale: float = 1.0
     """Factor on what attention and feed-forward add to the residual stream."""
     logits_divisor: float = 1.0
@@ -149,6 +168,10 @@ class ModelConfig:
     """Factor on embeddings at the input (not on a tied output head)."""
     norm_weight_offset: float = 0.0
     """RMSNorm multiplies by `weight + norm_weight_offset` (Gemma: 1)."""
+    norms_center: bool = False
+    """Whether norms, those of heads too, take the mean off first (LayerNorm)."""
+    norm_bias: bool = False
+    """Whether norms of the residual add a bias."""
     norm_rounds_once: bool = False
     """Whether RMSNorm multiplies before it rounds to the model's type (Gemma, OLMo 2), else after (Llama)."""
     dtype: str | None = None
@@ -182,6 +205,18 @@ class ModelConfig:
     def attention_scale(self) -> float:
         """Factor on the scores q.k."""
         return self.attention_multiplier or 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+
+    @property
+    def unusual(self) -> tuple[str, ...]:
+        """What its layers have that not every engine's kernels know, in words."""
+        found = {
+            "a norm that takes the mean off": self.norms_center,
+            "soft-capped scores": self.attention_softcap is not None,
+            "a feed-forward without gates": not self.is_gated,
+            "attention sinks": self.has_sinks,
+            "queries that grow with their position": self.query_growth is not None,
+        }
+        return tuple(need for need, is_there in found.items() if is_there)
 
     def has_experts(self, layer_index: int) -> bool:
         """Whether a layer's feed-forward is made of experts."""

@@ -21,6 +21,9 @@ _KEYS: Mapping[str, str] = {
     "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "logit_scale": "logit_scale",
     "sliding_window": "attention.sliding_window",
     "sliding_window_pattern": "attention.sliding_window_pattern",
     "num_local_experts": "expert_count",
@@ -104,6 +107,8 @@ def model_config_from_gguf(
     values = _values(metadata, f"{name}.")
     if rules.with_experts is not None and values.raw("num_local_experts"):
         family = FAMILIES[rules.with_experts]
+    if rules.with_window is not None and values.raw("sliding_window"):
+        family = FAMILIES[rules.with_window]
     if not rules.has_windows:
         _refuse_window(values, name)
     pooling = _POOLING.get(values.raw("pooling_type"))
@@ -119,6 +124,7 @@ def model_config_from_gguf(
         pooling=pooling,
         attention_bias="blk.0.attn_q.bias" in tensor_names,
         attention_output_bias="blk.0.attn_output.bias" in tensor_names,
+        mlp_bias="blk.0.ffn_up.bias" in tensor_names,
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         eos_token_ids=tuple(
             dict.fromkeys(tokens.token_ids("eos_token_id") + tokens.token_ids("eot_token_id"))
@@ -147,8 +153,9 @@ def _ropes(
     values.refuse_unless("attention.value_length", sizes.head_dim)
     if not family.rope.is_partial:
         values.refuse_unless("rope.dimension_count", sizes.head_dim)
-    local = RopeConfig(theta=values.number("rope.freq_base_swa", 10_000.0))
-    return _rope(values, rules, factors, sizes), local if family.rope.per_layer_type else None
+    rope = replace(_rope(values, rules, factors, sizes), interleaves=family.rope.interleaves)
+    local = RopeConfig(theta=values.number("rope.freq_base_swa", family.rope.local_theta or rope.theta))
+    return rope, local if family.rope.per_layer_type else None
 
 
 def _rope(values: Values, rules: GgufRules, factors: RopeFactors, sizes: RopeSizes) -> RopeConfig:
@@ -206,6 +213,6 @@ def _refuse_window(values: Values, name: str) -> None:
     window = values.raw("attention.sliding_window")
     if window is not None and 0 < window < values.size("context_length"):
         raise ModelLoadError(
-            f"the GGUF file sets {name}.attention.sliding_window to {window}, which is supported for "
-            "gemma3 and phi3 only; serve the Hugging Face checkpoint of this model instead"
+            f"the GGUF file sets {name}.attention.sliding_window to {window}, which is not supported for "
+            "this architecture; serve the Hugging Face checkpoint of this model instead"
         )

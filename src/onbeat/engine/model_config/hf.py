@@ -57,11 +57,14 @@ def model_config_from_hf(
     """
     values = Values(_text_part(config), source="the model")
     family, has_head = _family(values)
-    values = values.over({"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, **family.defaults})
+    values = values.over({family.eps_key: 1e-6, "rope_theta": 10_000.0, **family.defaults})
     values.refuse_unless(family.activation_key, family.activation)
     generation = Values(generation_config or {}, source="generation_config.json")
-    has_biases = family.may_have_biases and values.flag("attention_bias", default=False)
-    biases = {"attention_bias": True, "attention_output_bias": True} if has_biases else {}
+    biases = {
+        field: True
+        for field, key in family.bias_keys._asdict().items()
+        if key is not None and values.flag(key, default=False)
+    }
     return read_model(
         family,
         values,

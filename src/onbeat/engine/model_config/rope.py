@@ -43,6 +43,17 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Frequencies:
     return _scale_llama3(frequencies, config) if config.kind == "llama3" else frequencies
 
 
+def head_order(config: RopeConfig, head_dim: int) -> NDArray[np.int64] | None:
+    """Return a family's places of a head's numbers in the order in which pairs are half of what turns apart.
+
+    None where this is the family's own order. What turns comes first.
+    """
+    if not config.interleaves:
+        return None
+    width = config.rotary_dim or head_dim
+    return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2), np.arange(width, head_dim)])
+
+
 def _scale_llama3(frequencies: Frequencies, config: RopeConfig) -> Frequencies:
     """Divide low frequencies by the factor, keep high ones, blend between (Llama 3.1)."""
     context = config.original_max_position_embeddings
@@ -75,8 +86,14 @@ class RopeRules:
     """Kinds of scaling that it knows."""
     is_partial: bool = False
     """Whether a part of a head may turn."""
+    interleaves: bool = False
+    """Whether neighbours turn together."""
+    grows: bool = False
+    """Whether queries may grow with their position (Ministral 3)."""
     per_layer_type: bool = False
     """Whether sliding layers have an embedding of their own (Gemma 3)."""
+    local_theta: float | None = 10_000.0
+    """Theirs, where a file does not say; None: that of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +125,7 @@ def read_rope(values: Values, rules: RopeRules, sizes: RopeSizes) -> tuple[RopeC
         ), None
     full = parameters.get("full_attention") if nested else parameters
     local = parameters.get("sliding_attention") if nested else {}
-    local_theta = values.number("rope_local_base_freq", 10_000.0)
+    local_theta = values.number("rope_local_base_freq", rules.local_theta or values.number("rope_theta"))
     return (
         _rope({**common, **scaling, **_set(full)}, rules, sizes),
         _rope({**common, "rope_theta": local_theta, **_set(local)}, rules, sizes),
@@ -144,8 +161,13 @@ def _rope(table: dict[str, Any], rules: RopeRules, sizes: RopeSizes) -> RopeConf
             + ", and longrope in Phi-3"
             * ("longrope" not in rules.kinds)
         )
-    values.refuse_unless("llama_4_scaling_beta", 0)
-    rope = RopeConfig(theta=values.number("rope_theta"), rotary_dim=_rotary_dim(values, rules, sizes))
+    if not rules.grows:
+        values.refuse_unless("llama_4_scaling_beta", 0)
+    rope = RopeConfig(
+        theta=values.number("rope_theta"),
+        rotary_dim=_rotary_dim(values, rules, sizes),
+        interleaves=rules.interleaves,
+    )
     if kind in ("default", "dynamic", "mrope"):
         # Dynamic scaling begins behind the model's context, where nothing is served. The three positions of
         # multimodal models are equal in text.
@@ -233,7 +255,10 @@ def _longrope(rope: RopeConfig, values: Values, sizes: RopeSizes) -> RopeConfig:
     return longrope(
         replace(rope, is_long=is_long, original_max_position_embeddings=original),
         values.numbers("long_factor" if is_long else "short_factor"),
-        attention_factor=values.number("attention_factor", longrope_attention_factor(factor, original)),
+        attention_factor=values.number(
+            "long_mscale" if is_long else "short_mscale",  # Phi-3.5-MoE's
+            values.number("attention_factor", longrope_attention_factor(factor, original)),
+        ),
         num_frequencies=(rope.rotary_dim or sizes.head_dim) // 2,
     )
 

@@ -26,6 +26,7 @@ from onbeat.engine.native.library import (
     ACTIVATION_QUANTIZATIONS,
     ACTIVATIONS,
     ERROR_BYTES,
+    HEAD_NORMS,
     MOST_QKV,
     CallStatus,
     LayerStructure,
@@ -250,6 +251,7 @@ class _EngineStructures:
         self._frequencies: list[FloatArray] = [
             np.ascontiguousarray(inverse_frequencies(rope, config.head_dim)) for rope in ropes
         ]
+        self._rope_scales = np.array([rope.attention_factor for rope in ropes], np.float32)
         self._frequency_pointers = _pointers(self._frequencies)
         self._expert_pointers: list[Any] = []
         self._layers = (LayerStructure * config.num_layers)(
@@ -261,6 +263,7 @@ class _EngineStructures:
             )
         )
         experts = config.experts
+        query_growth, growth_context = config.query_growth or (0.0, 0)
         # The factor is rounded to the model's type first, as the reference does.
         embedding_scale = float(np.array(config.embedding_scale, options.dtype))
         self.model = ModelStructure(
@@ -279,22 +282,32 @@ class _EngineStructures:
             activation_quantization=ACTIVATION_QUANTIZATIONS[options.activation_quantization],
             batch_invariant=options.batch_invariant,
             rotary_dim=config.rope.rotary_dim or config.head_dim,
-            norms_span_heads=config.qk_norm == "all",
+            head_norms=HEAD_NORMS[config.qk_norm],
+            norms_center=config.norms_center,
+            norms_have_bias=config.norm_bias,
+            is_ungated=not config.is_gated,
+            is_parallel=config.norms == "parallel",
+            growth_context=growth_context,
             num_experts=0 if experts is None else experts.num_experts,
             experts_per_token=0 if experts is None else experts.num_per_token,
             expert_size=weights.expert_size,
             normalizes_experts=experts is not None and experts.normalizes,
             rms_norm_eps=config.rms_norm_eps,
-            attention_scale=config.attention_scale,
+            query_growth=query_growth,
+            attention_scale=config.attention_scale / (config.attention_softcap or 1.0),
+            attention_softcap=config.attention_softcap or 0.0,
+            logits_softcap=config.logits_softcap or 0.0,
+            mixer_jitter=0.0 if experts is None else experts.mixer_jitter or 0.0,
             embedding_scale=embedding_scale,
-            rotary_scale=config.rope.attention_factor,
             residual_scale=config.residual_scale,
             embedding=weights.embedding.handle,
             lm_head=weights.lm_head.handle,
             final_norm=address(weights.final_norm, np.float32),
             head_norm=address(weights.head_norm, np.float32),
+            head_bias=address(weights.head_bias, np.float32),
             layers=ctypes.addressof(self._layers),
             rope_frequencies=ctypes.addressof(self._frequency_pointers),
+            rope_scales=address(self._rope_scales, np.float32),
         )
 
     def _layer(self, layer: LayerWeights, *, window: int, rope: int) -> LayerStructure:
@@ -313,7 +326,12 @@ class _EngineStructures:
 
     def _feed_forward(self, weights: GatedWeights | ExpertWeights) -> dict[str, Any]:
         if isinstance(weights, GatedWeights):
-            return {"gate_up": weights.gate_up.handle, "down": weights.down.handle}
+            return {
+                "gate_up": weights.gate_up.handle,
+                "down": weights.down.handle,
+                "gate_up_bias": address(weights.gate_up_bias, np.float32),
+                "down_bias": address(weights.down_bias, np.float32),
+            }
         gate_up = _handles([expert.gate_up for expert in weights.experts], len(weights.experts))
         down = _handles([expert.down for expert in weights.experts], len(weights.experts))
         biases = (

@@ -13,6 +13,7 @@ from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
 from onbeat.engine.native.library import MatrixLayout, Store
 from onbeat.engine.weights import Checkpoint, QuantizedRows, parameter_shapes
+from onbeat.engine.weights.parameters import inner_parts
 
 PLAIN_LAYOUTS: Mapping[np.dtype[Any], MatrixLayout] = {
     FLOAT32: MatrixLayout(Store.F32),
@@ -158,7 +159,7 @@ class WeightLayouts:
                 blocks = [f"{prefix}.mlp.experts.{expert}" for expert in range(experts.num_experts)]
             for block in blocks:
                 matrices += [
-                    tuple(f"{block}.{part}_proj.weight" for part in ("gate", "up")),
+                    tuple(f"{block}.{part}_proj.weight" for part in inner_parts(self._config)),
                     (f"{block}.down_proj.weight",),
                 ]
         if not self._config.tie_word_embeddings:

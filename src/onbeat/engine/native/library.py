@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.engine_config import ActivationQuantization
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 
 class CallStatus(IntEnum):
@@ -65,6 +65,9 @@ class Source(IntEnum):
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
 """By the name in `ModelConfig.hidden_activation`."""
 
+HEAD_NORMS = {None: 0, "head": 0, "all": 1, "own": 2}
+"""By `ModelConfig.qk_norm`."""
+
 ACTIVATION_QUANTIZATIONS: Mapping[ActivationQuantization, int] = {"auto": 0, "none": 1, "int8": 2}
 
 
@@ -88,6 +91,8 @@ class LayerStructure(Structure):
         ("expert_down_bias", c_void_p),
         ("qkv_bias", c_void_p),
         ("o_bias", c_void_p),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
         ("attention_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("after_attention_norm", c_void_p),
@@ -119,7 +124,12 @@ class ModelStructure(Structure):
         ("activation_quantization", c_int32),
         ("batch_invariant", c_int32),
         ("rotary_dim", c_int32),
-        ("norms_span_heads", c_int32),
+        ("head_norms", c_int32),
+        ("norms_center", c_int32),
+        ("norms_have_bias", c_int32),
+        ("is_ungated", c_int32),
+        ("is_parallel", c_int32),
+        ("growth_context", c_int32),
         ("num_experts", c_int32),
         ("experts_per_token", c_int32),
         ("expert_size", c_int32),
@@ -127,14 +137,19 @@ class ModelStructure(Structure):
         ("rms_norm_eps", c_float),
         ("attention_scale", c_float),
         ("embedding_scale", c_float),
-        ("rotary_scale", c_float),
+        ("query_growth", c_float),
+        ("attention_softcap", c_float),
+        ("logits_softcap", c_float),
+        ("mixer_jitter", c_float),
         ("residual_scale", c_float),
         ("embedding", c_void_p),
         ("lm_head", c_void_p),
         ("final_norm", c_void_p),
         ("head_norm", c_void_p),
+        ("head_bias", c_void_p),
         ("layers", c_void_p),
         ("rope_frequencies", c_void_p),
+        ("rope_scales", c_void_p),
     )
 
 

@@ -6,8 +6,9 @@ into their matrix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +16,16 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
+from onbeat.engine.model_config import head_order
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import MatrixLayout, NativeLibrary, PackedMatrix, Source, Store
 from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.engine.weights.parameters import LAYER_NORMS
+from onbeat.engine.weights.parameters import LAYER_NORMS, inner_parts
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
+NO_ORDERS: Mapping[str, IntArray] = MappingProxyType({})
 INTERLEAVED_ROWS = 16
 """Rows of the gate, then as many of the up projection: what one product of the kernel needs of both."""
 
@@ -104,6 +107,8 @@ class NativeWeights:
     final_norm: FloatArray
     head_norm: FloatArray
     """The final norm over what logits are divided by: the head multiplies what comes out of it."""
+    head_bias: FloatArray | None
+    """Likewise divided, and padded."""
     layers: Sequence[LayerWeights]
     intermediate_size: int
     """With its padding."""
@@ -164,13 +169,15 @@ class WeightPacker:
         ModelLoadError : a parameter cannot be read, memory is short, or sizes do not suit the quantization.
         """
         config = self._config
+        divisor = np.float32(config.logits_divisor * (config.logits_softcap or 1.0))
         embedding, final_norm = self._rows("model.embed_tokens.weight"), self._norm("model.norm")
         return NativeWeights(
             embedding=embedding,
             layers=[self._layer(index) for index in range(config.num_layers)],
             lm_head=embedding if config.tie_word_embeddings else self._rows("lm_head.weight"),
             final_norm=final_norm,
-            head_norm=final_norm / np.float32(config.logits_divisor),
+            head_norm=final_norm / divisor,
+            head_bias=_padded(self._vector("lm_head.bias") / divisor) if config.head_bias else None,
             intermediate_size=self._layouts.intermediate_size,
             expert_size=self._layouts.expert_size,
         )
@@ -179,35 +186,47 @@ class WeightPacker:
         config, prefix = self._config, f"model.layers.{index}"
         attention = f"{prefix}.self_attn"
         projections = [f"{attention}.{part}_proj" for part in "qkv"]
+        order = head_order(config.layer_rope(index), config.head_dim)
+        orders = {} if order is None else dict.fromkeys(projections[:2], order)
         attention_norm, after_attention_norm, mlp_norm, after_mlp_norm = (
             None if name is None else self._norm(f"{prefix}.{name}") for name in LAYER_NORMS[config.norms]
         )
         return LayerWeights(
             qkv=tuple(
-                self._rows(*names)
+                self._rows(*names, orders=orders)
                 for names in self._layouts.split([f"{name}.weight" for name in projections])
             ),
             o=self._rows(f"{attention}.o_proj.weight"),
             feed_forward=self._experts(f"{prefix}.mlp")
             if config.has_experts(index)
             else self._gated(f"{prefix}.mlp", self._layouts.intermediate_size),
-            qkv_bias=self._bias(*projections) if config.attention_bias else None,
+            qkv_bias=self._bias(*projections, orders=orders) if config.attention_bias else None,
             o_bias=self._bias(f"{attention}.o_proj") if config.attention_output_bias else None,
             attention_norm=attention_norm,
             mlp_norm=mlp_norm,
             after_attention_norm=after_attention_norm,
             after_mlp_norm=after_mlp_norm,
-            query_norm=self._norm(f"{attention}.q_norm") if config.qk_norm else None,
-            key_norm=self._norm(f"{attention}.k_norm") if config.qk_norm else None,
+            query_norm=self._head_norm(f"{attention}.q_norm", order) if config.qk_norm else None,
+            key_norm=self._head_norm(f"{attention}.k_norm", order) if config.qk_norm else None,
             sinks=self._vector(f"{attention}.sinks") if config.has_sinks else None,
         )
 
-    def _rows(self, *names: str, num_inputs: int | None = None) -> PackedMatrix:
-        """Pack parameters one below the other; rows shorter than `num_inputs` are padded with zeros."""
+    def _rows(
+        self, *names: str, num_inputs: int | None = None, orders: Mapping[str, IntArray] = NO_ORDERS
+    ) -> PackedMatrix:
+        """Pack parameters one below the other; rows shorter than `num_inputs` are padded with zeros.
+
+        Parameters
+        ----------
+        orders : of projections to heads, which number of each head comes at which place.
+        """
         parts, start = [], 0
         for name in names:
             end = start + self._shapes[name][0]
-            parts.append(MatrixPart(name, np.arange(start, end)))
+            places, order = np.arange(start, end), orders.get(name.removesuffix(".weight"))
+            if order is not None:
+                places = _in_order(places, np.argsort(order))
+            parts.append(MatrixPart(name, places))
             start = end
         return self._fuse(parts, start, num_inputs or self._shapes[names[0]][1])
 
@@ -217,31 +236,36 @@ class WeightPacker:
         return ExpertWeights(
             self._rows(f"{prefix}.gate.weight"),
             tuple(
-                self._gated(f"{prefix}.experts.{index}", self._layouts.expert_size, has_bias=sizes.has_bias)
+                self._gated(f"{prefix}.experts.{index}", self._layouts.expert_size)
                 for index in range(sizes.num_experts)
             ),
             sizes.num_per_token,
             self._bias(f"{prefix}.gate") if sizes.has_bias else None,
         )
 
-    def _gated(self, prefix: str, padded_size: int, *, has_bias: bool = False) -> GatedWeights:
-        size, num_inputs = self._shapes[f"{prefix}.gate_proj.weight"]
+    def _gated(self, prefix: str, padded_size: int) -> GatedWeights:
+        size, num_inputs = self._shapes[f"{prefix}.up_proj.weight"]
+        inner = [f"{prefix}.{part}_proj" for part in inner_parts(self._config)]
         blocks, offsets = np.divmod(np.arange(size), INTERLEAVED_ROWS)
-        gates = 2 * INTERLEAVED_ROWS * blocks + offsets
+        first = len(inner) * INTERLEAVED_ROWS * blocks + offsets
         parts = [
-            MatrixPart(f"{prefix}.gate_proj.weight", gates),
-            MatrixPart(f"{prefix}.up_proj.weight", gates + INTERLEAVED_ROWS),
+            MatrixPart(f"{name}.weight", first + part * INTERLEAVED_ROWS) for part, name in enumerate(inner)
         ]
-        matrices = (
-            self._fuse(parts, 2 * padded_size, num_inputs),
+        num_outputs = len(inner) * padded_size
+        inner_bias = down_bias = None
+        if f"{prefix}.up_proj.bias" in self._shapes:
+            inner_bias, down_bias = (
+                _padded(np.zeros(num_outputs, np.float32)),
+                self._bias(f"{prefix}.down_proj"),
+            )
+            for name, part in zip(inner, parts, strict=True):
+                inner_bias[part.to_outputs] = self._bias(name)
+        return GatedWeights(
+            self._fuse(parts, num_outputs, num_inputs),
             self._rows(f"{prefix}.down_proj.weight", num_inputs=padded_size),
+            inner_bias,
+            down_bias,
         )
-        if not has_bias:
-            return GatedWeights(*matrices)
-        bias = np.zeros(2 * padded_size, np.float32)
-        bias[gates] = self._bias(f"{prefix}.gate_proj")
-        bias[gates + INTERLEAVED_ROWS] = self._bias(f"{prefix}.up_proj")
-        return GatedWeights(*matrices, bias, self._bias(f"{prefix}.down_proj"))
 
     def _fuse(self, parts: Sequence[MatrixPart], num_outputs: int, num_inputs: int) -> PackedMatrix:
         """Pack parts in the first layout that takes them all."""
@@ -293,14 +317,33 @@ class WeightPacker:
         return matrix.pack(rows, source, to_outputs, num_threads=self._num_threads)
 
     def _norm(self, name: str) -> FloatArray:
-        """Return what a norm multiplies by."""
-        return self._vector(f"{name}.weight") + np.float32(self._config.norm_weight_offset)
+        """Return what a norm multiplies by, then what it adds, if it does."""
+        scale = self._vector(f"{name}.weight") + np.float32(self._config.norm_weight_offset)
+        return (
+            np.concatenate([scale, self._vector(f"{name}.bias")]) if f"{name}.bias" in self._shapes else scale
+        )
 
-    def _bias(self, *names: str) -> FloatArray:
-        return np.concatenate([self._vector(f"{name}.bias") for name in names])
+    def _head_norm(self, name: str, order: IntArray | None) -> FloatArray:
+        scale = self._norm(name).ravel()
+        return scale if order is None else _in_order(scale, order)
+
+    def _bias(self, *names: str, orders: Mapping[str, IntArray] = NO_ORDERS) -> FloatArray:
+        vectors = {name: self._vector(f"{name}.bias") for name in names}
+        vectors |= {name: _in_order(vectors[name], order) for name, order in orders.items()}
+        return np.concatenate([*vectors.values()])
 
     def _vector(self, name: str) -> FloatArray:
         return self._checkpoint.get(name, FLOAT32)
+
+
+def _in_order(numbers: NDArray[Any], order: IntArray) -> NDArray[Any]:
+    """Return numbers of heads, one behind the other, with those of each head in an order."""
+    return numbers.reshape(-1, len(order))[:, order].ravel()
+
+
+def _padded(vector: FloatArray) -> FloatArray:
+    """Return a vector of a product's outputs that is as long as its panels."""
+    return np.pad(vector, (0, -len(vector) % (2 * INTERLEAVED_ROWS)))
 
 
 def _dtype(matrix: PackedMatrix) -> np.dtype[Any]:

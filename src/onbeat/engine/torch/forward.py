@@ -171,6 +171,10 @@ class TorchKernels:
             (part * layer.factors_H).to(self._wide) for part in (angles_T1H.cos(), angles_T1H.sin())
         )
         q_TNH.copy_(self._turned(q_TXH, layer.query_norm, cos_T1H, sin_T1H))
+        if layer.query_growth is not None:
+            factor, context = layer.query_growth
+            growth_T = 1 + factor * torch.log(1 + torch.floor(step.positions_T / context))
+            q_TNH.mul_(growth_T[:, None, None].to(q_TNH.dtype))
         k_TKH = self._turned(k_TKH, layer.key_norm, cos_T1H, sin_T1H).to(k_TKH.dtype)
         slots_T = step.kv_slots_T.long()
         where = (slots_T // self._block_size, slots_T % self._block_size)
@@ -179,6 +183,9 @@ class TorchKernels:
 
     def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
         """Activate the gate and multiply; see `Kernels.act_mul`."""
+        if gate_up_TF2.shape == out_TF.shape:
+            out_TF.copy_(_ACTIVATIONS[activation](gate_up_TF2.to(self._wide)))
+            return
         gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)
         if activation == "clamped_swiglu":
             out_TF.copy_(_clamped_swiglu(gate_TF.to(self._wide), up_TF.to(self._wide)))
@@ -226,7 +233,7 @@ class TorchKernels:
             )
             q = q_TNH.index_select(0, rows.tokens).view(len(rows.tokens), num_kv_heads, -1, head_dim)
             if rows.mask is not None and rows.mask.dim() == 4:
-                mixed = _mixed(q, k_RKCH, v_RKCH, rows.mask, layer.scale, sinks_KG1)
+                mixed = _mixed(q, k_RKCH, v_RKCH, rows.mask, layer, sinks_KG1)
             else:
                 # The query heads of a KV head are the batch, so that keys and values repeat with stride 0.
                 num_keys = len(rows.tokens) if rows.mask is None else rows.mask.shape[1]
@@ -234,9 +241,9 @@ class TorchKernels:
                     part[:, :, :num_keys].expand(q.shape[2], -1, -1, -1) for part in (k_RKCH, v_RKCH)
                 )
                 sinks_GK11 = None if sinks_KG1 is None else sinks_KG1.transpose(0, 1)[..., None]
-                mixed = _mixed(
-                    q.permute(2, 1, 0, 3), k_GKCH, v_GKCH, rows.mask, layer.scale, sinks_GK11
-                ).permute(2, 1, 0, 3)
+                mixed = _mixed(q.permute(2, 1, 0, 3), k_GKCH, v_GKCH, rows.mask, layer, sinks_GK11).permute(
+                    2, 1, 0, 3
+                )
             out_TNH.index_copy_(0, rows.tokens, mixed.reshape(len(rows.tokens), -1, head_dim))
 
     def best(self, logits_RV: Tensor, out: BestBuffers) -> None:
@@ -285,23 +292,32 @@ class TorchKernels:
 
 
 def _mixed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: LayerSpec, sinks: Tensor | None
 ) -> Tensor:
     """Attend, all that has no mask causally; sinks are scores that take their shares and add nothing."""
-    if sinks is None:
+    if sinks is None and layer.softcap is None:
         return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale
         )
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * layer.scale
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     scores = scores.masked_fill(~mask, -torch.inf)
-    totals = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks.to(scores.dtype))
+    totals = scores.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        totals = torch.logaddexp(totals, sinks.to(scores.dtype))
     return (scores - totals).exp().to(v.dtype) @ v
 
 
 def _normalised(x: Tensor, norm: Norm) -> Tensor:
     # In float64, too, for the reference implementations do so.
+    if norm.bias_D is not None:
+        return functional.layer_norm(x, norm.scale_D.shape, norm.scale_D, norm.bias_D, norm.eps)
     wide = x.float()
+    if norm.centers:
+        wide = x if x.dtype == torch.float64 else wide
+        wide = wide - wide.mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     return norm.scale_D * wide.to(x.dtype) if norm.scales_rounded else (wide * norm.scale_D).to(x.dtype)

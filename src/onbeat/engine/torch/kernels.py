@@ -59,7 +59,7 @@ class KernelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Normalise by the root mean square in float32, and scale.
+    """Normalise by the root mean square in float32, and scale; `centers`: take the mean off before.
 
     With `scales_rounded` (Llama): x is normalised, rounded to the model's type, then multiplied by the scale
     in that type. Else (Gemma): normalised and multiplied in float32, then rounded once.
@@ -70,6 +70,9 @@ class Norm:
     eps: float
     """Added to the mean square."""
     scales_rounded: bool
+    centers: bool = False
+    bias_D: Tensor | None = None
+    """Is added; all of it is then computed in the model's type or a wider one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,9 @@ class LayerSpec:
     query_norm: Norm | None
     key_norm: Norm | None
     """Of each head, before the rotation."""
+    softcap: float | None = None
+    query_growth: tuple[float, int] | None = None
+    """See `ModelConfig.attention_softcap` and `ModelConfig.query_growth`."""
 
 
 class StepTensors(NamedTuple):
@@ -202,11 +208,11 @@ class Kernels(Protocol):
         ...
 
     def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
-        """Write `activation(gate) * up`.
+        """Write `activation(gate) * up`, or `activation(up)` where there is nothing else.
 
         Parameters
         ----------
-        gate_up_TF2 : [T, 2 F], the model's type: all of the gate, then all of up.
+        gate_up_TF2 : [T, 2 F], the model's type: all of the gate, then all of up; or [T, F].
         out_TF : [T, F], the model's type.
         """
         ...

@@ -103,9 +103,10 @@ def before_attention(
     normed_TD = _normed(step.kernels, x_TD, residual_TD, layer.attention_norm)
     qkv_TX = step.multiply(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
     if layer.qk_norms is not None:
-        widths = [len(norm.scale_D) for norm in layer.qk_norms]
+        widths = [norm.scale_D.numel() for norm in layer.qk_norms]
         for part_TX, norm in zip(qkv_TX.split((*widths, widths[1]), -1), layer.qk_norms, strict=False):
-            part_TX.copy_(_normed(step.kernels, None, part_TX.contiguous(), norm))
+            heads = part_TX.contiguous().view(-1, *norm.scale_D.shape)
+            part_TX.copy_(_normed(step.kernels, None, heads, norm).view_as(part_TX))
     step.kernels.rope_store(qkv_TX, step.tensors, layer.spec, kv, q_TNH)
 
 
@@ -113,13 +114,20 @@ def after_attention(
     weights: TorchWeights, layer: Layer, mixed_TNH: Tensor, residual_TD: Tensor, step: LayerStep
 ) -> Tensor:
     """Run the rest of a layer; return what it adds to the residual, [T, D]."""
+    mixed_TD = None
+    if weights.config.norms == "parallel":
+        mixed_TD = step.multiply(mixed_TNH.view(len(mixed_TNH), -1), layer.o_DX, layer.o_bias_D)
     # Nobody but the feed-forward holds its input, which is one of a long prompt's largest tensors.
     x_TD = layer.feed_forward.run(
-        _mlp_input(weights, layer, mixed_TNH, residual_TD, step),
+        _mlp_input(weights, layer, mixed_TNH, residual_TD, step)
+        if mixed_TD is None
+        else _normed(step.kernels, None, residual_TD, layer.mlp_norm),
         weights.config.hidden_activation,
         step.kernels,
         step.multiply,
     )
+    if mixed_TD is not None:
+        x_TD.add_(mixed_TD)
     _finish_branch(step.kernels, weights, x_TD, layer.after_mlp_norm)
     return x_TD
 
@@ -153,8 +161,12 @@ def write_logits(weights: TorchWeights, kernels: Kernels, hidden: Hidden, logits
         torch.mm(x_TD, head_DV, out_dtype=logits_TV.dtype, out=logits_TV)
     else:
         logits_TV.copy_(x_TD @ head_DV)
+    if weights.head_bias_V is not None:
+        logits_TV.add_(weights.head_bias_V)
     if weights.config.logits_divisor != 1.0:
         logits_TV.div_(weights.config.logits_divisor)
+    if (cap := weights.config.logits_softcap) is not None:
+        logits_TV.div_(cap).tanh_().mul_(cap)
 
 
 def final_states(weights: TorchWeights, kernels: Kernels, hidden: Hidden) -> Tensor:

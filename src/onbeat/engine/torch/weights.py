@@ -21,27 +21,35 @@ from torch import Tensor
 from torch.nn import functional
 
 from onbeat.engine.device import wait_for
-from onbeat.engine.model_config import Activation, Experts, ModelConfig, RopeConfig, inverse_frequencies
+from onbeat.engine.model_config import (
+    Activation,
+    Experts,
+    ModelConfig,
+    RopeConfig,
+    head_order,
+    inverse_frequencies,
+)
 from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm
 from onbeat.engine.torch.types import Fp8Matrix, Matrix, device_of, numpy_dtype, to_tensor
 from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.engine.weights.parameters import LAYER_NORMS
+from onbeat.engine.weights.parameters import LAYER_NORMS, inner_parts
 
 
 class FeedForward(NamedTuple):
-    """`down(activation(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))`."""
 
     gate_up_FD: Matrix
-    """All of the gate, then all of up: [2 F, D]."""
+    """All of the gate, then all of up: [2 F, D]; or [F, D]."""
     down_DF: Matrix
     gate_up_bias_F: Tensor | None = None
     down_bias_D: Tensor | None = None
+    is_gated: bool = True
 
     def run(self, x_TD: Tensor, activation: Activation, kernels: Kernels, multiply: Multiply) -> Tensor:
         """Return the result, [T, D]."""
         gate_up_TF2 = multiply(x_TD, self.gate_up_FD, self.gate_up_bias_F)
         del x_TD  # a long prompt's largest tensors are wanted again as soon as nobody reads them
-        activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // 2)
+        activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // (1 + self.is_gated))
         kernels.act_mul(gate_up_TF2, activation, activated_TF)
         del gate_up_TF2
         return multiply(activated_TF, self.down_DF, self.down_bias_D)
@@ -75,11 +83,24 @@ class SparseFeedForward(NamedTuple):
         if self.sizes.chooses_first:
             scores_TK, experts_TK = scores_TE.topk(self.sizes.num_per_token, dim=-1)
             return scores_TK.softmax(-1), experts_TK
+        if self.sizes.mixer_jitter is not None:
+            return self._mix_sparsely(scores_TE, 2 * self.sizes.mixer_jitter)
         probabilities_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
         weights_TK, experts_TK = probabilities_TE.topk(self.sizes.num_per_token, dim=-1)
         if self.sizes.normalizes:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return weights_TK.to(scores_TE.dtype), experts_TK
+
+    def _mix_sparsely(self, scores_TE: Tensor, most_below: float) -> tuple[Tensor, Tensor]:
+        experts_TK = scores_TE.topk(self.sizes.num_per_token, dim=-1).indices
+        left_TE, weights = scores_TE.clone(), []
+        for chosen_T1 in experts_TK.split(1, dim=-1):
+            peak_T1 = scores_TE.gather(-1, chosen_T1)
+            is_far_TE = (peak_T1 - scores_TE) / scores_TE.abs().clamp(min=peak_T1) > most_below
+            shares_TE = left_TE.masked_fill(is_far_TE, -torch.inf).softmax(-1)
+            weights.append(shares_TE.gather(-1, chosen_T1))
+            left_TE.scatter_(-1, chosen_T1, -torch.inf)
+        return torch.cat(weights, dim=-1), experts_TK
 
 
 @runtime_checkable
@@ -134,6 +155,7 @@ class TorchWeights:
     final_norm: Norm
     lm_head_VD: Tensor
     """The embedding itself where the two are tied."""
+    head_bias_V: Tensor | None = None
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -192,6 +214,7 @@ class _Loader:
             layers=[self._layer(index) for index in range(config.num_layers)],
             final_norm=self._norm("model.norm"),
             lm_head_VD=embedding_VD if config.tie_word_embeddings else self._joined("lm_head.weight"),
+            head_bias_V=self._joined("lm_head.bias") if config.head_bias else None,
         )
 
     def _layer(self, index: int) -> Layer:
@@ -205,8 +228,8 @@ class _Loader:
         if config.qk_norm:
             query_norm, key_norm = (self._norm(f"{attention}.{part}_norm") for part in "qk")
             qk_norms = rotation.ordered_norm(query_norm), rotation.ordered_norm(key_norm)
-        spans_all, has_bias = config.qk_norm == "all", config.attention_bias
-        of_each_head = (None, None) if qk_norms is None or spans_all else qk_norms
+        is_alike, has_bias = config.qk_norm == "head" and not config.norms_center, config.attention_bias
+        of_each_head = qk_norms if qk_norms is not None and is_alike else (None, None)
         return Layer(
             qkv_XD=self._stored(self._qkv(attention, "weight", rotation)),
             qkv_bias_X=self._qkv(attention, "bias", rotation) if has_bias else None,
@@ -217,7 +240,7 @@ class _Loader:
             mlp_norm=mlp_norm,
             after_attention_norm=after_attention_norm,
             after_mlp_norm=after_mlp_norm,
-            qk_norms=qk_norms if spans_all else None,
+            qk_norms=None if is_alike else qk_norms,
             spec=LayerSpec(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
@@ -229,6 +252,8 @@ class _Loader:
                 sinks_N=self._joined(f"{attention}.sinks") if config.has_sinks else None,
                 query_norm=of_each_head[0],
                 key_norm=of_each_head[1],
+                softcap=config.attention_softcap,
+                query_growth=config.query_growth,
             ),
         )
 
@@ -245,27 +270,34 @@ class _Loader:
         if experts is None or not self._config.has_experts(index):
             return self._dense(prefix)
         has_bias = experts.has_bias
-        parts = [
-            self._dense(f"{prefix}.experts.{number}", has_bias=has_bias)
-            for number in range(experts.num_experts)
-        ]
+        parts = [self._dense(f"{prefix}.experts.{number}") for number in range(experts.num_experts)]
         router_bias_E = self._joined(f"{prefix}.gate.bias") if has_bias else None
         return SparseFeedForward(self._joined(f"{prefix}.gate.weight"), parts, experts, router_bias_E)
 
-    def _dense(self, prefix: str, *, has_bias: bool = False) -> FeedForward:
-        gate_up, down = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), f"{prefix}.down_proj"
+    def _dense(self, prefix: str) -> FeedForward:
+        inner, down = [f"{prefix}.{part}_proj" for part in inner_parts(self._config)], f"{prefix}.down_proj"
+        has_bias = f"{down}.bias" in self._shapes
         return FeedForward(
-            self._stored(self._joined(*(f"{part}.weight" for part in gate_up))),
+            self._stored(self._joined(*(f"{part}.weight" for part in inner))),
             self._stored(self._joined(f"{down}.weight")),
-            self._joined(*(f"{part}.bias" for part in gate_up)) if has_bias else None,
+            self._joined(*(f"{part}.bias" for part in inner)) if has_bias else None,
             self._joined(f"{down}.bias") if has_bias else None,
+            self._config.is_gated,
         )
 
     def _norm(self, name: str) -> Norm:
-        scale_D = self._joined(f"{name}.weight")
-        offset = self._config.norm_weight_offset
-        scale_D = scale_D.float() + offset if offset else scale_D
-        return Norm(scale_D, self._config.rms_norm_eps, scales_rounded=not self._config.norm_rounds_once)
+        config, scale_D = self._config, self._joined(f"{name}.weight")
+        bias_D = self._joined(f"{name}.bias") if f"{name}.bias" in self._shapes else None
+        if config.norm_weight_offset:
+            scale_D = scale_D.float() + config.norm_weight_offset
+        rounds_once = config.norm_rounds_once or config.norms_center
+        return Norm(
+            scale_D,
+            config.rms_norm_eps,
+            scales_rounded=not rounds_once,
+            centers=config.norms_center,
+            bias_D=bias_D,
+        )
 
     def _joined(self, *names: str) -> Tensor:
         """Return parameters one below the other, of which no second copy is made on the device.
@@ -299,12 +331,15 @@ class Rotation(NamedTuple):
     def of(cls, rope: RopeConfig, head_dim: int, device: torch.device) -> Rotation:
         frequencies_P = torch.from_numpy(inverse_frequencies(rope, head_dim))
         turned, still = len(frequencies_P), head_dim // 2 - len(frequencies_P)
-        first, second, rest = torch.arange(head_dim).split((turned, turned, 2 * still))
+        own_H = head_order(rope, head_dim)
+        places_H = torch.arange(head_dim) if own_H is None else torch.from_numpy(own_H)
+        first, second, rest = places_H.split((turned, turned, 2 * still))
         order_H = torch.cat((first, rest[:still], second, rest[still:]))
         frequencies_H = functional.pad(frequencies_P, (0, still)).to(device)
         factors_P = torch.full_like(frequencies_P, rope.attention_factor)
         factors_H = functional.pad(factors_P, (0, still), value=1.0).to(device)
-        return cls(frequencies_H, factors_H, order_H.to(device) if still else None)
+        moves = still or own_H is not None
+        return cls(frequencies_H, factors_H, order_H.to(device) if moves else None)
 
     def ordered(self, heads: Tensor) -> Tensor:
         """Return heads, one below the other, in this order."""
@@ -314,7 +349,7 @@ class Rotation(NamedTuple):
 
     def ordered_norm(self, norm: Norm) -> Norm:
         """Return a norm of queries or keys for this order."""
-        return replace(norm, scale_D=self.ordered(norm.scale_D))
+        return replace(norm, scale_D=self.ordered(norm.scale_D.flatten()).view_as(norm.scale_D))
 
 
 def layer_products(weights: TorchWeights) -> MatrixProducts:

@@ -89,7 +89,7 @@ class DummyCheckpoint(Checkpoint):
         """Return the least value of a parameter's numbers, and the width of their range."""
         shape = self.shape_of(name)
         mean, deviation = 0.0, 0.02
-        if len(shape) == 2:
+        if len(shape) == 2 and not name.endswith("norm.weight"):
             # Embeddings feed a norm in some families and are added as they are in others: unit rows over all.
             deviation = 1 / math.sqrt(shape[1])
         elif name.endswith("norm.weight"):

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -329,7 +329,7 @@ def rules_of(config: ModelConfig) -> GgufRules:
 
 def hf_names(config: ModelConfig, parameters: Iterable[str]) -> dict[str, str]:
     """Return what tensors of a file are called here: like a parameter, or like several that are in one."""
-    rules = rules_of(config)
+    rules, renamed = rules_of(config), FAMILIES[config.architecture].hf_names
     architecture = next(each for each, name in MODEL_ARCH_NAMES.items() if name == rules.architecture)
     table = get_tensor_name_map(architecture, config.num_layers)
     names = {}
@@ -339,9 +339,10 @@ def hf_names(config: ModelConfig, parameters: Iterable[str]) -> dict[str, str]:
             names[f"{table.get_name(parameter)}.weight"] = parameter
             continue
         prefix, _, module = stem.rpartition(".")
-        if rules.fuses and module in _FUSED:
+        if _FUSED.get(module) in rules.fuses:
             stem = f"{prefix}.{_FUSED[module]}"
-        names[f"{table.get_name(stem)}.{kind}"] = f"{stem}.{kind}"
+        theirs = reduce(lambda name, pair: name.replace(*pair[::-1]), reversed(renamed), f"{stem}.")
+        names[f"{table.get_name(theirs[:-1]) or table.get_name(stem)}.{kind}"] = f"{stem}.{kind}"
     return names
 
 

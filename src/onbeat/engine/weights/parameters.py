@@ -106,6 +106,7 @@ LAYER_NORMS: Mapping[NormPlaces, LayerNorms] = {
         mlp="pre_feedforward_layernorm",
         after_mlp="post_feedforward_layernorm",
     ),
+    "parallel": LayerNorms(attention="input_layernorm", mlp="input_layernorm"),
 }
 
 
@@ -121,19 +122,26 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     for index in range(config.num_layers):
         for name, shape in _layer_shapes(config, index).items():
             shapes[f"model.layers.{index}.{name}"] = shape
-    shapes["model.norm.weight"] = (config.hidden_size,)
+    shapes |= _norm_shapes("model.norm", config)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    if config.head_bias:
+        shapes["lm_head.bias"] = (config.vocab_size,)
     return shapes
 
 
+def _norm_shapes(name: str, config: ModelConfig) -> dict[str, Shape]:
+    kinds = ("weight", "bias") if config.norm_bias else ("weight",)
+    return {f"{name}.{kind}": (config.hidden_size,) for kind in kinds}
+
+
 def _layer_shapes(config: ModelConfig, index: int) -> dict[str, Shape]:
-    norms = {name: (config.hidden_size,) for name in LAYER_NORMS[config.norms] if name is not None}
     shapes: dict[str, Shape] = _attention_shapes(config)
-    shapes |= {f"{name}.weight": shape for name, shape in norms.items()}
+    for name in LAYER_NORMS[config.norms]:
+        shapes |= {} if name is None else _norm_shapes(name, config)
     experts = config.experts
     if experts is None or not config.has_experts(index):
-        return shapes | _mlp_shapes("mlp", config.hidden_size, config.intermediate_size)
+        return shapes | _mlp_shapes("mlp", config.hidden_size, config.intermediate_size, config)
     shapes["mlp.gate.weight"] = (experts.num_experts, config.hidden_size)
     if experts.has_bias:
         shapes["mlp.gate.bias"] = (experts.num_experts,)
@@ -145,12 +153,21 @@ def _layer_shapes(config: ModelConfig, index: int) -> dict[str, Shape]:
     return shapes
 
 
-def _mlp_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
-    return {
-        f"{prefix}.gate_proj.weight": (intermediate, hidden),
-        f"{prefix}.up_proj.weight": (intermediate, hidden),
-        f"{prefix}.down_proj.weight": (hidden, intermediate),
-    }
+def inner_parts(config: ModelConfig) -> tuple[str, ...]:
+    """Return the projections to the inside of a feed-forward."""
+    return ("gate", "up") if config.is_gated else ("up",)
+
+
+def _mlp_shapes(
+    prefix: str, hidden: int, intermediate: int, dense: ModelConfig | None = None
+) -> dict[str, Shape]:
+    """Return the shapes of a feed-forward; `dense`: the model, where it is that of a layer and no expert."""
+    inner = ("gate", "up") if dense is None else inner_parts(dense)
+    shapes: dict[str, Shape] = {f"{prefix}.{part}_proj.weight": (intermediate, hidden) for part in inner}
+    shapes[f"{prefix}.down_proj.weight"] = (hidden, intermediate)
+    if dense is not None and dense.mlp_bias:
+        shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+    return shapes
 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -167,7 +184,10 @@ def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
     if config.has_sinks:
         shapes["self_attn.sinks"] = (config.num_heads,)
     if config.qk_norm:
-        spans_all = config.qk_norm == "all"
-        shapes["self_attn.q_norm.weight"] = (query_size if spans_all else config.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (kv_size if spans_all else config.head_dim,)
+        for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+            shapes[f"self_attn.{part}_norm.weight"] = {
+                "head": (config.head_dim,),
+                "all": (heads * config.head_dim,),
+                "own": (heads, config.head_dim),
+            }[config.qk_norm]
     return shapes

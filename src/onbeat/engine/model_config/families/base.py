@@ -7,12 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from onbeat.core.errors import NeedsVllm
 from onbeat.engine.model_config.architecture import Activation, Experts, ModelConfig, RopeConfig
 from onbeat.engine.model_config.rope import RopeRules, RopeSizes
 from onbeat.engine.model_config.values import Values
+
+
+class Biases(NamedTuple):
+    """Keys of flags that a model's projections have biases; None: they have none, or `always` says so."""
+
+    attention_bias: str | None = "attention_bias"
+    """Of queries, keys and values."""
+    attention_output_bias: str | None = "attention_bias"
+    mlp_bias: str | None = "mlp_bias"
+
+
+NO_BIASES = Biases(None, None, None)
 
 Complete = Callable[[ModelConfig, Values], ModelConfig]
 """From what all families have in common, and a file's own values, to all of a model."""
@@ -31,6 +43,8 @@ class GgufRules:
     """Its `general.architecture`."""
     with_experts: str | None = None
     """The Hugging Face class of its files that have experts, where that is another family's."""
+    with_window: str | None = None
+    """Likewise of those that have a sliding window."""
     theta: float = 10_000.0
     """Where a file has none."""
     truncates_yarn: bool = True
@@ -39,8 +53,8 @@ class GgufRules:
     """Whether llama.cpp keeps to a sliding window."""
     permutes: bool = False
     """Whether rows of queries and keys are in an order that suits interleaved rotary embedding."""
-    fuses: bool = False
-    """Whether queries, keys and values are in one tensor, and gate and up in another."""
+    fuses: tuple[str, ...] = ()
+    """Of `qkv_proj` and `gate_up_proj`, what is in one tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +65,8 @@ class Family:
     architecture: str
     """The Hugging Face class."""
     model_type: str
+    models: str = ""
+    """The models that it stands for, as documents name them."""
     multimodal: tuple[str, ...] = ()
     """Classes whose `text_config` is such a model."""
     defaults: Mapping[str, Any]
@@ -60,8 +76,9 @@ class Family:
     rope: RopeRules = RopeRules()
     activation: Activation = "silu"
     activation_key: str = "hidden_act"
-    may_have_biases: bool = True
-    """Whether `attention_bias` counts: for queries, keys, values and outputs alike."""
+    bias_keys: Biases = Biases()
+    """Keys that say where biases are."""
+    eps_key: str = "rms_norm_eps"
     reads: frozenset[str] = frozenset()
     """Keys that `complete` takes in, which other families must leave at what changes nothing."""
     complete: Complete = unchanged
@@ -105,7 +122,7 @@ def read_model(
     ModelLoadError : an unsupported option, or a missing or wrong value.
     """
     for key, allowed in neutral.items():
-        if key not in family.reads:
+        if key not in family.reads and key not in family.bias_keys:
             values.refuse_unless(key, *allowed)
     hidden_size, num_heads = values.size("hidden_size"), values.size("num_attention_heads")
     head_dim = values.size("head_dim", hidden_size // num_heads)
@@ -126,7 +143,7 @@ def read_model(
         "head_dim": head_dim,
         "intermediate_size": values.size("intermediate_size"),
         "max_position_embeddings": context,
-        "rms_norm_eps": values.number("rms_norm_eps"),
+        "rms_norm_eps": values.number(family.eps_key),
         "rope": rope,
         "local_rope": local_rope,
         "hidden_activation": family.activation,
@@ -149,6 +166,11 @@ def with_layers(config: ModelConfig, window: int | None, layers: tuple[bool, ...
 def window_of(values: Values) -> int | None:
     """Return the sliding window, tokens."""
     return values.size("sliding_window") if "sliding_window" in values else None
+
+
+def number_or_none(values: Values, key: str) -> float | None:
+    """Return a positive number where there is one."""
+    return values.number(key) if key in values else None
 
 
 def experts_of(values: Values, *, count: str = "num_local_experts", normalizes: bool = True) -> Experts:

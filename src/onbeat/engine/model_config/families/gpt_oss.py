@@ -57,6 +57,7 @@ GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
+    models="gpt-oss-20b, 120b",
     defaults={
         "vocab_size": 201_088,
         "hidden_size": 2880,

@@ -1,19 +1,23 @@
 """Llama's kin: what differs is a constant, a factor, or a few layers.
 
-Llama 2 and 3, Yi and SmolLM2 have two norms in each layer, each before the block that it feeds. Mistral has a
-sliding window in all layers, Mixtral experts, and a window if it is asked for; GGUF files call both `llama`.
-Granite 3 has factors on embeddings, attention scores, what layers add, and logits. OLMo 2 has its norms after
-attention and feed-forward, and norms of queries and keys that span all heads. SmolLM3 has every fourth layer
-without positions (NoPE). In Phi-3, Phi-3.5 and Phi-4-mini a part of each head may turn, by angles that
-LongRoPE scales; files have queries, keys and values in one tensor, and gate and up in another.
+Llama 2 and 3, Yi and SmolLM2 have two norms in each layer, each before the block that it feeds. Mistral has
+a sliding window in all layers, Ministral 3 queries that grow with their position, Mixtral experts, and a
+window if it is asked for; GGUF files call Mistral and Mixtral `llama`. Granite 3, and Granite 4 where it is
+dense, have factors on embeddings, attention scores, what layers add, and logits. OLMo 2 and 3 have their
+norms after attention and feed-forward, and norms of queries and keys that span all heads; most layers of
+OLMo 3 slide. SmolLM3 has every fourth layer without positions (NoPE). In Phi-3, Phi-3.5 and Phi-4-mini a
+part of each head may turn, by angles that LongRoPE scales; files have queries, keys and values in one
+tensor, and gate and up in another.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from onbeat.core.errors import NeedsVllm
 from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_config.families.base import (
+    NO_BIASES,
     Family,
     GgufRules,
     every,
@@ -30,6 +34,7 @@ LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     model_type="llama",
+    models="Llama 2 and 3, Yi, SmolLM2",
     defaults={"max_position_embeddings": 2048},
     gguf=GgufRules(architecture="llama", with_experts="MixtralForCausalLM", permutes=True),
 )
@@ -37,11 +42,44 @@ MISTRAL = Family(
     name="llama",
     architecture="MistralForCausalLM",
     model_type="mistral",
+    models="Mistral 7B, Nemo, Small 3 to 3.2",
     multimodal=("Mistral3ForConditionalGeneration",),
     defaults={"max_position_embeddings": 131_072, "sliding_window": 4096},
-    may_have_biases=False,
+    bias_keys=NO_BIASES,
     reads=frozenset({"sliding_window"}),
     complete=with_window,
+)
+
+
+def _ministral3(config: ModelConfig, values: Values) -> ModelConfig:
+    table = Values(values.raw("rope_parameters"), source="config.json's rope parameters")
+    growth = table.number("llama_4_scaling_beta"), table.size("original_max_position_embeddings")
+    return replace(with_window(config, values), query_growth=growth)
+
+
+MINISTRAL3 = Family(
+    name="ministral3",
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    models="Ministral 3",
+    multimodal=MISTRAL.multimodal,
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    rope=RopeRules(kinds=("yarn",), grows=True),
+    bias_keys=NO_BIASES,
+    reads=frozenset({"sliding_window"}),
+    complete=_ministral3,
 )
 
 
@@ -53,8 +91,9 @@ MIXTRAL = Family(
     name="llama",
     architecture="MixtralForCausalLM",
     model_type="mixtral",
+    models="Mixtral 8x7B, 8x22B",
     defaults={"max_position_embeddings": 131_072, "rope_theta": 1_000_000.0},
-    may_have_biases=False,
+    bias_keys=NO_BIASES,
     reads=frozenset({"num_local_experts", "sliding_window"}),
     complete=_mixtral,
     hf_names=(
@@ -68,20 +107,40 @@ OLMO2 = Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
+    models="OLMo 2",
     defaults={"max_position_embeddings": 2048},
     always={"norms": "after", "qk_norm": "all", "norm_rounds_once": True},
-    gguf=GgufRules(architecture="olmo2"),
+    gguf=GgufRules(architecture="olmo2", with_window="Olmo3ForCausalLM", has_windows=True),
+)
+
+
+def _olmo3(config: ModelConfig, values: Values) -> ModelConfig:
+    layers = tuple(not is_full for is_full in every(4, config.num_layers))
+    return with_layers(config, window_of(values), listed_layers(values, config.num_layers) or layers)
+
+
+OLMO3 = Family(
+    name="olmo2",
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    models="OLMo 3",
+    defaults={"max_position_embeddings": 2048, "rope_theta": 500_000.0, "sliding_window": 4096},
+    always=OLMO2.always,
+    rope=RopeRules(per_layer_type=True, local_theta=None),
+    reads=frozenset({"sliding_window"}),
+    complete=_olmo3,
 )
 PHI3 = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
     model_type="phi3",
+    models="Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
     defaults={"max_position_embeddings": 4096},
     rope=RopeRules(kinds=("default", "longrope", "su", "yarn"), is_partial=True),
-    may_have_biases=False,
+    bias_keys=NO_BIASES,
     reads=frozenset({"sliding_window"}),
     complete=with_window,
-    gguf=GgufRules(architecture="phi3", has_windows=True, fuses=True),
+    gguf=GgufRules(architecture="phi3", has_windows=True, fuses=("qkv_proj", "gate_up_proj")),
 )
 
 
@@ -103,12 +162,43 @@ GRANITE = Family(
     name="granite",
     architecture="GraniteForCausalLM",
     model_type="granite",
+    models="dense Granite 3",
     defaults={"max_position_embeddings": 2048, "attention_multiplier": 1.0},
     reads=frozenset(
         {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
     ),
     complete=_granite,
     gguf=GgufRules(architecture="granite", permutes=True),
+)
+
+
+def _granite4(config: ModelConfig, values: Values) -> ModelConfig:
+    values.refuse_unless("num_local_experts", 0)
+    types = values.raw("layer_types") or values.raw("layers_block_type") or ["mamba"]
+    if not {*types} <= {"attention", "full_attention"}:
+        raise NeedsVllm(
+            "config.json has Mamba layers, which are not supported; Granite 4 is served where it has none"
+        )
+    turns = values.raw("position_embedding_type") == "rope"
+    return replace(
+        _granite(config, values),
+        intermediate_size=values.size("shared_intermediate_size", 1024),
+        nope_layers=() if turns else (True,) * config.num_layers,
+    )
+
+
+GRANITE4 = Family(
+    name="granite",
+    architecture="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
+    models="Granite 4 without Mamba and experts",
+    defaults={**GRANITE.defaults, "num_local_experts": 8, "intermediate_size": 11_008},
+    reads=GRANITE.reads | {"num_local_experts"},
+    complete=_granite4,
+    hf_names=(
+        (".shared_mlp.input_linear.", ".mlp.gate_up_proj."),
+        (".shared_mlp.output_linear.", ".mlp.down_proj."),
+    ),
 )
 
 
@@ -131,6 +221,7 @@ SMOLLM3 = Family(
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
+    models="SmolLM3",
     defaults={
         "max_position_embeddings": 32_768,
         "rope_theta": 2_000_000.0,

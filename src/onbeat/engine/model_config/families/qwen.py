@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_config.families.base import (
+    NO_BIASES,
     Family,
     GgufRules,
     experts_of,
@@ -53,10 +54,11 @@ QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
+    models="Qwen 2 and 2.5, text of their VL models",
     multimodal=("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     defaults=_DEFAULTS,
     always={"attention_bias": True},
-    may_have_biases=False,
+    bias_keys=NO_BIASES,
     reads=frozenset({"sliding_window"}),
     complete=_sliding,
     gguf=GgufRules(architecture="qwen2"),
@@ -65,6 +67,7 @@ QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
+    models="Qwen 3, text of Qwen3-VL",
     multimodal=("Qwen3VLForConditionalGeneration",),
     defaults={**_DEFAULTS, "head_dim": 128},
     always={"qk_norm": "head"},
@@ -76,6 +79,7 @@ QWEN3_MOE = Family(
     name="qwen3-moe",
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
+    models="Qwen3-30B-A3B, 235B-A22B",
     defaults=_DEFAULTS,
     always={"qk_norm": "head"},
     reads=frozenset({"num_experts", "num_local_experts", "sliding_window"}),

@@ -1,0 +1,174 @@
+"""Families whose layers differ more from Llama's, each of a maker of its own.
+
+Command-R and Cohere 2 have LayerNorm without biases, one for attention and feed-forward, which read the
+same; Command-R+ has norms of each head, Cohere 2 no positions where its layers see everything. StarCoder2
+and Phi-3.5-MoE have LayerNorm with biases; the feed-forward of the first has no gates, the second routes by
+sparsemixer. In GLM-4 half of each head turns, and there are norms behind attention and feed-forward. Seed-
+OSS has biases of its own choice. In all but StarCoder2, Phi-3.5-MoE and Seed-OSS neighbours turn together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onbeat.engine.model_config.architecture import ModelConfig
+from onbeat.engine.model_config.families.base import (
+    Biases,
+    Family,
+    GgufRules,
+    every,
+    experts_of,
+    listed_layers,
+    window_of,
+    with_layers,
+    with_window,
+)
+from onbeat.engine.model_config.families.llama import MIXTRAL
+from onbeat.engine.model_config.rope import RopeRules
+from onbeat.engine.model_config.values import Values
+
+_INTERLEAVED = RopeRules(interleaves=True)
+
+
+def _command_r(config: ModelConfig, values: Values) -> ModelConfig:
+    return replace(
+        config,
+        logits_divisor=1 / values.number("logit_scale"),
+        qk_norm="own" if values.flag("use_qk_norm", default=False) else None,
+    )
+
+
+def _cohere2(config: ModelConfig, values: Values) -> ModelConfig:
+    full = every(values.size("sliding_window_pattern", 4), config.num_layers)
+    sliding = listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+    return replace(
+        with_layers(_command_r(config, values), window_of(values), sliding),
+        nope_layers=tuple(not slides for slides in sliding),
+    )
+
+
+COMMAND_R = Family(
+    name="command-r",
+    architecture="CohereForCausalLM",
+    model_type="cohere",
+    models="Command-R, Command-R+, Aya",
+    defaults={
+        "max_position_embeddings": 8192,
+        "rope_theta": 500_000.0,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "tie_word_embeddings": True,
+    },
+    always={"norms": "parallel", "norms_center": True},
+    rope=_INTERLEAVED,
+    bias_keys=Biases(mlp_bias=None),
+    eps_key="layer_norm_eps",
+    reads=frozenset({"logit_scale", "logits_scaling"}),  # which in GGUF files have one name
+    complete=_command_r,
+    gguf=GgufRules(architecture="command-r"),
+)
+COHERE2 = replace(
+    COMMAND_R,
+    name="cohere2",
+    architecture="Cohere2ForCausalLM",
+    model_type="cohere2",
+    models="Command R7B, Command A",
+    defaults={**COMMAND_R.defaults, "rope_theta": 10_000.0, "sliding_window": 4096},
+    reads=COMMAND_R.reads | {"sliding_window"},
+    complete=_cohere2,
+    gguf=GgufRules(architecture="cohere2", has_windows=True),
+)
+STARCODER2 = Family(
+    name="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    models="StarCoder2",
+    defaults={
+        "max_position_embeddings": 4096,
+        "norm_epsilon": 1e-5,
+        "use_bias": True,
+        "tie_word_embeddings": True,
+    },
+    always={"norms_center": True, "norm_bias": True, "is_gated": False},
+    activation="gelu_pytorch_tanh",
+    bias_keys=Biases("use_bias", "use_bias", "use_bias"),
+    eps_key="norm_epsilon",
+    reads=frozenset({"sliding_window"}),
+    complete=with_window,
+    gguf=GgufRules(architecture="starcoder2"),
+    hf_names=((".c_fc.", ".up_proj."), (".c_proj.", ".down_proj.")),
+)
+
+
+def _phi_moe(config: ModelConfig, values: Values) -> ModelConfig:
+    jitter = values.number("router_jitter_noise", 0.01)
+    return replace(
+        with_window(config, values),
+        experts=replace(experts_of(values), mixer_jitter=jitter),
+        head_bias=values.flag("lm_head_bias", default=False),
+    )
+
+
+PHI_MOE = Family(
+    name="phi-moe",
+    architecture="PhiMoEForCausalLM",
+    model_type="phimoe",
+    models="Phi-3.5-MoE",
+    defaults={
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+    },
+    always={"norms_center": True, "norm_bias": True},
+    rope=RopeRules(kinds=("default", "longrope")),
+    bias_keys=Biases(mlp_bias=None),
+    reads=frozenset({"num_local_experts", "sliding_window"}),
+    complete=_phi_moe,
+    hf_names=(*MIXTRAL.hf_names, (".mlp.router.", ".mlp.gate.")),
+)
+GLM4 = Family(
+    name="glm4",
+    architecture="Glm4ForCausalLM",
+    model_type="glm4",
+    models="GLM-4-0414",
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    always={"norms": "around"},
+    rope=RopeRules(is_partial=True, interleaves=True),
+    bias_keys=Biases(attention_output_bias=None, mlp_bias=None),
+    gguf=GgufRules(architecture="glm4", fuses=("gate_up_proj",)),
+    hf_names=(
+        (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
+        (".post_self_attn_layernorm.", ".post_attention_layernorm."),
+        (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
+    ),
+)
+ERNIE = Family(
+    name="ernie4_5",
+    architecture="Ernie4_5ForCausalLM",
+    model_type="ernie4_5",
+    models="dense ERNIE 4.5",
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
+    rope=_INTERLEAVED,
+    bias_keys=Biases("use_bias", "use_bias", "use_bias"),
+    gguf=GgufRules(architecture="ernie4_5"),
+)
+SEED_OSS = Family(
+    name="seed-oss",
+    architecture="SeedOssForCausalLM",
+    model_type="seed_oss",
+    models="Seed-OSS",
+    defaults={"head_dim": 128, "max_position_embeddings": 524_288, "attention_bias": True},
+    bias_keys=Biases(attention_output_bias="attention_out_bias"),
+    gguf=GgufRules(architecture="seed_oss"),
+)
