@@ -103,8 +103,8 @@ def test_rows_of_a_table_come_with_their_lines(tmp_path: Path) -> None:
         ("b,c\n1,2\n", r"lacks the column a; it has b, c\. Give a table"),
         ("a,b\n1,2\n", "lacks the column c"),
         ("a\n", "has a header but no steps"),
-        ("a,x\n1,2\n3\n", "line 3: the header names 2 columns, this line has another number"),
-        ("a,x\n1,2,3\n", "line 2: the header names 2 columns"),
+        ("a,x\n1,2\n3\n", r"line 3: .* 2"),
+        ("a,x\n1,2,3\n", r"line 2: .* 2"),
         ('a,x\n1,"2\n', "after line 1: unexpected end of data"),
     ],
 )

@@ -265,7 +265,7 @@ def test_texts_of_other_multimodal_models(name: str, model_type: str, architectu
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "'MambaForCausalLM' is not supported; supported: .*Gemma3For.*docs/models.md",
+            r"'MambaForCausalLM' .* supported: .*Gemma3For.*docs/models.md",
         ),
         ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "needs linear attention"),
         ({"architectures": ["Gemma3TextModel"]}, "needs attention in both directions"),
@@ -281,13 +281,13 @@ def test_texts_of_other_multimodal_models(name: str, model_type: str, architectu
         ({"sliding_window": 4096}, "sliding_window"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a whole number of at least 1"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096';"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         (
             {"num_hidden_layers": 10**9},
-            "num_hidden_layers is 1000000000; it must be a whole number of at least 1 and at most",
+            "num_hidden_layers is 1000000000;",
         ),
-        ({"num_key_value_heads": 5}, "32 attention heads, which is no multiple of its 5"),
+        ({"num_key_value_heads": 5}, r"32 .* 5"),
         ({"head_dim": 31}, "head_dim is 31"),
         ({"rms_norm_eps": True}, "rms_norm_eps is True"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
@@ -373,7 +373,7 @@ def test_gguf_gemma3_constants_that_the_format_leaves_out() -> None:
         ({"attention__head_count_kv": [3, 1]}, "the same for every layer"),
         ({"rope__dimension_count": 32}, "rope.dimension_count"),
         ({"attention__value_length": 32}, "value_length"),
-        ({"attention__sliding_window": 512}, "sliding_window to 512, which is not"),
+        ({"attention__sliding_window": 512}, "sliding_window to 512,"),
         ({"block_count": None}, r"lacks llama\.block_count"),
     ],
 )

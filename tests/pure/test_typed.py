@@ -103,9 +103,9 @@ def test_json_is_read_as_plain_values_are(tmp_path: Path) -> None:
         assert read(Top, tmp_path / name) == found
     (tmp_path / "b.yaml").write_text("count: 1\nnumber: 1e-5")  # no point: a text in YAML 1.1
     assert read(Top, tmp_path / "b.yaml").number == 1e-5
-    with pytest.raises(ConfigError, match="number is inf"):
+    with pytest.raises(ConfigError, match=r"number .*inf"):
         decode(Top, '{"count": 1, "number": 1e400}', "F")
-    with pytest.raises(ConfigError, match="unknown field 'x'"):
+    with pytest.raises(ConfigError, match="field 'x'"):
         decode(Top, '{"count": 1, "plain": {"x": 1}}', "F")
     for bad in ("{", "", '{"count": NaN}', "\ud800"):
         with pytest.raises(NotJSON):

@@ -47,7 +47,7 @@ def test_two_draws_of_one_thing_are_not_told_apart(tmp_path: Path) -> None:
     first = saved(tmp_path / "a.json", make_result(make_records(60, seed=1)))
     second = saved(tmp_path / "b.json", make_result(make_records(60, seed=2)))
 
-    assert rows_of(first, second)["mean_ttft_ms"].verdict == "no clear difference"
+    assert rows_of(first, second)["mean_ttft_ms"].verdict.startswith("no clear")
 
 
 def test_without_details_there_is_a_ratio_but_no_verdict(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_sharegpt(tmp_path: Path) -> None:
     [
         ("{", "line 2 is not JSON"),
         ('{"text": "a"}', "line 2 lacks prompt"),
-        ('{"prompt": ""}', "line 2: prompt is ''"),
+        ('{"prompt": ""}', r"line 2: .* ''"),
     ],
 )
 def test_bad_custom_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
@@ -191,5 +191,5 @@ def test_output_lengths_can_have_a_spread_of_their_own() -> None:
 
 
 def test_long_prompts_and_a_shared_prefix_do_not_go_together() -> None:
-    with pytest.raises(ConfigError, match="do not go together"):
+    with pytest.raises(ConfigError, match=r"--random-long-share.*--random-prefix-len"):
         BenchLoad(random_long_share=0.1, random_prefix_len=5)

@@ -63,11 +63,11 @@ def test_refuses_what_has_no_geometric_mean(values: list[float]) -> None:
 
 
 def test_refuses_pairs_that_are_none() -> None:
-    with pytest.raises(ConfigError, match="cannot be paired"):
+    with pytest.raises(ConfigError, match=r"1 values.* 2"):
         ratio_interval([1.0], [1.0, 2.0])
     with pytest.raises(ConfigError, match="above 0"):
         ratio_interval([1.0, 0.0], [1.0, 2.0])
-    with pytest.raises(ConfigError, match="at least one"):
+    with pytest.raises(ConfigError, match="least one"):
         mean_interval([])
     with pytest.raises(ConfigError, match="level"):
         mean_interval([1.0], level=1.0)

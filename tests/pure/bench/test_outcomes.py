@@ -137,8 +137,8 @@ def test_what_was_said_is_not_said_again() -> None:
         assert once not in text
     records[0].verdict = ServerVerdict(is_met=False, ttft=0.05, predicted_ttft=0.06)
     text = shown(make_result(records))
-    assert re.search(r"met by the server's verdict +75.0%", text)
-    assert "error of the predicted" in text
+    assert re.search(r"server's verdict +75\.0%", text)
+    assert "predicted" in text
 
 
 def test_refused_requests_are_as_long_as_those_that_the_server_counted() -> None:

@@ -123,8 +123,8 @@ class TestEntries:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"about": "x"}, "lacks the key 'command'"),
-            ({"about": "x", "command": "y", "port": 1}, "unknown key 'port'"),
+            ({"about": "x"}, "key 'command'"),
+            ({"about": "x", "command": "y", "port": 1}, "key 'port'"),
         ],
     )
     def test_a_wrong_entry_is_refused(self, values: dict[str, Any], message: str) -> None:
@@ -148,7 +148,7 @@ class TestEntries:
     def test_a_variable_that_is_not_set_is_named(self) -> None:
         entry = Entry(name="x", about="", command="run ${MODEL}")
 
-        with pytest.raises(EntryError, match="needs the variable MODEL"):
+        with pytest.raises(EntryError, match="variable MODEL"):
             make_launch(entry, port=1, num_cores=1, variables={})
 
     @pytest.mark.parametrize(("variables", "program"), [({}, "server"), ({"PROGRAM": "/x"}, "/x")])

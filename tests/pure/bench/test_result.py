@@ -193,7 +193,7 @@ def test_a_client_is_warned_of_where_its_lateness_matters(
     late = make_result(records, load=BenchLoad(request_rate=1 / gap), title="late", bench=options)
 
     assert late.values["p99_dispatch_lag_ms"] == pytest.approx(lag * 1e3)
-    assert [f"more than 5 % of {what}" in warning for warning in late.warnings] == ([True] if what else [])
+    assert [f" 5 % of {what}" in warning for warning in late.warnings] == ([True] if what else [])
     assert merge_texts([late, make_result(title="fine")]) == [f"{text} (late)" for text in late.warnings]
 
 
@@ -202,7 +202,7 @@ def test_an_objective_that_nothing_kept_is_named() -> None:
     for record in records:
         record.slo = SLO(ttft=0.01)
     [warning] = make_result(records).warnings
-    assert re.match(r"no first token was in time: the best took 4\d ms, and its objective is 10 ms", warning)
+    assert re.match(r"no first token .* 4\d ms, .* 10 ms", warning)
     records[1].slo = SLO(ttft=1.0)
     assert not make_result(records).warnings, "load may be the reason"
 

@@ -87,10 +87,10 @@ def saved(path: Path, **keys: Any) -> Path:
     [
         ("mean_ttft_ms", "fast", "mean_ttft_ms is 'fast'"),
         ("output_throughput", True, "output_throughput is True"),
-        ("ttfts", 3, "ttfts is 3; it must be a list"),
-        ("itls", [0.1, 0.2, 0.3], r"itls\[0\] is 0.1; it must be a list"),
+        ("ttfts", 3, "ttfts is 3;"),
+        ("itls", [0.1, 0.2, 0.3], r"itls\[0\] is 0.1;"),
         ("output_lens", [10, None, 10], r"output_lens\[1\] is None"),
-        ("latencies", [0.1], "one entry a request; they have ttfts 3, itls 3, latencies 1, output_lens 3"),
+        ("latencies", [0.1], "ttfts 3, itls 3, latencies 1, output_lens 3"),
     ],
 )
 def test_a_key_that_holds_what_it_cannot_is_named(

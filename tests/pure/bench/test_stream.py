@@ -93,7 +93,7 @@ def test_an_answer_that_the_server_gave_up_is_a_failure(reason: str) -> None:
 
     with pytest.raises(StreamError, match="after 1 chunks") as caught:
         stream.finish(1.0)
-    assert caught.value.cause == "ended by the server"
+    assert caught.value.cause.startswith("ended")
 
 
 @pytest.mark.parametrize(

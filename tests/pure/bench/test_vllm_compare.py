@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from benchmarks.vllm.compare_page import best_of, criteria, page, ratios
 
 NAMES = ["onbeat", "vLLM 128", "vLLM 2048"]
@@ -40,8 +42,8 @@ def test_ratios_are_taken_within_a_round_and_none_divides_by_zero():
 
 def test_what_is_worse_is_said():
     fewer, gain, output = criteria(RUNS, BEST, "onbeat")
-    assert fewer == "onbeat has fewer good requests at concurrency 16."
-    assert "2.00 times as many (geometric mean; concurrency 8)" in gain
+    assert re.fullmatch(r"onbeat .*fewer .* 16\.", fewer)
+    assert re.search(r"2\.00 times .*concurrency 8\)", gain)
     assert "0.90 times" in output
 
 

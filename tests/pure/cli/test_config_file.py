@@ -88,19 +88,19 @@ def test_a_model_by_position_and_a_file(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("max-model-lem: 8\n", "unknown flag --max-model-lem; did you mean --max-model-len?"),
-        ("policy: fifo\n", "invalid choice: 'fifo'"),
+        ("max-model-lem: 8\n", "--max-model-lem; did you mean --max-model-len?"),
+        ("policy: fifo\n", "choice: 'fifo'"),
         ("- max-model-len\n", "must be a mapping"),
         ("just text\n", "must be a mapping"),
         ("", "must be a mapping"),
-        ("host: {name: x}\n", "'host' is {'name': 'x'}; this flag takes a plain value or a list of them"),
+        ("host: {name: x}\n", "'host' is {'name': 'x'};"),
         ("served-model-name: [a, {b: c}]\n", "this flag takes a plain value or a list of them"),
         ("speculative-config:\n", "'speculative-config' is None; this flag takes a mapping or its JSON"),
         ("speculative-config: [{method: ngram}]\n", "this flag takes a mapping or its JSON"),
         ("speculative-config: ngram\n", "the speculative config is not JSON"),
-        ("speculative-config: {metod: ngram}\n", "unknown field 'metod': did you mean method"),
-        ("speculative-config: {method: {name: ngram}}\n", "method is {'name': 'ngram'}; it must be a text"),
-        ("speculative-config: {method: 2026-01-01}\n", "unknown speculative method '2026-01-01'"),
+        ("speculative-config: {metod: ngram}\n", "'metod': did you mean method"),
+        ("speculative-config: {method: {name: ngram}}\n", "method is {'name': 'ngram'};"),
+        ("speculative-config: {method: 2026-01-01}\n", "method '2026-01-01'"),
         ("host:\n", "'host' is None"),
         ("a: b: c\n", "cannot read the configuration file"),
         ("config: other.yaml\n", "cannot name another"),
@@ -117,8 +117,8 @@ def test_a_bad_file_is_one_line(
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "No such file" in refusal(capsys, "serve", "--config", str(tmp_path / "none.yaml"))
-    assert "Is a directory" in refusal(capsys, "serve", "--config", str(tmp_path))
+    assert "none.yaml: No such" in refusal(capsys, "serve", "--config", str(tmp_path / "none.yaml"))
+    assert f"{tmp_path}: Is a" in refusal(capsys, "serve", "--config", str(tmp_path))
 
 
 def test_two_files_are_refused(file: Path) -> None:
@@ -139,7 +139,7 @@ def test_the_fleet_is_a_mapping(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("fleet: 2", "--fleet"),
-        ("fleet: {replica: 2}", "did you mean --replicas?"),
+        ("fleet: {replica: 2}", "mean --replicas?"),
         ("fleet: {port: {a: 1}}", "'port' is {'a': 1}"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_bad_fleet_is_told(
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--router", "round-robbin", "did you mean round-robin?"),
+        ("--router", "round-robbin", "mean round-robin?"),
         ("--launcher", "slurm", "choose one of local, ray"),
     ],
 )

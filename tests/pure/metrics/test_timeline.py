@@ -118,7 +118,7 @@ def test_a_full_disk_ends_the_timeline_not_the_run(caplog: pytest.LogCaptureFixt
     with open_timeline(Path("/dev/full")) as timeline:
         run_one(RequestTracker([timeline]))
     (warning,) = caplog.records
-    assert "No space left" in warning.message
+    assert "/dev/full" in warning.message
 
 
 def test_a_simulation_waits_for_a_disk_that_falls_behind(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_simulation_waits_for_a_disk_that_falls_behind(tmp_path: Path) -> None
 
 def test_a_file_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="cannot write the timeline"),
+        pytest.raises(ConfigError, match=r"timeline.*/no/run\.json"),
         open_timeline(tmp_path / "no" / "run.json"),
     ):
         pass

@@ -123,15 +123,15 @@ def test_terms_may_come_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"row_second": 1e-5}, "unknown field 'row_second': did you mean row_seconds"),
-        ({"row_seconds": "fast"}, "row_seconds is 'fast'; it must be a number"),
-        ({"row_seconds": True}, "row_seconds is True; it must be a number"),
-        ({"row_seconds": [1]}, r"row_seconds is \[1\]; it must be a number"),
-        ({"gemm_ratio": 3}, "gemm_ratio of an engine is 3; it must be in"),
-        ({"steps_ahead": 2}, "steps_ahead is 2; it must be a whole number of at least 0 and at most 1"),
+        ({"row_second": 1e-5}, r"'row_second': .* row_seconds"),
+        ({"row_seconds": "fast"}, "row_seconds is 'fast';"),
+        ({"row_seconds": True}, "row_seconds is True;"),
+        ({"row_seconds": [1]}, r"row_seconds is \[1\];"),
+        ({"gemm_ratio": 3}, r"gemm_ratio .* 3;"),
+        ({"steps_ahead": 2}, "steps_ahead is 2;"),
         ({"steps_ahead": True}, "steps_ahead is True"),
-        ({"version": 0.2}, "version is 0.2; it must be a text"),
-        ({"sources": "me"}, "sources is 'me'; it must be a mapping"),
+        ({"version": 0.2}, "version is 0.2;"),
+        ({"sources": "me"}, "sources is 'me';"),
     ],
 )
 def test_wrong_terms_in_a_file_are_refused(tmp_path: Path, fields: dict[str, object], message: str) -> None:
@@ -212,9 +212,9 @@ def test_a_step_of_an_engine_takes_about_what_its_operators_take() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"link_efficiency": 1.2}, "link_efficiency of an engine is 1.2"),
-        ({"layer_ratio": -1}, "layer_ratio of an engine is -1"),
-        ({"row_seconds": float("nan")}, "row_seconds of an engine is nan"),
+        ({"link_efficiency": 1.2}, r"link_efficiency .* 1.2"),
+        ({"layer_ratio": -1}, r"layer_ratio .* -1"),
+        ({"row_seconds": float("nan")}, r"row_seconds .* nan"),
     ],
 )
 def test_terms_no_engine_has_are_refused(changes: dict[str, float], message: str) -> None:

@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_told_in_bytes():
 def test_kv_for_the_longest_request_is_counted():
     most = kv_capacity(LLAMA_8B, H100).num_tokens
     assert kv_capacity(LLAMA_8B, H100, least_tokens=most).num_tokens == most
-    with pytest.raises(DoesNotFit, match=f"for KV of {most + 1} tokens"):
+    with pytest.raises(DoesNotFit, match=f"KV of {most + 1} tokens"):
         kv_capacity(LLAMA_8B, H100, least_tokens=most + 1)
 
 
@@ -78,5 +78,5 @@ def test_bad_settings(options, message):
 
 
 def test_degrees_below_one():
-    with pytest.raises(ConfigError, match="tensor-parallel degree is 0"):
+    with pytest.raises(ConfigError, match="degree is 0"):
         Parallelism(0)

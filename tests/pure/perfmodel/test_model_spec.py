@@ -154,15 +154,15 @@ def test_unknown_model_names_near_ones():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not known"),
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
         ({"vocab_size": None}, "lacks vocab_size"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"num_hidden_layers": 0}, "num_layers is 0"),
-        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
-        ({"num_attention_heads": 0}, "num_heads is 0; it must be at least 1"),
-        ({"intermediate_size": -1}, "intermediate_size is -1; it must be a whole number of at least 0"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; .* at most 67108864"),
-        ({"hidden_size": 10**400}, "hidden_size is 1000.*; .* at most 67108864"),
+        ({"num_key_value_heads": 3}, r"4 .* 3 KV"),
+        ({"num_attention_heads": 0}, "num_heads is 0;"),
+        ({"intermediate_size": -1}, "intermediate_size is -1;"),
+        ({"num_hidden_layers": 10**12}, r"num_hidden_layers is 1000000000000; .* 67108864"),
+        ({"hidden_size": 10**400}, r"hidden_size is 1000.*; .* 67108864"),
     ],
 )
 def test_bad_configurations_are_named(change, message):
@@ -177,7 +177,7 @@ def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         find_model_spec(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="must be a mapping"):
+    with pytest.raises(ConfigError, match="mapping"):
         find_model_spec(str(tmp_path))
 
 

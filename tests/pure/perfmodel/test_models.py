@@ -99,7 +99,7 @@ def test_the_format_of_the_embedding_is_that_of_the_profile(tmp_path: Path) -> N
     ("other", "message"),
     [
         ({"model": find_model_spec("Llama-3.1-70B")}, "of model"),
-        ({"device": find_device("h200")}, "of device 'h100-sxm', not 'h200'"),
+        ({"device": find_device("h200")}, "'h100-sxm', not 'h200'"),
         ({"precision": Precision(weights="fp8")}, "of precision"),
         ({"parallelism": Parallelism(tensor=2)}, "of parallelism"),
     ],
@@ -120,7 +120,7 @@ def test_another_kind_in_the_table_is_made_by_its_name(monkeypatch: pytest.Monke
         assert profile is not None
         return Predictor(lambda shape: 0.02 * shape.num_decodes, ResidualModel.log_normal(0.1))
 
-    with pytest.raises(ConfigError, match="choose one of roofline, fitted"):
+    with pytest.raises(ConfigError, match="roofline, fitted"):
         make_step_time_model("linear", model=MODEL, device=DEVICE)
     monkeypatch.setitem(STEP_TIME_MODELS, "linear", constant)
     model = make_step_time_model("linear", model=MODEL, device=DEVICE, profile=Path("coefficients.json"))
@@ -135,5 +135,5 @@ def test_a_fit_needs_a_profile() -> None:
 def test_what_cannot_be_made() -> None:
     with pytest.raises(ConfigError, match="'rofline'"):
         make_step_time_model("rofline", model=MODEL, device=DEVICE)
-    with pytest.raises(ConfigError, match="takes no profile"):
+    with pytest.raises(ConfigError, match="no profile"):
         make_step_time_model("roofline", model=MODEL, device=DEVICE, profile=Path("some.json"))

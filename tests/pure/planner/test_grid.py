@@ -63,9 +63,9 @@ def test_a_policy_alone_keeps_the_budget_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"tensor_paralel": [1]}, "no setting 'tensor_paralel'; did you mean tensor_parallel"),
+        ({"tensor_paralel": [1]}, r"'tensor_paralel'; .* tensor_parallel"),
         ({"policy": []}, "has no values"),
-        ({"policy": ["sarathi", "sarati"]}, "unknown policy 'sarati'"),
+        ({"policy": ["sarathi", "sarati"]}, "policy 'sarati'"),
     ],
 )
 def test_says_what_is_wrong_with_an_axis(axes: dict[str, list[object]], message: str) -> None:

@@ -32,12 +32,12 @@ def test_a_file_wins_device_by_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h100: 2.5\n", "did you mean h100"),
+        ("h100: 2.5\n", "mean h100"),
         ("l4: free\n", "l4 is 'free'"),
         ("l4: 0\n", "above 0"),
         ("l4: {usd: 3}\n", "usd_per_hour"),
         ("l4: {usd_per_hour: 3, watts: 0}\n", "l4.watts is 0"),
-        ("l4: {usd_per_hour: 3, wats: 2}\n", "unknown field 'wats'"),
+        ("l4: {usd_per_hour: 3, wats: 2}\n", "field 'wats'"),
         ("l4: {usd_per_hour: cheap}\n", "l4.usd_per_hour is 'cheap'"),
         ("- l4\n", "must be a mapping"),
         ("l4: [\n", "cannot read"),

@@ -223,7 +223,7 @@ def packed(content: bytes) -> bytes:
                 b'{"file": "onbeat-record", "schema_version": 1, "onbeat_version": "1", "created": "", '
                 b'"scheduler": {}, "engine": {}, "x": 1}\n'
             ),
-            "unknown field 'x'",
+            "field 'x'",
         ),
         (packed(b'{"file": "onbeat-record", "schema_version": 1}\n'), "line 1 lacks onbeat_version"),
         (packed(b""), "cut short before its first line"),

@@ -158,7 +158,7 @@ class MovingMachine(RuleBasedStateMachine):
                 source.scheduler.handover.free(request_id)
                 self.at[request_id] = 1 - self.at[request_id]
                 return
-            with pytest.raises(InvalidRequest, match="runs whole batches"):
+            with pytest.raises(InvalidRequest, match="whole batches"):
                 destination.adopt(request, detached)
         destination.release(request_id)
         assert source.scheduler.handover.reattach(request_id)

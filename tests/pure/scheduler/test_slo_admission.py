@@ -218,7 +218,7 @@ class TestRefusal:
             assert driver.ask(f"r{index}", 900, slo=SLO(ttft=0.8)) is None
         error = driver.ask("late", 900, slo=SLO(ttft=0.3))
         assert isinstance(error, SLOUnattainable)
-        assert "have been accepted" in str(error)
+        assert "accepted" in str(error)
         driver.serve([])
         assert all(driver.ttft(f"r{index}") <= 0.8 for index in range(5))
 

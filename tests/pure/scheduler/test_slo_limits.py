@@ -160,7 +160,7 @@ class TestHardCaps:
         assert driver.ask("long", 900) is None
         error = driver.ask("short", 1)
         assert isinstance(error, Overloaded)
-        assert "holds 900 prompt tokens" in str(error)
+        assert " 900 prompt tokens" in str(error)
         driver.step()
         assert driver.ask("a", 300) is None
         assert driver.ask("b", 200) is None

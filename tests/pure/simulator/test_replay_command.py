@@ -81,7 +81,7 @@ def test_a_model_and_a_device_give_predicted_step_times(
         (["--profile", "missing.json"], "missing.json"),
         (
             ["--step-time", "fited", "--model", "Llama-3.1-8B", "--device", "h100-sxm"],
-            "did you mean fitted?",
+            "mean fitted?",
         ),
         (["--json", "/proc/nowhere/found.json"], "/proc/nowhere/found.json: "),
     ],

@@ -181,7 +181,7 @@ def test_progress_comes_at_most_ten_times_a_second():
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_impossible_step_times_are_refused(seconds, pipeline):
-    with pytest.raises(ConfigError, match="must take a finite time above 0"):
+    with pytest.raises(ConfigError, match=f" {seconds} s "):
         simulate(make_load([8], [2], [0.0]), make_config(pipeline=pipeline), ShapeTime(lambda shape: seconds))
 
 
@@ -198,7 +198,7 @@ def test_a_load_without_arrivals_needs_a_limit():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"router": "fastest"}, "unknown router 'fastest'; choose one of round-robin"),
+        ({"router": "fastest"}, "router 'fastest';"),
         ({"replicas": 0}, "replicas is 0"),
         ({"pipeline": 0}, "num_micro_batches is 0"),
         ({"max_concurrency": 0}, "max_concurrency is 0"),

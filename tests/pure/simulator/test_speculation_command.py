@@ -89,9 +89,9 @@ def test_rates_are_read_from_a_record(tmp_path: Path) -> None:
         (["--acceptance-rate", "0.7"], "--acceptance-rate needs --speculative-config"),
         (["--draft-hit-rate", "0.7"], "--draft-hit-rate needs --speculative-config"),
         ([*NGRAM, "--acceptance-rate", "often"], "write 0.7 or CLASS=0.7"),
-        ([*NGRAM, "--acceptance-rate", "chat=1.5"], "acceptance rate of chat is 1.5"),
+        ([*NGRAM, "--acceptance-rate", "chat=1.5"], "chat is 1.5"),
         ([*NGRAM, "--acceptance-record", "missing.gz"], "cannot read missing.gz"),
-        (["--speculative-config", '{"method": "oracle"}'], "unknown speculative method 'oracle'"),
+        (["--speculative-config", '{"method": "oracle"}'], "method 'oracle'"),
         (
             ["--speculative-config", '{"model": "meta-llama/Llama-3.2-1B"}', "--draft-hit-rate", "1"],
             "--draft-hit-rate is for method ngram",

@@ -193,7 +193,7 @@ def test_a_text_that_the_tokenizer_gives_up_on_is_refused(tmp_path: Path):
     save(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "pre_tokenizer": split}))
-    with pytest.raises(InvalidRequest, match="gives up on the text"):
+    with pytest.raises(InvalidRequest, match="gives up"):
         load_tokenizer(tmp_path).encode("a" * 40)
 
 

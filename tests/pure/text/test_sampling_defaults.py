@@ -60,7 +60,7 @@ def test_a_gguf_file_says_it_in_the_keys_of_llama_cpp(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ({"temperature": 7}, "temperature is 7"),
-        ({"top_p": "0.9"}, "top_p is '0.9', which is no number"),
+        ({"top_p": "0.9"}, "top_p is '0.9',"),
         ({"top_k": True}, "top_k is True"),
     ],
 )

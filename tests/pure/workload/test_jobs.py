@@ -44,15 +44,15 @@ def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:
     ("job", "words"),
     [
         ({"calls": []}, "line 1: a job has no calls"),
-        ({"calls": [{**CALL, "output_tokens": -1}]}, r"calls\[0\].output_tokens is -1; .* at least 0"),
-        ({"calls": [{**CALL, "input_tokens": 10**12}]}, "input_tokens is 1000000000000; .* at most 16777216"),
-        ({"calls": [CALL], "system_tokens": 10**18}, "system_tokens is 1000.*; .* at most 16777216"),
-        ({"calls": [{**CALL, "input_tokens": "many"}]}, "input_tokens is 'many'; it must be a whole number"),
-        ({"calls": [{**CALL, "quotes": ["x"]}]}, "quotes names call 'x', which does not come before it"),
-        ({"calls": [CALL], "deadline": 5}, "unknown field 'deadline': did you mean deadline_ms"),
-        ({"calls": [CALL], "deadline_ms": -5}, "the deadline of a job is -0.005 s"),
+        ({"calls": [{**CALL, "output_tokens": -1}]}, r"calls\[0\].output_tokens is -1; .* 0"),
+        ({"calls": [{**CALL, "input_tokens": 10**12}]}, r"input_tokens is 1000000000000; .* 16777216"),
+        ({"calls": [CALL], "system_tokens": 10**18}, r"system_tokens is 1000.*; .* 16777216"),
+        ({"calls": [{**CALL, "input_tokens": "many"}]}, "input_tokens is 'many';"),
+        ({"calls": [{**CALL, "quotes": ["x"]}]}, "call 'x',"),
+        ({"calls": [CALL], "deadline": 5}, r"'deadline': .* deadline_ms"),
+        ({"calls": [CALL], "deadline_ms": -5}, "is -0.005"),
         ({"calls": [{"text": "hi", "output_tokens": 1}]}, "give --tokenizer"),
-        ({"calls": [{**CALL, "id": "a"}, {**CALL, "id": "a"}]}, "two calls have the id 'a'"),
+        ({"calls": [{**CALL, "id": "a"}, {**CALL, "id": "a"}]}, "id 'a'"),
         ([1], r"\[1\]; it must be a mapping with class"),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_job_is_skipped_or_taken_whole() -> None:
     assert (len(kept), kept.num_skipped) == (4, 3)
     assert kept.jobs is not None
     assert kept.jobs.firsts.tolist() == [0, 2]
-    with pytest.raises(ConfigError, match="take whole jobs"):
+    with pytest.raises(ConfigError, match="whole jobs"):
         load.take([0, 1, 2])
 
 

@@ -100,7 +100,7 @@ def test_contradictory_sources_are_refused(options: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arrivals": "replay"}, "has 3 requests, and --num-prompts is 4"),
+        ({"arrivals": "replay"}, r"has 3 .* --num-prompts is 4"),
         ({"request_rate": 2.0}, "shared blocks"),
     ],
 )
@@ -115,7 +115,7 @@ def test_lengths_have_no_times_to_replay(tmp_path: Path) -> None:
     path = write(tmp_path / "l.csv", LENGTHS)
 
     assert Load(trace=path).offered().rate == 1.0
-    with pytest.raises(ConfigError, match="no arrival times"):
+    with pytest.raises(ConfigError, match="arrival times"):
         Load(trace=path, arrivals="replay").offered()
     with pytest.raises(ConfigError, match="--rate-scale"):
         Load(trace=path, rate_scale=2.0).offered()

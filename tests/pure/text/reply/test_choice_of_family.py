@@ -56,7 +56,7 @@ def test_names_of_other_servers(alias: str, name: str) -> None:
 def test_unknown_names_are_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match="'kimi'"):
         family_named("kimi")
-    with pytest.raises(ConfigError, match=r"'x' is not known; give auto, none, or one of think, mistral"):
+    with pytest.raises(ConfigError, match=r"'x'.* auto, none, .* think, mistral"):
         reasoning_named("x")
     assert reasoning_named("openai_gptoss") is reasoning_of(SIGNS["harmony"], lambda _: False)
     assert reasoning_named("deepseek_r1") is reasoning_named("qwen3") is REASONING["think"]
