@@ -108,13 +108,13 @@ void ob_matrix_free(ob_matrix* matrix);
 /* ---- Model ---- */
 
 typedef struct {
-    const ob_matrix* qkv[3];  /* [(N + 2K) H, D]: query, key and value heads one after the other, in one matrix or,
+    const ob_matrix* qkv[3];  /* [(N + 2K) H, D]: what gates attention, where anything does, N H more; query, key and value heads one after the other, in one matrix or,
                                * where their stores differ, in several; NULL behind the last */
-    const ob_matrix* o;       /* [D, N H] */
+    const ob_matrix* o;       /* [D, N H], or the width of all value heads */
     const ob_matrix* gate_up; /* [2 F, D]: 16 rows of gate, 16 of up, and so on; F padded to 16. [F, D] where the model
                                * has no gates. NULL with experts */
     const ob_matrix* down;    /* [D, F]; NULL with experts */
-    const ob_matrix* router;  /* [experts, D], or NULL: the layer has no experts */
+    const ob_matrix* router;  /* [experts, D], and the gate of the one that is shared; NULL: the layer has no experts */
     const ob_matrix* const* expert_gate_up; /* of each expert, as above, with the experts' own width */
     const ob_matrix* const* expert_down;
     const float* router_bias;         /* [experts], or NULL */
@@ -134,6 +134,13 @@ typedef struct {
     const float* sinks;                /* [N]: a score that takes its share of attention, and adds nothing; or NULL */
     int64_t window;                    /* tokens that a token sees, itself included; 0: all */
     int64_t rope;                      /* index into `rope_frequencies` */
+    int64_t place;                     /* among the layers that keep keys and values, or among those that keep states */
+    /* Of linear attention, of which `qkv` projects to queries and keys of the key heads, values of the value heads, as
+     * many gates, then a beta and a decay of each value head. */
+    const float* conv;       /* [conv_width, queries, keys and values], the oldest token first; NULL: the layer attends */
+    const float* decay;      /* [value heads], below 0: of each, times softplus, the exponential is taken */
+    const float* dt_bias;    /* [value heads] */
+    const float* delta_norm; /* [value_dim] */
 } ob_layer;
 
 typedef struct {
@@ -156,6 +163,12 @@ typedef struct {
     int32_t is_parallel;     /* not 0: attention and feed-forward read the same residual; no layer has experts */
     int32_t growth_context;  /* where not 0, queries grow by 1 + query_growth ln(1 + [position / this]) */
     int32_t num_experts, experts_per_token, expert_size; /* 0 where no layer has experts; the size padded to 16 */
+    int32_t shared_experts; /* 1: the last expert is every token's, by a sigmoid of its own; else 0 */
+    int32_t num_kv_layers;  /* that keep keys and values */
+    int32_t gates_attention; /* not 0: what attention mixes is multiplied by a sigmoid */
+    /* Of linear attention; 0 where no layer has it. States are kept for lines 0 to `num_slots` - 1 of the block tables;
+     * slots behind those of all lines are for `kept_slots`. */
+    int32_t num_slots, key_heads, value_heads, key_dim, value_dim, conv_width;
     int32_t normalizes_experts; /* not 0: shares of a token's experts sum up to 1; else they are parts of all's */
     float rms_norm_eps, attention_scale, embedding_scale;
     float query_growth;
@@ -180,6 +193,9 @@ typedef struct ob_engine ob_engine;
 ob_engine* ob_engine_create(const ob_model* model, const char* instruction_set, char* error, size_t error_size);
 void ob_engine_free(ob_engine* engine);
 
+/* Copies the states of all layers from one slot to another. Returns OB_OK, or OB_MALFORMED where there is none. */
+int32_t ob_engine_copy_state(ob_engine* engine, int64_t source, int64_t target);
+
 typedef struct {
     int64_t num_tokens;
     const int64_t* token_ids;    /* [T] */
@@ -200,6 +216,10 @@ typedef struct {
     int64_t num_hidden;           /* at most T */
     const int64_t* hidden_tokens; /* indices into the packed tokens */
     float* hidden;                /* [num_hidden, D], written: their states behind the final norm */
+    int64_t num_kept;             /* states to be kept */
+    const int64_t* kept_rows;     /* of each, its row */
+    const int64_t* kept_tokens;   /* after how many of the row's tokens of this step, rising in a row */
+    const int64_t* kept_slots;    /* where, of the states; no row's own */
     double seconds;               /* written: how long the step took */
 } ob_step;
 

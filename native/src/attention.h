@@ -117,7 +117,7 @@ private:
             const int64_t position = first + page * kPageTokens;
             const int64_t block = table[position / model_.block_size];
             keys[page] = (const Number*)context_.kv_cache +
-                         page_numbers(model_) * page_index(model_, layer_, block, item.kv_head,
+                         page_numbers(model_) * page_index(model_, model_.layers[layer_].place, block, item.kv_head,
                                                            position % model_.block_size);
             values[page] = keys[page] + kPageTokens * model_.head_dim;
         }
@@ -287,7 +287,11 @@ private:
             }
     }
 
-    void write_head(int64_t token, int64_t head, const float* mixed, float factor) {
+    void write_head(int64_t token, int64_t head, float* mixed, float factor) {
+        if (model_.gates_attention) {
+            const float* gates = context_.qkv + token * context_.qkv_stride + head * model_.head_dim;
+            multiply_by(mixed, gates, model_.head_dim, [](F16 x) { return sigmoid(x); });
+        }
         Number* to = (Number*)context_.mixed + token * context_.mixed_stride + head * model_.head_dim;
         int64_t dim = 0;
         for (; dim + 16 <= model_.head_dim; dim += 16) store_as(to + dim, load(mixed + dim) * splat(factor));

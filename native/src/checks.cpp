@@ -47,13 +47,26 @@ int64_t count_ropes(const ob_model& model) {
     return count;
 }
 
-int64_t count_qkv_outputs(const ob_model& model) {
-    return (int64_t{model.num_heads} + 2 * int64_t{model.num_kv_heads}) * model.head_dim;
+int64_t count_qkv_outputs(const ob_model& model, const ob_layer& layer) {
+    if (layer.conv != nullptr)
+        return count_conv_inputs(model) + int64_t{model.value_heads} * model.value_dim + 2 * int64_t{model.value_heads};
+    return count_gates(model) + (int64_t{model.num_heads} + 2 * int64_t{model.num_kv_heads}) * model.head_dim;
+}
+
+int64_t most_qkv_outputs(const ob_model& model) {
+    int64_t most = 0;
+    for (int64_t layer = 0; layer < model.num_layers; ++layer)
+        most = std::max(most, count_qkv_outputs(model, model.layers[layer]));
+    return most;
 }
 
 bool count_kv_bytes(const ob_model& model, int64_t& bytes) {
     return multiply(bytes, page_numbers(model), int64_t{model.block_size} / kPageTokens, model.num_kv_heads,
-                    model.num_layers, model.num_blocks, int64_t{model.precision == OB_STORE_BF16 ? 2 : 4});
+                    model.num_kv_layers, model.num_blocks, int64_t{model.precision == OB_STORE_BF16 ? 2 : 4});
+}
+
+bool count_state_bytes(const ob_model& model, int64_t& bytes) {
+    return multiply(bytes, state_numbers(model), count_states(model), model.num_slots, int64_t{sizeof(float)});
 }
 
 std::string fault_of(const ob_model& model) {
@@ -84,6 +97,17 @@ std::string fault_of(const ob_model& model) {
     int64_t kv_bytes = 0;
     if (model.num_blocks < 1 || !count_kv_bytes(model, kv_bytes)) return "no number of blocks that a KV cache has";
     const int64_t queries = int64_t{model.num_heads} * model.head_dim;
+    const int64_t values = int64_t{model.value_heads} * model.value_dim;
+    if (model.num_kv_layers < 0 || model.num_kv_layers > model.num_layers) return "no number of layers that attend";
+    int64_t state_bytes = 0;
+    if (count_states(model) > 0) {
+        // Columns go sixteen at once, and blocks of the output's inputs must not reach behind a row.
+        if (model.key_heads < 1 || model.value_heads % model.key_heads || model.key_dim < 16 || model.value_dim < 16 ||
+            model.conv_width < 2 || queries % kInputMultiple || values % kInputMultiple) {
+            return "a size of linear attention is out of its range";
+        }
+        if (model.num_slots < 1 || !count_state_bytes(model, state_bytes)) return "no number of states";
+    }
     const auto suits = [&](const ob_matrix* matrix, int64_t outputs, int64_t inputs) {
         if (matrix == nullptr || matrix->num_outputs != outputs || matrix->num_inputs != inputs) return false;
         // A float matrix is multiplied by inputs of its own type.
@@ -100,17 +124,22 @@ std::string fault_of(const ob_model& model) {
             if (!suits(matrix, matrix->num_outputs, model.hidden_size)) return "qkv has the wrong shape or type";
             qkv_outputs += matrix->num_outputs;
         }
-        if (qkv_outputs != count_qkv_outputs(model)) return "qkv has the wrong shape or type";
-        if (!suits(layer.o, model.hidden_size, queries)) return "o has the wrong shape or type";
+        const bool is_linear = layer.conv != nullptr;
+        if (layer.place < 0 || layer.place >= (is_linear ? count_states(model) : model.num_kv_layers)) {
+            return "a layer has no place among its kind";
+        }
+        if (is_linear && !(layer.decay && layer.dt_bias && layer.delta_norm)) return "a part of linear attention is missing";
+        if (qkv_outputs != count_qkv_outputs(model, layer)) return "qkv has the wrong shape or type";
+        if (!suits(layer.o, model.hidden_size, is_linear ? values : queries)) return "o has the wrong shape or type";
         if (layer.router != nullptr) {
-            if (!suits(layer.router, model.num_experts, model.hidden_size)) {
+            if (!suits(layer.router, count_experts(model), model.hidden_size)) {
                 return "a router has the wrong shape or type";
             }
             if (layer.after_mlp_norm != nullptr) return "a norm behind experts is not supported";
             if (model.is_parallel || model.is_ungated) return "experts are neither parallel nor without gates";
             if (layer.expert_gate_up == nullptr || layer.expert_down == nullptr) return "experts are missing";
             const int64_t width = round_up(model.expert_size, 16);
-            for (int64_t expert = 0; expert < model.num_experts; ++expert) {
+            for (int64_t expert = 0; expert < count_experts(model); ++expert) {
                 if (!suits(layer.expert_gate_up[expert], 2 * width, model.hidden_size) ||
                     !suits(layer.expert_down[expert], model.hidden_size, model.expert_size)) {
                     return "an expert has the wrong shape or type";
@@ -139,6 +168,7 @@ bool is_well_formed(const ob_model& model, const ob_step& step) {
         if (step.query_lens[row] < 1 || step.query_lens[row] > step.num_tokens - num_tokens) return false;
         if (context < step.query_lens[row] || context > kMostTokens) return false;
         if (step.slots[row] < 0 || step.slots[row] >= step.num_block_tables) return false;
+        if (count_states(model) > 0 && step.slots[row] >= model.num_slots) return false;
         const int64_t blocks = (context + model.block_size - 1) / model.block_size;
         if (blocks > step.block_table_stride) return false;
         const int32_t* table = step.block_tables + step.slots[row] * step.block_table_stride;
@@ -148,6 +178,11 @@ bool is_well_formed(const ob_model& model, const ob_step& step) {
         num_tokens += step.query_lens[row];
     }
     if (num_tokens != step.num_tokens) return false;
+    for (int64_t index = 0; index < step.num_kept; ++index) {
+        const int64_t row = step.kept_rows[index], slot = step.kept_slots[index];
+        if (row < 0 || row >= step.num_rows || slot < 0 || slot >= model.num_slots) return false;
+        if (step.kept_tokens[index] < 1 || step.kept_tokens[index] > step.query_lens[row]) return false;
+    }
     for (int64_t token = 0; token < num_tokens; ++token) {
         if (step.token_ids[token] < 0 || step.token_ids[token] >= model.vocab_size) return false;
         if (step.positions[token] < 0 || step.positions[token] >= kMostTokens) return false;

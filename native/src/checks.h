@@ -8,16 +8,18 @@
 
 namespace ob {
 
-// Queries, keys and values of a token.
-int64_t count_qkv_outputs(const ob_model& model);
+// What a layer projects of a token: queries, keys, values, and what else.
+int64_t count_qkv_outputs(const ob_model& model, const ob_layer& layer);
+int64_t most_qkv_outputs(const ob_model& model);
 
 // Inputs of the widest product, padding included.
 int64_t most_inputs(const ob_model& model);
 
 int64_t count_ropes(const ob_model& model);
 
-// The bytes of a model's KV cache; false where they leave the range of the type.
+// The bytes of a model's KV cache, or of all states; false where they leave the range of the type.
 bool count_kv_bytes(const ob_model& model, int64_t& bytes);
+bool count_state_bytes(const ob_model& model, int64_t& bytes);
 
 // Returns what is wrong with a model, or an empty text.
 std::string fault_of(const ob_model& model);

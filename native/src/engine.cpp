@@ -1,4 +1,4 @@
-// The engine: memory, the plan of a step, and the choice of an instruction set.
+// The engine: memory, steps, and the choice of an instruction set.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -8,15 +8,10 @@
 #include <limits>
 #include <memory>
 #include <new>
-#include <numeric>
 #include <string>
 #include <system_error>
-#include <vector>
 
-#include "checks.h"
-#include "instruction_sets.h"
-#include "memory.h"
-#include "step.h"
+#include "engine.h"
 
 namespace ob {
 
@@ -32,129 +27,6 @@ const Kernels* find_kernels(const char* name) {
 }  // namespace
 }  // namespace ob
 
-struct ob_engine {
-    ob_engine(const ob_model& given, const ob::Kernels& chosen)
-        : model(given),
-          layers(given.layers, given.layers + given.num_layers),
-          kernels(chosen),
-          pool(ob::create_thread_pool(given.num_threads)) {
-        model.layers = layers.data();
-        int64_t bytes = 0;
-        ob::count_kv_bytes(model, bytes);
-        kv_bytes = static_cast<size_t>(bytes);
-        kv_cache = ob::map_memory(kv_bytes);
-    }
-    ob_engine(const ob_engine&) = delete;
-    ob_engine& operator=(const ob_engine&) = delete;
-    ~ob_engine() {
-        ob::destroy_thread_pool(pool);
-        ob::unmap_memory(kv_cache, kv_bytes);
-    }
-
-    int64_t number_bytes() const { return model.precision == OB_STORE_BF16 ? 2 : 4; }
-
-    void plan_attention(const ob_step& step);
-    void plan_row(const ob_step& step, int64_t row, int64_t first_token, int64_t num_pieces);
-    void plan_last_layer(const ob_step& step, ob::StepContext& context);
-    ob::StepContext prepare(const ob_step& step);
-    void prepare_experts(ob::StepContext& context);
-    void run(ob_step& step);
-
-    ob_model model;
-    std::vector<ob_layer> layers;
-    const ob::Kernels& kernels;
-    ob::ThreadPool* pool;
-    uint8_t* kv_cache = nullptr;
-    size_t kv_bytes = 0;
-    int64_t num_used_blocks = 0;  // from the first block to the last one that was written
-    size_t touched_bytes = 0;     // of the KV cache, from its start
-
-    std::vector<ob::AttentionItem> items;
-    std::vector<ob::MergeItem> merges;
-    int64_t num_pieces = 0;
-    std::vector<int64_t> wanted, rows_given, taken;
-    std::vector<ob::Best> best;
-    ob::Buffer hidden, branch, qkv, angles, normed, queries, mixed, gated, quantized, partials, scratch;
-    ob::Buffer router_logits, chosen, shares, expert_order, gathered, expert_gated;
-};
-
-void ob_engine::plan_row(const ob_step& step, int64_t row, int64_t first_token, int64_t pieces) {
-    const int64_t group = model.num_heads / model.num_kv_heads;
-    const int64_t most_tokens = std::max<int64_t>(1, kernels.attention_rows / group);
-    const auto context = static_cast<int32_t>(step.context_lens[row]);
-    for (int64_t head = 0; head < model.num_kv_heads; ++head) {
-        for (int64_t token = 0; token < step.query_lens[row]; token += most_tokens) {
-            ob::AttentionItem item{};
-            item.row = static_cast<int32_t>(row);
-            item.kv_head = static_cast<int32_t>(head);
-            item.first_token = static_cast<int32_t>(first_token + token);
-            item.num_tokens = static_cast<int32_t>(std::min(most_tokens, step.query_lens[row] - token));
-            item.end_context = static_cast<int32_t>(context - step.query_lens[row] + token + item.num_tokens);
-            item.piece = -1;
-            if (pieces == 1) {
-                items.push_back(item);
-                continue;
-            }
-            merges.push_back({item.first_token, item.kv_head, static_cast<int32_t>(num_pieces),
-                              static_cast<int32_t>(pieces)});
-            const int64_t length = round_up((context + pieces - 1) / pieces, kPageTokens);
-            for (int64_t piece = 0; piece < pieces; ++piece) {
-                item.first_context = static_cast<int32_t>(std::min<int64_t>(piece * length, context));
-                item.end_context = static_cast<int32_t>(std::min<int64_t>((piece + 1) * length, context));
-                item.piece = static_cast<int32_t>(num_pieces++);
-                items.push_back(item);
-            }
-        }
-    }
-}
-
-// Divides the step's attention among the threads: long work first, and few long contexts in pieces.
-void ob_engine::plan_attention(const ob_step& step) {
-    items.clear();
-    merges.clear();
-    num_pieces = 0;
-    constexpr int64_t kItemsPerThread = 4, kShortestPiece = 256;
-    const bool has_few_items = step.num_tokens * model.num_kv_heads < kItemsPerThread * model.num_threads;
-    int64_t first_token = 0;
-    for (int64_t row = 0; row < step.num_rows; ++row) {
-        int64_t pieces = 1;
-        if (has_few_items && model.num_threads > 1 && step.query_lens[row] == 1 && !model.batch_invariant) {
-            const int64_t wanted = kItemsPerThread * model.num_threads / (step.num_rows * model.num_kv_heads) + 1;
-            pieces = std::max<int64_t>(1, std::min(wanted, step.context_lens[row] / kShortestPiece));
-        }
-        plan_row(step, row, first_token, pieces);
-        first_token += step.query_lens[row];
-    }
-    const auto cost = [](const ob::AttentionItem& item) {
-        return int64_t{item.num_tokens} * (item.end_context - item.first_context);
-    };
-    std::stable_sort(items.begin(), items.end(), [&](const ob::AttentionItem& a, const ob::AttentionItem& b) {
-        return cost(a) > cost(b);
-    });
-}
-
-void ob_engine::plan_last_layer(const ob_step& step, ob::StepContext& context) {
-    rows_given.assign(step.sample_tokens, step.sample_tokens + step.num_samples);
-    rows_given.insert(rows_given.end(), step.hidden_tokens, step.hidden_tokens + step.num_hidden);
-    wanted = rows_given;
-    std::sort(wanted.begin(), wanted.end());
-    wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
-    if (model.layers[model.num_layers - 1].router || 2 * wanted.size() > static_cast<size_t>(step.num_tokens)) {
-        wanted.resize(static_cast<size_t>(step.num_tokens));
-        std::iota(wanted.begin(), wanted.end(), 0);
-    }
-    const auto row_of = [&](int64_t token) {
-        return std::lower_bound(wanted.begin(), wanted.end(), token) - wanted.begin();
-    };
-    for (int64_t& row : rows_given) row = row_of(row);
-    for (ob::AttentionItem& item : items)
-        item.is_wanted = row_of(item.first_token) < row_of(item.first_token + item.num_tokens);
-    context.wanted_tokens = wanted.data();
-    context.num_wanted = static_cast<int64_t>(wanted.size());
-    context.sample_rows = rows_given.data();
-    context.hidden_rows = rows_given.data() + step.num_samples;
-}
-
 ob::StepContext ob_engine::prepare(const ob_step& step) {
     ob::StepContext context{};
     context.model = &model;
@@ -167,6 +39,9 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.num_items = static_cast<int64_t>(items.size());
     context.merges = merges.data();
     context.num_merges = static_cast<int64_t>(merges.size());
+    context.delta_items = delta_items.data();
+    context.num_delta_items = static_cast<int64_t>(delta_items.size());
+    context.states = reinterpret_cast<float*>(states);
     taken.assign(static_cast<size_t>(3 * model.num_layers + 1), 0);
     context.taken = taken.data();
     context.taken_chunks = taken.data() + model.num_layers;
@@ -182,8 +57,10 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.num_ropes = ob::count_ropes(model);
     context.attention_rows = round_up(std::max(kernels.attention_rows, group), kernels.attention_rows);
     context.hidden_stride = round_up(model.hidden_size, kInputMultiple);
-    context.qkv_stride = round_up(ob::count_qkv_outputs(model), kPanelOutputs);
-    context.mixed_stride = round_up(int64_t{model.num_heads} * model.head_dim, kInputMultiple);
+    context.qkv_stride = round_up(ob::most_qkv_outputs(model), kPanelOutputs);
+    const int64_t most_mixed =
+        std::max(int64_t{model.num_heads} * model.head_dim, int64_t{model.value_heads} * model.value_dim);
+    context.mixed_stride = round_up(most_mixed, kInputMultiple);
     context.gated_stride = round_up(model.intermediate_size, kInputMultiple);
     context.normed_rows = std::max(ob::kMostColumnRows, step.num_samples);
     const int64_t normed_rows = std::max(rows, context.normed_rows * model.num_threads);
@@ -211,8 +88,9 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     const int64_t attention = context.attention_rows * per_row + 8 * 64;
     // A panel of floats, or the inputs of few rows in integers with their scales.
     const int64_t product = ob::most_inputs(model) * kPanelOutputs * 4 + 4096;
+    const int64_t delta = 2 * ob::kDeltaTokens * (model.key_dim + ob::padded_values(model)) * 4;
     context.scratch_bytes =
-        round_up(std::max(attention, product), 4096) + round_up(step.num_samples * ob::kLargestLogitBytes, 4096);
+        round_up(std::max({attention, product, delta}), 4096) + round_up(step.num_samples * ob::kLargestLogitBytes, 4096);
     context.scratch = scratch.at_least(static_cast<size_t>(context.scratch_bytes * model.num_threads));
     best.resize(static_cast<size_t>(step.num_samples * model.num_threads));
     context.best = best.data();
@@ -221,8 +99,8 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
 }
 
 void ob_engine::prepare_experts(ob::StepContext& context) {
-    const int64_t rows = context.step->num_tokens, chosen_rows = rows * model.experts_per_token;
-    context.router_stride = round_up(model.num_experts, kPanelOutputs);
+    const int64_t rows = context.step->num_tokens, chosen_rows = rows * ob::count_chosen(model);
+    context.router_stride = round_up(count_experts(model), kPanelOutputs);
     context.expert_stride = round_up(model.expert_size, kInputMultiple);
     const auto take = [](ob::Buffer& buffer, int64_t count, int64_t bytes) {
         return buffer.at_least(static_cast<size_t>(count * bytes));
@@ -231,7 +109,7 @@ void ob_engine::prepare_experts(ob::StepContext& context) {
     context.chosen = reinterpret_cast<int32_t*>(take(chosen, chosen_rows, sizeof(int32_t)));
     context.shares = reinterpret_cast<float*>(take(shares, chosen_rows, sizeof(float)));
     context.expert_order = reinterpret_cast<int32_t*>(
-        take(expert_order, model.num_threads * (chosen_rows + model.num_experts + 1), sizeof(int32_t)));
+        take(expert_order, model.num_threads * (chosen_rows + count_experts(model) + 1), sizeof(int32_t)));
     context.gathered =
         take(gathered, model.num_threads * ob::kMostColumnRows * context.hidden_stride, number_bytes());
     context.expert_gated = take(expert_gated, chosen_rows * context.expert_stride, number_bytes());
@@ -310,6 +188,11 @@ ob_engine* ob_engine_create(const ob_model* model, const char* instruction_set, 
         return nullptr;
     }
     auto engine = std::make_unique<ob_engine>(*model, *kernels);
+    if (engine->states == nullptr) {
+        std::snprintf(error, error_size, "no memory for states of %d requests, %zu bytes", model->num_slots,
+                      engine->state_bytes);
+        return nullptr;
+    }
     if (engine->kv_cache == nullptr) {
         std::snprintf(error, error_size, "no memory for a KV cache of %d blocks, %zu bytes", model->num_blocks,
                       engine->kv_bytes);
@@ -341,6 +224,15 @@ int32_t ob_engine_step(ob_engine* engine, ob_step* step) {
         return OB_FAILED;
     }
     step->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return OB_OK;
+}
+
+int32_t ob_engine_copy_state(ob_engine* engine, int64_t source, int64_t target) {
+    const int64_t count = engine->model.num_slots;
+    if (source < 0 || source >= count || target < 0 || target >= count) return OB_MALFORMED;
+    const size_t bytes = engine->state_bytes / static_cast<size_t>(count);
+    std::memmove(engine->states + static_cast<size_t>(target) * bytes,
+                 engine->states + static_cast<size_t>(source) * bytes, bytes);
     return OB_OK;
 }
 

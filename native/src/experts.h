@@ -37,14 +37,15 @@ public:
           normed_(normed),
           scratch_(scratch),
           arithmetic_(arithmetic),
-          num_chosen_(model_.experts_per_token),
+          num_chosen_(count_chosen(model_)),
+          num_experts_(count_experts(model_)),
           order_(context.expert_order +
-                 thread * (context.step->num_tokens * num_chosen_ + model_.num_experts + 1)),
+                 thread * (context.step->num_tokens * num_chosen_ + num_experts_ + 1)),
           starts_(order_ + context.step->num_tokens * num_chosen_) {}
 
     // Chooses experts for some tokens; their shares are the router's softmax, as far as it is theirs.
     void route(Range tokens) {
-        const int64_t stride = context_.router_stride, count = model_.num_experts;
+        const int64_t stride = context_.router_stride, count = num_experts_;
         float* logits = context_.router_logits;
         const float* bias = layer_.router_bias;
         multiply<E>(*layer_.router, normed_, tokens, {0, layer_.router->num_panels}, nullptr, scratch_, arithmetic_,
@@ -58,25 +59,29 @@ public:
     // done.
     void run() {
         group();
-        for (int64_t expert = 0; expert < model_.num_experts; ++expert) gate(expert);
+        for (int64_t expert = 0; expert < num_experts_; ++expert) gate(expert);
         wait_for_all(*context_.pool);
-        for (int64_t expert = 0; expert < model_.num_experts; ++expert) add(expert);
+        for (int64_t expert = 0; expert < num_experts_; ++expert) add(expert);
     }
 
 private:
     void share(int64_t token, const float* logits) {
         int32_t* chosen = context_.chosen + token * num_chosen_;
         float* shares = context_.shares + token * num_chosen_;
-        find_largest(logits, model_.num_experts, num_chosen_, chosen);
+        const int64_t num_routed = model_.experts_per_token;
+        find_largest(logits, model_.num_experts, num_routed, chosen);
         if (model_.mixer_jitter != 0) return mix_sparsely(logits, chosen, shares);
         const float peak = logits[chosen[0]];
         float total = 0;
-        for (int64_t k = 0; k < num_chosen_; ++k) total += shares[k] = __builtin_expf(logits[chosen[k]] - peak);
+        for (int64_t k = 0; k < num_routed; ++k) total += shares[k] = __builtin_expf(logits[chosen[k]] - peak);
         if (!model_.normalizes_experts) {
             total = 0;
             for (int64_t i = 0; i < model_.num_experts; ++i) total += __builtin_expf(logits[i] - peak);
         }
-        for (int64_t k = 0; k < num_chosen_; ++k) shares[k] /= total;
+        for (int64_t k = 0; k < num_routed; ++k) shares[k] /= total;
+        if (!model_.shared_experts) return;
+        chosen[num_routed] = model_.num_experts;
+        shares[num_routed] = 1.0f / (1.0f + __builtin_expf(-logits[model_.num_experts]));
     }
 
     // Sparsemixer (Liu et al., 2024): of each one, a softmax over what is near it, without those that were chosen before.
@@ -98,11 +103,11 @@ private:
     // Sorts what was chosen by experts; of one expert, the tokens stay in their order.
     void group() {
         const int64_t count = context_.step->num_tokens * num_chosen_;
-        for (int64_t expert = 0; expert <= model_.num_experts; ++expert) starts_[expert] = 0;
+        for (int64_t expert = 0; expert <= num_experts_; ++expert) starts_[expert] = 0;
         for (int64_t i = 0; i < count; ++i) ++starts_[context_.chosen[i] + 1];
-        for (int64_t expert = 0; expert < model_.num_experts; ++expert) starts_[expert + 1] += starts_[expert];
+        for (int64_t expert = 0; expert < num_experts_; ++expert) starts_[expert + 1] += starts_[expert];
         for (int64_t i = 0; i < count; ++i) order_[starts_[context_.chosen[i]]++] = (int32_t)i;
-        for (int64_t expert = model_.num_experts; expert > 0; --expert) starts_[expert] = starts_[expert - 1];
+        for (int64_t expert = num_experts_; expert > 0; --expert) starts_[expert] = starts_[expert - 1];
         starts_[0] = 0;
     }
 
@@ -147,7 +152,7 @@ private:
     const Inputs<E> normed_;
     uint8_t* const scratch_;
     const Arithmetic arithmetic_;
-    const int64_t num_chosen_;
+    const int64_t num_chosen_, num_experts_;  // the shared expert included
     int32_t* const order_;   // what was chosen, sorted by experts: token * experts per token + place
     int32_t* const starts_;  // [experts + 1]
 };

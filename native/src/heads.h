@@ -47,7 +47,7 @@ void rotate_and_store(const StepContext& context, int64_t index, int64_t token) 
     const ob_model& model = *context.model;
     const ob_layer& layer = model.layers[index];
     const int64_t dim = model.head_dim, turning = model.rotary_dim;
-    float* heads = context.qkv + token * context.qkv_stride;
+    float* heads = context.qkv + token * context.qkv_stride + count_gates(model);
     float* keys = heads + (int64_t)model.num_heads * dim;
     float* values = keys + (int64_t)model.num_kv_heads * dim;
     const float* turn = angles_of(context, layer.rope, token);
@@ -64,7 +64,7 @@ void rotate_and_store(const StepContext& context, int64_t index, int64_t token) 
     for (int64_t head = 0; head < model.num_kv_heads; ++head, keys += dim, values += dim) {
         rotate(keys, turn, turning, dim, 1.0f);
         Number* page =
-            (Number*)context.kv_cache + page_numbers(model) * page_index(model, index, block, head, offset);
+            (Number*)context.kv_cache + page_numbers(model) * page_index(model, layer.place, block, head, offset);
         store_key<E>(page, keys, dim, offset % kPageTokens);
         store_value<E>(page + kPageTokens * dim, values, dim, padded_head(model), offset % kPageTokens);
     }

@@ -5,6 +5,7 @@
 // all that a token needs between two attentions is one thread's own, they meet around attention only, and a
 // thread that shares its core takes fewer chunks.
 #include "attention.h"
+#include "delta.h"
 #include "experts.h"
 #include "heads.h"
 #include "linear.h"
@@ -142,6 +143,7 @@ private:
             qkv += num_outputs;
             if (bias != nullptr) bias += num_outputs;
         }
+        if (layer.conv != nullptr) return;
         meet_if_divided_by_columns();
         for (int64_t token = own_.first; token < own_.end; ++token)
             rotate_and_store<E>(context_, index, token);
@@ -226,12 +228,14 @@ private:
     // Whoever mixes a head makes its bytes, if blocks of bytes do not reach into the next head, and nobody makes others
     // before they are read.
     QuantizedRows mixed_bytes(const ob_layer& layer) const {
-        return model_.head_dim % kBlockInputs == 0 && !model_.is_parallel ? shared_bytes(*layer.o) : QuantizedRows{};
+        const bool may_share = layer.conv == nullptr && !model_.is_parallel && model_.head_dim % kBlockInputs == 0;
+        return may_share ? shared_bytes(*layer.o) : QuantizedRows{};
     }
 
     // ---- Attention ----
 
     void run_items(int64_t index) {
+        if (model_.layers[index].conv != nullptr) return DeltaRule<E>(context_, index, scratch_).run_all(context_.taken + index);
         Attention<E> attention(context_, index, scratch_, mixed_bytes(model_.layers[index]));
         int64_t* taken = context_.taken + index;
         const bool is_last = index + 1 == model_.num_layers;

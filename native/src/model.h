@@ -28,6 +28,9 @@ struct ob_matrix {
     const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }
 };
 
+// Experts of a layer, the shared one included.
+inline int64_t count_experts(const ob_model& model) { return int64_t{model.num_experts} + model.shared_experts; }
+
 // How many matrices a layer's query, key and value heads are in.
 inline int count_qkv(const ob_layer& layer) {
     int count = 0;

@@ -102,6 +102,19 @@ OB_INLINE void store_value(typename E::Number* page, const float* value, int64_t
 OB_INLINE F16 sigmoid(F16 x) { return splat(1.0f) / (splat(1.0f) + exp(zero() - x)); }
 OB_INLINE F16 tanh(F16 x) { return splat(2.0f) * sigmoid(x + x) - splat(1.0f); }
 OB_INLINE F16 silu(F16 x) { return x * sigmoid(x); }
+
+// Multiplies numbers by what a function makes of others.
+template <class Function>
+OB_INLINE void multiply_by(float* x, const float* y, int64_t count, Function function) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) store(x + i, load(x + i) * function(load(y + i)));
+    if (i == count) return;
+    float lanes[16] = {};
+    memcpy(lanes, y + i, (count - i) * sizeof(float));
+    store(lanes, function(load(lanes)));
+    for (int64_t lane = 0; i < count; ++i, ++lane) x[i] *= lanes[lane];
+}
+
 // 0.5 x (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 OB_INLINE F16 gelu_tanh(F16 x) {
     const F16 u = splat(1.5957691216057308f) * fma(splat(0.044715f) * x * x, x, x);

@@ -29,6 +29,12 @@ struct AttentionItem {
     bool is_wanted;                        // in the last layer, too
 };
 
+// One key head of a row whose layer keeps a state, with its value heads.
+struct DeltaItem {
+    int32_t row, key_head;
+    int64_t first_token;  // of the row, in the packed ones
+};
+
 // The partial results of one query token and KV head, to be put together.
 struct MergeItem {
     int32_t token, kv_head, first_piece, num_pieces;
@@ -56,6 +62,9 @@ struct StepContext {
     int64_t num_items;
     const MergeItem* merges;
     int64_t num_merges;
+    const DeltaItem* delta_items;
+    int64_t num_delta_items;
+    float* states;          // [slots, layers that keep states, `state_numbers`]
     int64_t* taken;         // [layers]: how many items of a layer have been taken
     int64_t* taken_chunks;  // [layers + 1]: how many chunks of rows before a layer's attention
     int64_t* taken_routes;  // [layers]: how many chunks of rows before a layer's experts
@@ -109,13 +118,35 @@ inline int64_t page_numbers(const ob_model& model) {
 // never touched in the same step, which then waits for dozens of large pages at once.
 inline int64_t page_index(const ob_model& model, int64_t layer, int64_t block, int64_t kv_head, int64_t offset) {
     const int64_t pages = model.block_size / kPageTokens;
-    return ((block * model.num_layers + layer) * model.num_kv_heads + kv_head) * pages + offset / kPageTokens;
+    return ((block * model.num_kv_layers + layer) * model.num_kv_heads + kv_head) * pages + offset / kPageTokens;
 }
 
 // Numbers of a block in all layers.
 inline int64_t block_numbers(const ob_model& model) {
-    return page_numbers(model) * (model.block_size / kPageTokens) * model.num_kv_heads * model.num_layers;
+    return page_numbers(model) * (model.block_size / kPageTokens) * model.num_kv_heads * model.num_kv_layers;
 }
+
+constexpr int64_t kDeltaTokens = 32;  // that linear attention takes at once
+
+inline int64_t count_conv_inputs(const ob_model& model) {
+    return 2 * int64_t{model.key_heads} * model.key_dim + int64_t{model.value_heads} * model.value_dim;
+}
+inline int64_t padded_values(const ob_model& model) { return round_up(model.value_dim, 16); }
+inline int64_t count_states(const ob_model& model) { return model.num_layers - model.num_kv_layers; }
+
+// Numbers of one layer's state of one request.
+inline int64_t state_numbers(const ob_model& model) {
+    const int64_t memory = int64_t{model.value_heads} * model.key_dim * padded_values(model);
+    return round_up(memory + (model.conv_width - 1) * count_conv_inputs(model), 16);
+}
+
+// Numbers that gate what attention mixes, before a token's queries.
+inline int64_t count_gates(const ob_model& model) {
+    return model.gates_attention ? int64_t{model.num_heads} * model.head_dim : 0;
+}
+
+// Experts of a token, the shared one included.
+inline int64_t count_chosen(const ob_model& model) { return int64_t{model.experts_per_token} + model.shared_experts; }
 
 // What each instruction set provides.
 struct Kernels {

@@ -267,7 +267,6 @@ def test_texts_of_other_multimodal_models(name: str, model_type: str, architectu
             {"architectures": ["MambaForCausalLM"]},
             r"'MambaForCausalLM' .* supported: .*Gemma3For.*docs/models.md",
         ),
-        ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "needs linear attention"),
         ({"architectures": ["Gemma3TextModel"]}, "needs attention in both directions"),
         ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 9.0}, "swiglu_limit to 9.0"),
         ({"architectures": ["Gemma3nForConditionalGeneration"]}, "not supported"),

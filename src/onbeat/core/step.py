@@ -127,6 +127,15 @@ class ScheduledRequest(NamedTuple):
     `num_computed_tokens` is what it is if all of them are accepted, and the runner knows better."""
 
 
+class KeptState(NamedTuple):
+    """A state of a request that a step is to keep for others."""
+
+    request_id: str
+    num_tokens: int
+    """After so many of its tokens, the last of which the step computes."""
+    snapshot: int
+
+
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
     """A request that runs for the first time, or again after a preemption: all the model runner must know."""
@@ -136,6 +145,8 @@ class AdmittedRequest:
     """Tokens generated before a preemption; empty the first time."""
     block_ids: tuple[int, ...]
     """Its block table, prefix-cache hits first."""
+    snapshot: int | None = None
+    """The kept state from which it goes on, of a model that keeps states; None: from none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +167,8 @@ class SchedulerOutput:
     """Of `released_ids`, those that were preempted, and may come again."""
     forgotten_ids: tuple[str, ...] = ()
     """Requests that were preempted, in this step or before, and will not come again."""
+    kept_states: tuple[KeptState, ...] = ()
+    """Of a model that keeps states."""
 
 
 class GuidedRows(NamedTuple):

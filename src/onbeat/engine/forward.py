@@ -69,6 +69,10 @@ class Computes(Protocol):
         """Make stored values of KV blocks finite."""
         ...
 
+    def copy_state(self, source: int, target: int) -> None:
+        """Let a request's slot have the state that is kept in another; of models that keep states."""
+        raise AssertionError(f"no state {source} for {target}: the model keeps none")
+
     def touch_ahead(self) -> bool:
         """Take a little of the memory that later steps will need; return whether there was any to take.
 

@@ -8,7 +8,7 @@ Legend: T tokens of the step, R rows, S request slots, P positions, B blocks of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
 from operator import is_
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.step import AdmittedRequest, ScheduledRequest
+from onbeat.core.step import AdmittedRequest, KeptState, ScheduledRequest
 from onbeat.engine.pooling import PooledPrompt, PooledTokens
 from onbeat.engine.sampler import SampledTokens, SamplingRow
 
@@ -40,6 +40,8 @@ class AttentionBatch:
     admissions_S: IntArray | None = None
     """Whose line of `block_tables_SB` it is. As long as a line's number stays, blocks are only added at its
     end. None where nobody asks: only devices remember tables."""
+    kept: tuple[tuple[int, int, int], ...] = ()
+    """States to be kept: row, after how many of its tokens of the step, and in which slot of states."""
 
 
 UNKNOWN_TOKEN = -1
@@ -115,6 +117,7 @@ class InputBatch:
         self.num_tokens_S: IntArray = np.zeros(max_num_seqs, np.int64)
         """Known tokens: drafts lie behind them."""
         self.sampling_rows: dict[int, SamplingRow] = {}
+        self.max_num_seqs = max_num_seqs
         self.pooled: dict[str, PooledPrompt] = {}
         """Requests with pooling, by id."""
         self.num_guided = 0
@@ -164,7 +167,10 @@ class InputBatch:
                 self._append_blocks(self.slots[row.request_id], row.new_block_ids)
 
     def prepare(
-        self, rows: Sequence[ScheduledRequest], drafts: Sequence[Sequence[int]] | None = None
+        self,
+        rows: Sequence[ScheduledRequest],
+        drafts: Sequence[Sequence[int]] | None = None,
+        kept_states: Sequence[KeptState] = (),
     ) -> StepInputs:
         """Gather the step's input.
 
@@ -173,6 +179,7 @@ class InputBatch:
         drafts : of each row, as many as were planned or fewer. A sampling row then starts where its known
             tokens say: it may have been planned as if drafts before it were all accepted. Empty: none were
             planned for any row. None: rows are as planned.
+        kept_states : those of the step; they lie behind the states of the requests in their slots.
         """
         request_ids, starts, lens, _, samples, planned = zip(*rows, strict=True)
         starts_R = np.array(starts, np.int64)
@@ -192,12 +199,15 @@ class InputBatch:
                 sampling_tokens = (sampling_tokens - num_drafts_R[step.samples_R])[rows_N] + waves_N
         positions_T = np.repeat(starts_R, step.query_lens_R) + step.places_T
         pooled = self._pooled_tokens(rows, step.ends_R) if self.pooled else ()
+        attention = self.attention(
+            step.slots_R, step.query_lens_R, starts_R + step.query_lens_R, step.slots_T, positions_T
+        )
+        if kept_states:
+            attention = replace(attention, kept=self._kept(rows, kept_states))
         return StepInputs(
             token_ids_T=self.token_ids_SP[step.slots_T, positions_T].astype(np.int64),
             positions_T=positions_T,
-            attention=self.attention(
-                step.slots_R, step.query_lens_R, starts_R + step.query_lens_R, step.slots_T, positions_T
-            ),
+            attention=attention,
             sampling_tokens=sampling_tokens,
             sampling_rows=step.sampling_rows,
             sampling_request_ids=step.sampling_request_ids,
@@ -207,6 +217,16 @@ class InputBatch:
             pooled=pooled,
             pooled_tokens=np.array([token for each in pooled for token in each.tokens], np.int64),
         )
+
+    def _kept(
+        self, rows: Sequence[ScheduledRequest], kept_states: Sequence[KeptState]
+    ) -> tuple[tuple[int, int, int], ...]:
+        places = {row.request_id: (index, row.num_computed_tokens) for index, row in enumerate(rows)}
+        found = []
+        for request_id, num_tokens, snapshot in kept_states:
+            index, num_computed = places[request_id]
+            found.append((index, num_tokens - num_computed, self.max_num_seqs + snapshot))
+        return tuple(found)
 
     def attention(
         self,

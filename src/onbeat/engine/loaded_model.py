@@ -35,6 +35,8 @@ class LoadedModel:
     @property
     def gives_kv(self) -> bool:
         """Whether `kv_memory` can be had."""
+        if self.backend.model.linear is not None:
+            return False  # a request is more than its KV: whoever takes it over computes its tokens again
         return isinstance(self.runner.forward, GivesKV) and self.backend.device.device.type == "cpu"
 
     def kv_memory(self, activation_quantization: str = "auto") -> BlockMemory:

@@ -58,7 +58,7 @@ class KVCacheSpec:
     ) -> KVCacheSpec:
         """Return the cache shape of a model; heads may be padded to a multiple of some width."""
         return cls(
-            num_layers=config.num_layers,
+            num_layers=config.num_kv_layers,
             num_kv_heads=config.num_kv_heads,
             head_dim=-(-config.head_dim // head_dim_multiple) * head_dim_multiple,
             dtype=dtype,
@@ -110,12 +110,16 @@ class Footprint:
     """What a step keeps of each token while it computes, about."""
     row_bytes: int
     """Of each row that samples, about."""
+    state_bytes: int = 0
+    """What layers of linear attention keep of each request, however long it is."""
 
     @classmethod
     def of(cls, config: ModelConfig, kv_cache: KVCacheSpec, weight_bytes: int) -> Footprint:
         """Return what a model takes whose KV cache and weights take so much."""
         largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
-        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + config.gate_width
+        if config.linear is not None:
+            heads = max(heads, config.linear.conv_size + config.linear.value_size)
         experts = config.experts
         # What an expert's rows are is kept for all experts of a token at once.
         width = 0 if experts is None else experts.num_per_token * experts.intermediate_size
@@ -127,6 +131,7 @@ class Footprint:
             load_bytes=largest * _FLOAT_BYTES,
             token_bytes=numbers * _FLOAT_BYTES,
             row_bytes=2 * config.vocab_size * _FLOAT_BYTES,  # logits and probabilities
+            state_bytes=config.state_numbers * _FLOAT_BYTES,
         )
 
     def beside(self, draft: Footprint) -> Footprint:
@@ -147,6 +152,22 @@ class Footprint:
         ConfigError : not even one does.
         """
         return num_blocks_in(budget_bytes, self.block_bytes, self.kv_cache.block_size)
+
+    def most_states(self, budget_bytes: int) -> int:
+        """Return of how many requests half of a budget holds the states; the other half is for KV blocks.
+
+        Raises
+        ------
+        ConfigError : not even of one.
+        """
+        most = budget_bytes // 2 // self.state_bytes
+        if most < 1:
+            raise ConfigError(
+                f"the model keeps a state of {_size(self.state_bytes)} of each request, and of "
+                f"{_size(budget_bytes)} of KV cache half may hold states; give at least "
+                f"--kv-cache-memory-bytes {flag_size(2, self.state_bytes)}"
+            )
+        return most
 
     def step_bytes(self, limits: SchedulerLimits) -> int:
         """Return about what the largest steps take, before it is known how many tokens these have."""

@@ -143,7 +143,7 @@ class ModelRunner:
         *earlier, rows = self.prompts.split(scheduled.rows)
         for part in earlier:
             self._forward_pass(part, self.batch.prepare(part), wants_logits=False)
-        inputs = inputs or self.batch.prepare(rows, drafts)
+        inputs = inputs or self.batch.prepare(rows, drafts, scheduled.kept_states)
         wants_logits = self.sampler.needs_logits(inputs.sampling_rows)
         logits = self._forward_pass(rows, inputs, wants_logits=wants_logits)
         output = self._take_tokens(scheduled, inputs, drafts, logits, wants_logits=wants_logits)
@@ -246,6 +246,9 @@ class ModelRunner:
             self.forward.scrub(self._to_scrub[-1])
             self._to_scrub.pop()
         slots = [self.batch.admit(admitted) for admitted in scheduled.admitted]
+        for admitted, slot in zip(scheduled.admitted, slots, strict=True):
+            if admitted.snapshot is not None:
+                self.forward.copy_state(self.limits.max_num_seqs + admitted.snapshot, slot)
         self.prompts.admit(scheduled.admitted, slots)
         if self.batch.num_guided:
             for slot in slots:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from onbeat.core.errors import ConfigError, NeedsVllm
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.step_time import StepTimeModel
-from onbeat.engine.backends.base import Backend, Room, SettleLimits
+from onbeat.engine.backends.base import Backend, CheckpointBackend, Room, SettleLimits
 from onbeat.engine.backends.stand_in import StandInBackend
 from onbeat.engine.backends.table import choose_backend, open_weights, vllm_backend, vllm_commands
 from onbeat.engine.core import EngineCore
@@ -219,6 +219,12 @@ class ModelLoader:
         propose = None if proposer is None else partial(_propose, proposer, say)
         start = partial(backend.start, self.limits, say, room, propose)
         runner, limits = start() if backend.has_workers else run_apart(start)
+        if limits.max_num_seqs < self.config.limits.max_num_seqs:
+            say(
+                f"at most {limits.max_num_seqs} requests run at once: the model keeps a state of "
+                f"{4 * backend.model.state_numbers / 2**20:.1f} MiB of each, and states take half of the KV "
+                "cache's memory; --kv-cache-memory-bytes allows more"
+            )
         _say_limits(limits, say)
         backend.tell_excess(say)
         return LoadedModel(backend, limits, runner, self.proposer)
@@ -238,11 +244,14 @@ def prepare(config: EngineConfig) -> ModelLoader:
     speculation = None
     if config.speculative is not None:
         speculation = config.speculative.for_scheduler(is_ahead=backend.drafts_ahead)
+    asked = config
+    if isinstance(backend, CheckpointBackend):
+        config = replace(config, limits=backend.bounded(config))
     settle = partial(
         _settle, config.limits, backend.model.max_position_embeddings, backend.ahead(), speculation
     )
     limits = backend.fit(config, settle, None if proposer is None else proposer.backend)
-    return ModelLoader(config, backend, proposer, limits, settle)
+    return ModelLoader(asked, backend, proposer, limits, settle)
 
 
 def _choose(config: EngineConfig) -> Backend:

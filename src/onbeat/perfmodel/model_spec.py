@@ -351,18 +351,23 @@ def latent_attention(read: SizeReader) -> dict[str, int]:
 
 
 def linear_attention(read: SizeReader) -> dict[str, int]:
-    """Return the sizes of layers of gated delta rules between some of full attention (Qwen3.5).
+    """Return the sizes of layers of gated delta rules between some of full attention (Qwen3-Next, Qwen3.5).
 
     A linear layer keeps a matrix of each value head in float32, and the last inputs of its convolution in 16
     bits.
     """
-    kinds, (hidden, dim) = read.layers(), read.sizes("hidden_size", "head_dim")
+    hidden, dim = read.sizes("hidden_size", "head_dim")
+    if read.config.get("layer_types") is None:
+        period = read.size("full_attention_interval", default=4)
+        kinds = [LINEAR if (i + 1) % period else FULL for i in range(read.size("num_hidden_layers"))]
+    else:
+        kinds = read.layers()
     heads, kv_heads = read.sizes("num_attention_heads", "num_key_value_heads")
     key, value, kernel = read.sizes("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
     key_heads, value_heads = read.sizes("linear_num_key_heads", "linear_num_value_heads")
     values, inputs = value_heads * value, 2 * key_heads * key + value_heads * value
     full, linear = kinds.count(FULL), kinds.count(LINEAR)
-    queries = 2 * heads if read.config.get("attn_output_gate") else heads
+    queries = heads if read.config.get("attn_output_gate") is False else 2 * heads
     return {
         "attention_weights": full * hidden * dim * (queries + heads + 2 * kv_heads)
         + linear * (hidden * (inputs + 2 * values + 2 * value_heads) + inputs * kernel),
@@ -470,6 +475,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "gpt_oss": _Family(sliding_share=_alternating),
     "glm4_moe": _PLAIN,
     "deepseek_v3": _Family(attention=latent_attention),
+    "qwen3_next": _Family(attention=linear_attention),
     "qwen3_5_text": _Family(attention=linear_attention),
     "qwen3_5_moe_text": _Family(attention=linear_attention),
     "gemma4_text": _Family(ties_embeddings=True, sliding_share=_by_pattern, attention=two_widths),

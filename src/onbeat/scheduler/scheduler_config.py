@@ -156,6 +156,9 @@ class SchedulerConfig(SchedulerLimits):
     holds at most its share of `max_num_seqs` (Sarathi-Serve, OSDI 2024, section 4.2)."""
     speculation: SpeculationConfig | None = None
     """None plans no drafts."""
+    num_snapshots: int | None = None
+    """States of requests that can be kept for prefix hits, of a model that keeps states; None of any other,
+    which needs none."""
     window_tokens: int | None = None
     """Output tokens that a request may have which nobody has fetched; with so many it sits out. None where
     nobody says what is fetched."""

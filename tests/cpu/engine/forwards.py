@@ -25,6 +25,9 @@ from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights import Checkpoint
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 
+NUM_SLOTS = 64
+"""Requests whose states are kept, where layers keep any."""
+
 
 class MakeForward(Protocol):
     """Makes a forward pass with an empty KV cache."""
@@ -43,7 +46,7 @@ def rows_of(matrix: PackedMatrix) -> NDArray[np.float32]:
 
 
 def on_torch(weights: TorchWeights) -> MakeForward:
-    return partial(TorchForward, weights)
+    return partial(TorchForward, weights, num_slots=NUM_SLOTS)
 
 
 def pack(
@@ -77,6 +80,7 @@ def on_native(
             dtype=numpy_dtype(dtype),
             num_blocks=num_blocks,
             block_size=block_size,
+            num_slots=NUM_SLOTS,
             num_threads=num_threads,
             activation_quantization=activation_quantization,
             instruction_set=instruction_set,

@@ -18,7 +18,7 @@ from onbeat.hub.files import ModelFiles
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
 BEYOND: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"architectures": ["Qwen3NextForCausalLM"]}, {}, "gated DeltaNet"),
+    ({"architectures": ["DeepseekV3ForCausalLM"]}, {}, "latent attention"),
     ({"quantization_config": {"quant_method": "bitsandbytes"}}, {}, "'bitsandbytes'"),
     ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, {}, "'longrope'"),
     ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping to 30.0"),
@@ -96,7 +96,7 @@ def test_quantized_weights_stay_so_on_a_gpu_by_vllm_alone(tmp_path: Path) -> Non
     [
         ({"num_attention_heads": 3}, {}, ModelLoadError),
         ({"hidden_size": "wide"}, {}, ModelLoadError),
-        ({"architectures": ["Qwen3NextForCausalLM"]}, {"backend": "torch"}, NeedsVllm),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, {"backend": "torch"}, NeedsVllm),
         ({}, {"tensor_parallel_size": 2, "backend": "native"}, NeedsVllm),
     ],
 )

@@ -69,6 +69,7 @@ from onbeat.engine.torch.types import torch_dtype
 from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.parameters import find_rows
+from tests.cpu.engine.stateful_models import STATEFUL
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -373,7 +374,7 @@ class TinyModel:
 
 def hf_tiny_model(name: str, dtype: torch.dtype) -> Any:
     """Return a random reference model, the same for the same name."""
-    model_class, config_class, options = (FAMILIES | KIN)[name]
+    model_class, config_class, options = (FAMILIES | KIN | STATEFUL)[name]
     options = {**SIZES, "attn_implementation": "eager" if name == "gemma2" else "sdpa", **options}
     config = config_class(**options, experts_implementation="eager")
     config.architectures = [model_class.__name__]
@@ -384,7 +385,8 @@ def hf_tiny_model(name: str, dtype: torch.dtype) -> Any:
             # Matrices that keep activations at their size, norms and biases that are not the identity.
             is_matrix = parameter.dim() >= 2
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5 if is_matrix else 0.3)
-            if "norm" in parameter_name and "gemma" not in name:
+            offset = "gemma" in name or (name in STATEFUL and "linear_attn" not in parameter_name)
+            if "norm" in parameter_name and not offset:
                 parameter.add_(1.0)
         hf_model.model.embed_tokens.weight.normal_(0.0, 1.0)
     hf_model.generation_config.eos_token_id = None

@@ -34,6 +34,8 @@ class Setting:
     objectives: Sequence[SLO | None] = (None,)
     """What requests are promised, in turn."""
     num_prompt_logprobs: int | None = None
+    is_cached: bool = True
+    num_snapshots: int | None = None
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in (self.policy, self.budget, self.num_blocks, self.depth))
@@ -84,6 +86,8 @@ def run_engine(
         max_num_seqs=setting.max_num_seqs,
         max_num_batched_tokens=setting.budget or max_model_len,
         policy=setting.policy,
+        enable_prefix_caching=setting.is_cached,
+        num_snapshots=setting.num_snapshots,
     )
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
     runner = ModelRunner(config, forward, Sampler(forward.config.vocab_size))

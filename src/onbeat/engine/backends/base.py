@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.request import Pooling
 from onbeat.core.step_time import StepTimeModel
+from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import DeviceConfig, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.executor import Runner
@@ -26,11 +29,21 @@ from onbeat.engine.weights import Checkpoint
 from onbeat.engine.weights.checkpoint import loading_remarks
 from onbeat.perfmodel.models import StepTimeDescription
 from onbeat.perfmodel.precision import Precision
-from onbeat.scheduler.scheduler_config import DEFAULT_BLOCK_SIZE, SchedulerConfig
+from onbeat.scheduler.replica.policies import composition
+from onbeat.scheduler.scheduler_config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_POLICY,
+    SchedulerConfig,
+    SchedulerLimits,
+)
 
 Propose = Callable[[ForwardPass, SchedulerConfig], Proposer]
 SettleLimits = Callable[[int], SchedulerConfig]
 """From a number of KV blocks to limits that go with it."""
+
+
+_SNAPSHOTS_PER_REQUEST = 4
+"""Most states that are kept for prefix hits, over the requests that may run."""
 
 
 class Room(NamedTuple):
@@ -179,11 +192,13 @@ class CheckpointBackend(ForwardBackend):
         if draft is not None:
             footprint = footprint.beside(draft.needs(block_size))
         free = free_for(config.memory_share, self.device.device)
-        kv_bytes = config.kv_cache_memory_bytes
-        footprint.check_weights(free, kv_cache_bytes=kv_bytes or 0)
-        spare_bytes = free.num_bytes - footprint.weight_bytes
-        default = self.default_kv_bytes(spare_bytes, footprint.step_bytes(config.limits))
-        limits = settle(footprint.num_blocks_in(kv_bytes or default))
+        footprint.check_weights(free, kv_cache_bytes=config.kv_cache_memory_bytes or 0)
+        state_bytes = config.limits.max_num_seqs * footprint.state_bytes
+        budget = self._kv_bytes(config, footprint, free)
+        num_snapshots = self._num_snapshots(config, footprint, budget)
+        state_bytes += (num_snapshots or 0) * footprint.state_bytes
+        limits = replace(settle(footprint.num_blocks_in(budget - state_bytes)), num_snapshots=num_snapshots)
+        free = free._replace(num_bytes=free.num_bytes - state_bytes)
         footprint.check_fits(
             free,
             num_blocks=limits.num_blocks,
@@ -191,6 +206,47 @@ class CheckpointBackend(ForwardBackend):
             num_rows=limits.max_num_seqs,
         )
         return limits
+
+    def _kv_bytes(self, config: EngineConfig, footprint: Footprint, free: FreeMemory) -> int:
+        """Return what KV blocks and states take together."""
+        spare_bytes = free.num_bytes - footprint.weight_bytes
+        default = self.default_kv_bytes(spare_bytes, footprint.step_bytes(config.limits))
+        return config.kv_cache_memory_bytes or default
+
+    def bounded(self, config: EngineConfig) -> SchedulerLimits:
+        """Return the limits of a configuration, within what a model that keeps states allows.
+
+        Raises
+        ------
+        ConfigError : drafts or a policy that it does not go with, or not even one state fits.
+        """
+        limits, footprint = config.limits, self.needs(config.limits.block_size or self.block_size)
+        if not footprint.state_bytes:
+            return limits
+        if config.speculative is not None:
+            raise ConfigError(
+                f"{self.name} keeps a state of each request, which cannot go back behind a draft that is not "
+                "accepted; leave --speculative-config out"
+            )
+        if composition(limits.policy or DEFAULT_POLICY).holds_finished:
+            raise ConfigError(
+                f"policy {limits.policy!r} computes the last token of finished requests again, which the "
+                f"states of {self.name} do not allow; choose another --policy"
+            )
+        budget = self._kv_bytes(config, footprint, free_for(config.memory_share, self.device.device))
+        most = footprint.most_states(budget)
+        # A part of them is for prefixes, more if there are few requests.
+        num_slots = min(limits.max_num_seqs, most - most // 4 if limits.enable_prefix_caching else most)
+        has_cache = limits.enable_prefix_caching and most > num_slots
+        return replace(limits, max_num_seqs=num_slots, enable_prefix_caching=has_cache)
+
+    def _num_snapshots(self, config: EngineConfig, footprint: Footprint, budget: int) -> int | None:
+        """Return how many states are kept for prefix hits."""
+        limits = config.limits
+        if not footprint.state_bytes:
+            return None
+        most = footprint.most_states(budget) - limits.max_num_seqs
+        return min(most, _SNAPSHOTS_PER_REQUEST * limits.max_num_seqs) if limits.enable_prefix_caching else 0
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
         """Return what the KV cache takes where the user gives no size.

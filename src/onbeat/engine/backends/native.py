@@ -86,6 +86,7 @@ class NativeBackend(CheckpointBackend):
             dtype=self.device.dtype,
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
+            num_slots=limits.max_num_seqs + (limits.num_snapshots or 0),
             num_threads=num_threads,
             activation_quantization=self._config.activation_quantization,
             instruction_set=self._instruction_set,

@@ -132,7 +132,12 @@ class TorchBackend(CheckpointBackend):
         torch.set_num_threads(self.device.num_threads)
         dtype, device = torch_dtype(self.device.dtype), torch_device(self.device.device)
         weights = load_weights(self.checkpoint, dtype, device)
-        forward = TorchForward(weights, num_blocks=limits.num_blocks, block_size=limits.block_size)
+        forward = TorchForward(
+            weights,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            num_slots=limits.max_num_seqs + (limits.num_snapshots or 0),
+        )
         return forward, limits
 
 

@@ -3,6 +3,7 @@
 from onbeat.engine.model_config.architecture import (
     Activation,
     Experts,
+    LinearAttention,
     ModelConfig,
     NormPlaces,
     RopeConfig,
@@ -15,6 +16,7 @@ from onbeat.engine.model_config.rope import head_order, inverse_frequencies
 __all__ = [
     "Activation",
     "Experts",
+    "LinearAttention",
     "ModelConfig",
     "NormPlaces",
     "RopeConfig",

@@ -19,7 +19,6 @@ QKNorm = Literal["head", "all", "own"]
 """What a norm of queries and keys spans: each head by itself (Qwen 3), all heads together (OLMo 2), or each
 head by itself with a scale of its own (Command-R+)."""
 _NEEDS: Mapping[str, tuple[str, ...]] = {
-    "linear attention (gated DeltaNet)": ("qwen35", "qwen3next"),
     "rotary positions of three parts": ("qwen2vl", "qwen25omni", "qwen3omni"),
     "experts of a layer turned round in one tensor": ("qwen3vlmoe",),
     "layers with two head sizes and shared KV": ("gemma4",),
@@ -92,10 +91,63 @@ class Experts:
     this part, twice, below it, without those chosen before."""
     layers: tuple[bool, ...] = ()
     """For each layer whether it has experts; empty means that all have."""
+    shared_size: int = 0
+    """Width of an expert that every token passes, times a sigmoid of its own (Qwen 3.5); 0: none."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_per_token <= self.num_experts:
             raise ModelLoadError(f"each token takes {self.num_per_token} experts of {self.num_experts}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Layers that keep one state of each request, however long it is, in place of keys and values.
+
+    A short causal convolution over queries, keys and values, then the gated delta rule (Yang et al., "Gated
+    Delta Networks", 2024).
+
+    Raises
+    ------
+    ModelLoadError : value heads that key heads do not divide.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Tokens that the convolution sees, the last one included."""
+    layers: tuple[bool, ...]
+    """For each layer whether it is one of these."""
+    joins_heads: bool = False
+    """Whether a file has all that is projected for a key head together (Qwen3-Next)."""
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ModelLoadError(
+                f"{self.num_value_heads} value heads of linear attention cannot share {self.num_key_heads} "
+                "key heads evenly"
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of a token's keys, or of its queries."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a token's values, of their gates, or of what comes out."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Numbers of a token that pass the convolution: queries, keys, values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of one layer's state of one request: a matrix of each value head, the last inputs."""
+        return self.num_value_heads * self.key_dim * self.value_dim + self.conv_size * (self.conv_width - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +198,10 @@ class ModelConfig:
     """For each layer whether it has no rotary embedding; empty means that all have one."""
     experts: Experts | None = None
     """None: a token passes the whole feed-forward."""
+    linear: LinearAttention | None = None
+    """None: all layers attend to keys and values."""
+    gates_attention: bool = False
+    """Whether what attention mixes is multiplied by a sigmoid, projected beside the queries (Qwen 3.5)."""
     sliding_window: int | None = None
     """A sliding layer's token sees itself and the `sliding_window - 1` tokens before it."""
     sliding_layers: tuple[bool, ...] = ()
@@ -193,7 +249,8 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelLoadError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
         expert_layers = () if self.experts is None else self.experts.layers
-        for pattern in (self.sliding_layers, self.nope_layers, expert_layers):
+        linear_layers = () if self.linear is None else self.linear.layers
+        for pattern in (self.sliding_layers, self.nope_layers, expert_layers, linear_layers):
             if pattern and len(pattern) != self.num_layers:
                 raise ModelLoadError(
                     f"the layer pattern names {len(pattern)} layers, the model has {self.num_layers}"
@@ -214,6 +271,7 @@ class ModelConfig:
             "soft-capped scores": self.attention_softcap is not None,
             "a feed-forward without gates": not self.is_gated,
             "attention sinks": self.has_sinks,
+            "linear attention": self.linear is not None,
             "queries that grow with their position": self.query_growth is not None,
         }
         return tuple(need for need, is_there in found.items() if is_there)
@@ -228,15 +286,45 @@ class ModelConfig:
         """Layers with experts."""
         return sum(map(self.has_experts, range(self.num_layers)))
 
-    def first_layers(self, num_layers: int) -> ModelConfig:
-        """Return a model of the first layers alone."""
-        experts = self.experts
+    def is_linear(self, layer_index: int) -> bool:
+        """Whether a layer keeps a state of each request in place of keys and values."""
+        return self.linear is not None and self.linear.layers[layer_index]
+
+    @property
+    def gate_width(self) -> int:
+        """Numbers of a token that gate what attention mixes, before its queries; 0 where nothing does."""
+        return self.num_heads * self.head_dim if self.gates_attention else 0
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Layers that keep a state."""
+        return 0 if self.linear is None else sum(self.linear.layers)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return self.num_layers - self.num_linear_layers
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers that all layers' states of one request have, float32; 0 without linear attention."""
+        return 0 if self.linear is None else self.num_linear_layers * self.linear.state_numbers
+
+    def place(self, layer_index: int) -> int:
+        """Return a layer's number among those that keep keys and values, or among those that keep states."""
+        kind = self.is_linear(layer_index)
+        return sum(self.is_linear(index) == kind for index in range(layer_index))
+
+    def some_layers(self, first: int, end: int) -> ModelConfig:
+        """Return a model of some of the layers alone."""
+        experts, linear, some = self.experts, self.linear, slice(first, end)
         return replace(
             self,
-            num_layers=num_layers,
-            sliding_layers=self.sliding_layers[:num_layers],
-            nope_layers=self.nope_layers[:num_layers],
-            experts=None if experts is None else replace(experts, layers=experts.layers[:num_layers]),
+            num_layers=end - first,
+            sliding_layers=self.sliding_layers[some],
+            nope_layers=self.nope_layers[some],
+            experts=None if experts is None else replace(experts, layers=experts.layers[some]),
+            linear=None if linear is None else replace(linear, layers=linear.layers[some]),
         )
 
     def is_sliding(self, layer_index: int) -> bool:

@@ -58,6 +58,8 @@ class NativeOptions:
     num_blocks: int
     block_size: int
     num_threads: int
+    num_slots: int = 0
+    """Requests whose states are kept, where layers keep any."""
     activation_quantization: ActivationQuantization = "auto"
     """Of what quantized weights are multiplied with."""
     instruction_set: str | None = None
@@ -107,7 +109,9 @@ class NativeForward(ForwardPass):
         if options.batch_invariant:
             self.settings["batch_invariant"] = "yes"
         self._num_threads = options.num_threads
-        kv_numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim * options.block_size
+        kv_numbers = (
+            2 * max(config.num_kv_layers, 1) * config.num_kv_heads * config.head_dim * options.block_size
+        )
         self._num_blocks_ahead = max(1, _BYTES_AHEAD // (kv_numbers * options.dtype.itemsize))
         self._library, self._options = library, options
         self._functions = library.functions
@@ -129,6 +133,7 @@ class NativeForward(ForwardPass):
         logits_RV = self._logits(num_samples) if wants_logits and num_samples else None
         best = BestTokens(np.empty(num_samples, np.int64), np.empty(num_samples, np.float32))
         hidden_PD = np.empty((len(inputs.pooled_tokens), self.config.hidden_size), np.float32)
+        kept_3K = np.array(sorted(batch.kept), np.int64).reshape(-1, 3).T.copy()
         step = StepStructure(
             num_tokens=len(inputs.token_ids_T),
             token_ids=address(inputs.token_ids_T, np.int64),
@@ -149,6 +154,10 @@ class NativeForward(ForwardPass):
             num_hidden=len(hidden_PD),
             hidden_tokens=address(inputs.pooled_tokens, np.int64),
             hidden=address(hidden_PD, np.float32),
+            num_kept=kept_3K.shape[1],
+            kept_rows=address(kept_3K[0], np.int64),
+            kept_tokens=address(kept_3K[1], np.int64),
+            kept_slots=address(kept_3K[2], np.int64),
         )
         status = self._functions.ob_engine_step(self._engine, ctypes.byref(step))
         if status != CallStatus.OK:
@@ -161,6 +170,11 @@ class NativeForward(ForwardPass):
         status = self._functions.ob_engine_scrub(self._engine, address(block_ids, np.int64), len(block_ids))
         if status != CallStatus.OK:
             raise EngineError(f"the native engine has no blocks {block_ids.tolist()} to scrub")
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy the states of all layers; see `Computes.copy_state`."""
+        status = self._functions.ob_engine_copy_state(self._engine, source, target)
+        assert status == CallStatus.OK, "slots are within what was asked for"
 
     def kv_regions(self) -> list[KVRegion]:
         """Return the one piece of memory that the library has for all blocks; see `GivesKV`."""
@@ -188,17 +202,17 @@ class NativeForward(ForwardPass):
 
 
 def first_layers(
-    config: ModelConfig, weights: NativeWeights, num_layers: int
+    config: ModelConfig, weights: NativeWeights, num_layers: int, first: int = 0
 ) -> tuple[ModelConfig, NativeWeights]:
-    """Return a model of the first layers alone; it shares their weights."""
+    """Return a model of some layers alone, from `first` on; it shares their weights."""
     return (
-        config.first_layers(num_layers),
-        replace(weights, layers=weights.layers[:num_layers]),
+        config.some_layers(first, first + num_layers),
+        replace(weights, layers=weights.layers[first : first + num_layers]),
     )
 
 
 class _FirstLayer:
-    """Products of a model's first layer, by an engine that has this layer alone and computes no logits.
+    """Products of a model's first layer that attends, by an engine that has it alone and computes no logits.
 
     Rows are many short sequences, whose attention takes next to no time.
     """
@@ -206,12 +220,13 @@ class _FirstLayer:
     def __init__(
         self, library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions
     ) -> None:
-        layer = weights.layers[0]
+        first = next(index for index in range(config.num_layers) if not config.is_linear(index))
+        layer = weights.layers[first]
         self.flops_per_row = 2.0 * layer.numbers_per_token
         self.num_bytes = sum(matrix.num_bytes for matrix in layer.matrices)
         self._forward = NativeForward(
             library,
-            *first_layers(config, weights, 1),
+            *first_layers(config, weights, 1, first),
             replace(options, num_blocks=_PRODUCT_SEQUENCES, block_size=_PRODUCT_TOKENS),
         )
 
@@ -257,7 +272,10 @@ class _EngineStructures:
         self._layers = (LayerStructure * config.num_layers)(
             *(
                 self._layer(
-                    layer, window=config.layer_window(index) or 0, rope=ropes.index(config.layer_rope(index))
+                    layer,
+                    window=config.layer_window(index) or 0,
+                    rope=ropes.index(config.layer_rope(index)),
+                    place=config.place(index),
                 )
                 for index, layer in enumerate(weights.layers)
             )
@@ -291,6 +309,10 @@ class _EngineStructures:
             num_experts=0 if experts is None else experts.num_experts,
             experts_per_token=0 if experts is None else experts.num_per_token,
             expert_size=weights.expert_size,
+            shared_experts=experts is not None and experts.shared_size > 0,
+            num_kv_layers=config.num_kv_layers,
+            gates_attention=config.gates_attention,
+            **self._linear_sizes(config, options),
             normalizes_experts=experts is not None and experts.normalizes,
             rms_norm_eps=config.rms_norm_eps,
             query_growth=query_growth,
@@ -310,16 +332,30 @@ class _EngineStructures:
             rope_scales=address(self._rope_scales, np.float32),
         )
 
-    def _layer(self, layer: LayerWeights, *, window: int, rope: int) -> LayerStructure:
+    def _linear_sizes(self, config: ModelConfig, options: NativeOptions) -> dict[str, int]:
+        linear = config.linear
+        if linear is None or not any(linear.layers):
+            return {}
+        return {
+            "num_slots": options.num_slots,
+            "key_heads": linear.num_key_heads,
+            "value_heads": linear.num_value_heads,
+            "key_dim": linear.key_dim,
+            "value_dim": linear.value_dim,
+            "conv_width": linear.conv_width,
+        }
+
+    def _layer(self, layer: LayerWeights, *, window: int, rope: int, place: int) -> LayerStructure:
         vectors = (
             *("qkv_bias", "o_bias", "attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
-            *("query_norm", "key_norm", "sinks"),
+            *("query_norm", "key_norm", "sinks", "conv", "decay", "dt_bias", "delta_norm"),
         )
         return LayerStructure(
             qkv=_handles(layer.qkv, MOST_QKV),
             o=layer.o.handle,
             window=window,
             rope=rope,
+            place=place,
             **self._feed_forward(layer.feed_forward),
             **{name: address(getattr(layer, name), np.float32) for name in vectors},
         )

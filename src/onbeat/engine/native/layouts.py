@@ -13,7 +13,7 @@ from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
 from onbeat.engine.native.library import MatrixLayout, Store
 from onbeat.engine.weights import Checkpoint, QuantizedRows, parameter_shapes
-from onbeat.engine.weights.parameters import inner_parts
+from onbeat.engine.weights.parameters import inner_parts, projections
 
 PLAIN_LAYOUTS: Mapping[np.dtype[Any], MatrixLayout] = {
     FLOAT32: MatrixLayout(Store.F32),
@@ -69,7 +69,8 @@ class WeightLayouts:
         experts = self._config.experts
         self.intermediate_size = -(-self._config.intermediate_size // multiple) * multiple
         """Width of the feed-forward layer, padded with zeros."""
-        self.expert_size = 0 if experts is None else -(-experts.intermediate_size // multiple) * multiple
+        widest = 0 if experts is None else max(experts.intermediate_size, experts.shared_size)
+        self.expert_size = -(-widest // multiple) * multiple
         """Likewise of an expert; 0 without any."""
 
     def quantized_rows(self, name: str) -> QuantizedRows | None:
@@ -149,14 +150,14 @@ class WeightLayouts:
         matrices: list[tuple[str, ...]] = [(EMBEDDING,)]
         for index in range(self._config.num_layers):
             prefix = f"model.layers.{index}"
-            matrices += [
-                *self.split([f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"]),
-                (f"{prefix}.self_attn.o_proj.weight",),
-            ]
+            inputs, output = projections(self._config, index)
+            matrices += [*self.split([f"{name}.weight" for name in inputs]), (f"{output}.weight",)]
             blocks, experts = [f"{prefix}.mlp"], self._config.experts
             if experts is not None and self._config.has_experts(index):
-                matrices.append((f"{prefix}{ROUTER}",))
+                shared = (f"{prefix}.mlp.shared_expert",) if experts.shared_size else ()
+                matrices.append((f"{prefix}{ROUTER}", *(f"{name}_gate.weight" for name in shared)))
                 blocks = [f"{prefix}.mlp.experts.{expert}" for expert in range(experts.num_experts)]
+                blocks += shared
             for block in blocks:
                 matrices += [
                     tuple(f"{block}.{part}_proj.weight" for part in inner_parts(self._config)),

@@ -102,6 +102,11 @@ class LayerStructure(Structure):
         ("sinks", c_void_p),
         ("window", c_int64),
         ("rope", c_int64),
+        ("place", c_int64),
+        ("conv", c_void_p),
+        ("decay", c_void_p),
+        ("dt_bias", c_void_p),
+        ("delta_norm", c_void_p),
     )
 
 
@@ -133,6 +138,15 @@ class ModelStructure(Structure):
         ("num_experts", c_int32),
         ("experts_per_token", c_int32),
         ("expert_size", c_int32),
+        ("shared_experts", c_int32),
+        ("num_kv_layers", c_int32),
+        ("gates_attention", c_int32),
+        ("num_slots", c_int32),
+        ("key_heads", c_int32),
+        ("value_heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("conv_width", c_int32),
         ("normalizes_experts", c_int32),
         ("rms_norm_eps", c_float),
         ("attention_scale", c_float),
@@ -176,6 +190,10 @@ class StepStructure(Structure):
         ("num_hidden", c_int64),
         ("hidden_tokens", c_void_p),
         ("hidden", c_void_p),
+        ("num_kept", c_int64),
+        ("kept_rows", c_void_p),
+        ("kept_tokens", c_void_p),
+        ("kept_slots", c_void_p),
         ("seconds", c_double),
     )
 
@@ -197,6 +215,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ob_engine_create": (c_void_p, (POINTER(ModelStructure), c_char_p, c_char_p, c_size_t)),
     "ob_engine_free": (None, (c_void_p,)),
     "ob_engine_step": (c_int32, (c_void_p, POINTER(StepStructure))),
+    "ob_engine_copy_state": (c_int32, (c_void_p, c_int64, c_int64)),
     "ob_engine_scrub": (c_int32, (c_void_p, c_void_p, c_int64)),
     "ob_engine_touch": (c_int32, (c_void_p, c_int64)),
     "ob_engine_kv": (c_void_p, (c_void_p, POINTER(c_int64))),

@@ -20,7 +20,7 @@ from onbeat.engine.model_config import head_order
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import MatrixLayout, NativeLibrary, PackedMatrix, Source, Store
 from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.engine.weights.parameters import LAYER_NORMS, inner_parts
+from onbeat.engine.weights.parameters import LAYER_NORMS, inner_parts, projections, row_order
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
@@ -85,6 +85,11 @@ class LayerWeights:
     query_norm: FloatArray | None
     key_norm: FloatArray | None
     sinks: FloatArray | None
+    conv: FloatArray | None = None
+    """Of linear attention, for which `qkv` and `o` are its projections: [tokens, inputs]."""
+    decay: FloatArray | None = None
+    dt_bias: FloatArray | None = None
+    delta_norm: FloatArray | None = None
 
     @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
@@ -185,31 +190,46 @@ class WeightPacker:
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, f"model.layers.{index}"
         attention = f"{prefix}.self_attn"
-        projections = [f"{attention}.{part}_proj" for part in "qkv"]
+        is_linear, (inputs, output) = config.is_linear(index), projections(config, index)
         order = head_order(config.layer_rope(index), config.head_dim)
-        orders = {} if order is None else dict.fromkeys(projections[:2], order)
+        orders = {} if order is None or is_linear else dict.fromkeys(inputs[:2], order)
         attention_norm, after_attention_norm, mlp_norm, after_mlp_norm = (
             None if name is None else self._norm(f"{prefix}.{name}") for name in LAYER_NORMS[config.norms]
         )
         return LayerWeights(
             qkv=tuple(
                 self._rows(*names, orders=orders)
-                for names in self._layouts.split([f"{name}.weight" for name in projections])
+                for names in self._layouts.split([f"{name}.weight" for name in inputs])
             ),
-            o=self._rows(f"{attention}.o_proj.weight"),
+            o=self._rows(f"{output}.weight"),
             feed_forward=self._experts(f"{prefix}.mlp")
             if config.has_experts(index)
             else self._gated(f"{prefix}.mlp", self._layouts.intermediate_size),
-            qkv_bias=self._bias(*projections, orders=orders) if config.attention_bias else None,
+            qkv_bias=self._bias(*inputs, orders=orders) if config.attention_bias else None,
             o_bias=self._bias(f"{attention}.o_proj") if config.attention_output_bias else None,
             attention_norm=attention_norm,
             mlp_norm=mlp_norm,
             after_attention_norm=after_attention_norm,
             after_mlp_norm=after_mlp_norm,
-            query_norm=self._head_norm(f"{attention}.q_norm", order) if config.qk_norm else None,
-            key_norm=self._head_norm(f"{attention}.k_norm", order) if config.qk_norm else None,
+            query_norm=self._head_norm(f"{attention}.q_norm", order)
+            if config.qk_norm and not is_linear
+            else None,
+            key_norm=self._head_norm(f"{attention}.k_norm", order)
+            if config.qk_norm and not is_linear
+            else None,
             sinks=self._vector(f"{attention}.sinks") if config.has_sinks else None,
+            **(self._delta(f"{prefix}.linear_attn") if is_linear else {}),
         )
+
+    def _delta(self, prefix: str) -> dict[str, FloatArray]:
+        """Return what a layer of linear attention has between its projections."""
+        conv = self._vector(f"{prefix}.conv1d.weight")
+        return {
+            "conv": np.ascontiguousarray(conv.reshape(len(conv), -1).T),
+            "decay": -np.exp(self._vector(f"{prefix}.A_log")),
+            "dt_bias": self._vector(f"{prefix}.dt_bias"),
+            "delta_norm": self._vector(f"{prefix}.norm.weight"),
+        }
 
     def _rows(
         self, *names: str, num_inputs: int | None = None, orders: Mapping[str, IntArray] = NO_ORDERS
@@ -223,7 +243,8 @@ class WeightPacker:
         parts, start = [], 0
         for name in names:
             end = start + self._shapes[name][0]
-            places, order = np.arange(start, end), orders.get(name.removesuffix(".weight"))
+            stored, order = row_order(self._config, name), orders.get(name.removesuffix(".weight"))
+            places = np.arange(start, end) if stored is None else start + np.argsort(stored)
             if order is not None:
                 places = _in_order(places, np.argsort(order))
             parts.append(MatrixPart(name, places))
@@ -233,13 +254,15 @@ class WeightPacker:
     def _experts(self, prefix: str) -> ExpertWeights:
         sizes = self._config.experts
         assert sizes is not None, "the layer has experts"
+        names = [f"experts.{index}" for index in range(sizes.num_experts)]
+        routers = [f"{prefix}.gate.weight"]
+        if sizes.shared_size:
+            names.append("shared_expert")
+            routers.append(f"{prefix}.shared_expert_gate.weight")
         return ExpertWeights(
-            self._rows(f"{prefix}.gate.weight"),
-            tuple(
-                self._gated(f"{prefix}.experts.{index}", self._layouts.expert_size)
-                for index in range(sizes.num_experts)
-            ),
-            sizes.num_per_token,
+            self._rows(*routers),
+            tuple(self._gated(f"{prefix}.{name}", self._layouts.expert_size) for name in names),
+            sizes.num_per_token + bool(sizes.shared_size),
             self._bias(f"{prefix}.gate") if sizes.has_bias else None,
         )
 

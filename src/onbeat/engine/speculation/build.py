@@ -266,6 +266,11 @@ def _choose_draft_model(
             f"the draft model {files.name} has {size / 1e6:.1f} million parameters, more than the "
             f"{target_size / 1e6:.1f} million of {config.model.name}; take a smaller one"
         )
+    if checkpoint.config.linear is not None:
+        raise ConfigError(
+            f"the draft model {files.name} keeps a state of each request, which cannot go back behind a "
+            "draft that is not accepted; take one without linear attention"
+        )
     check_same_tokenizer(config.model, files)
     backend = choose_backend(draft, checkpoint, target.device)
     description = f"the draft model {files.name} ({size / 1e6:.1f} million parameters, {backend.description})"

@@ -34,6 +34,7 @@ from onbeat.engine.torch.layer import (
     run_layers,
     write_logits,
 )
+from onbeat.engine.torch.linear_attention import LayerState, StateRows, allocate_state
 from onbeat.engine.torch.types import Fp8Matrix, device_of, numpy_dtype, stored
 from onbeat.engine.torch.weights import TorchWeights, layer_products
 
@@ -46,9 +47,12 @@ class TorchForward(ForwardPass):
     weights : the model.
     num_blocks : KV blocks, ids 0 to `num_blocks` - 1.
     block_size : tokens of a block, a multiple of 16.
+    num_slots : requests whose states are kept, where layers keep any.
     """
 
-    def __init__(self, weights: TorchWeights, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, weights: TorchWeights, *, num_blocks: int, block_size: int, num_slots: int = 0
+    ) -> None:
         self.weights, self.config, self.device = weights, weights.config, device_of(weights.device)
         self.settings = {"backend": "torch"}
         self._block_size = block_size
@@ -58,6 +62,11 @@ class TorchForward(ForwardPass):
         spec = KVCacheSpec.of_model(weights.config, dtype=dtype, block_size=block_size)
         with torch.inference_mode():
             self.kv = allocate_kv(spec, num_blocks, weights.device)
+            self._kept: list[LayerKVCache | LayerState] = [*self.kv]
+            for index in range(self.config.num_layers):
+                if self.config.is_linear(index):
+                    state = allocate_state(self.config, num_slots, weights.wide_dtype, weights.device)
+                    self._kept.insert(index, state)
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
@@ -80,7 +89,9 @@ class TorchForward(ForwardPass):
             )
         )
         tensors = StepTensors(positions_T, kv_slots_T)
-        step = LayerStep(tensors, self.kv, self._kernels, partial(multiply_by, self._kernels))
+        state_rows = StateRows.of(batch, self.weights.device) if self.config.linear is not None else None
+        multiply = partial(multiply_by, self._kernels)
+        step = LayerStep(tensors, self._kept, self._kernels, multiply, state_rows)
         hidden = run_layers(self.weights, ids_T, step, attend, torch.cat((sampled_N, pooled_P)))
         hidden_PD = None
         if len(pooled_P):
@@ -104,6 +115,14 @@ class TorchForward(ForwardPass):
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored values of KV blocks finite."""
         scrub(self.kv, torch.from_numpy(block_ids).to(self.weights.device))
+
+    @torch.inference_mode()
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy the states of all layers; see `Computes.copy_state`."""
+        for kept in self._kept:
+            if isinstance(kept, LayerState):
+                for part in kept:
+                    part[target] = part[source]
 
     def kv_regions(self) -> list[KVRegion]:
         """Return keys and values of each layer; see `GivesKV`."""

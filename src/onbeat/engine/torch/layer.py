@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm, StepTensors
 from onbeat.engine.torch.kv import LayerKVCache
+from onbeat.engine.torch.linear_attention import LayerState, StateRows
 from onbeat.engine.torch.types import Matrix
 from onbeat.engine.torch.weights import Layer, TorchWeights
 
@@ -25,9 +26,11 @@ class LayerStep(NamedTuple):
     """What the layers must know of a step, but for its rows."""
 
     tensors: StepTensors
-    kv: Sequence[LayerKVCache]
+    kv: Sequence[LayerKVCache | LayerState]
     kernels: Kernels
     multiply: Multiply
+    rows: StateRows | None = None
+    """None where no layer keeps a state."""
 
 
 Attend = Callable[[Tensor, LayerKVCache, LayerSpec, Tensor], None]
@@ -67,15 +70,21 @@ def run_layers(
     spec = weights.layers[0].spec
     q_TNH, mixed_TNH = (residual_TD.new_empty(len(ids_T), spec.num_heads, spec.head_dim) for _ in range(2))
     for layer, kv in zip(weights.layers, step.kv, strict=True):
-        before_attention(layer, x_TD, residual_TD, step, kv, q_TNH)
-        del x_TD  # its memory is wanted again
         left_N = wanted_N if layer is weights.layers[-1] else None
-        if left_N is not None and not len(left_N):
+        is_left_out = left_N is not None and not len(left_N)
+        if isinstance(kv, LayerState):
+            mixed = mix_by_state(layer, x_TD, residual_TD, step, kv)
+        else:
+            gate_TX = before_attention(layer, x_TD, residual_TD, step, kv, q_TNH)
+        del x_TD  # its memory is wanted again
+        if is_left_out:
             return Hidden(residual_TD[:0], residual_TD[:0])
-        attend(q_TNH, kv, layer.spec, mixed_TNH)
+        if not isinstance(kv, LayerState):
+            attend(q_TNH, kv, layer.spec, mixed_TNH)
+            mixed = mixed_TNH if gate_TX is None else mixed_TNH.flatten(1) * gate_TX.sigmoid()
         if left_N is not None:
-            mixed_TNH, residual_TD = (part.index_select(0, left_N) for part in (mixed_TNH, residual_TD))
-        x_TD = after_attention(weights, layer, mixed_TNH, residual_TD, step)
+            mixed, residual_TD = (part.index_select(0, left_N) for part in (mixed, residual_TD))
+        x_TD = after_attention(weights, layer, mixed, residual_TD, step)
     assert x_TD is not None, "a model has layers"
     return Hidden(x_TD, residual_TD)
 
@@ -93,8 +102,12 @@ def before_attention(
     step: LayerStep,
     kv: LayerKVCache,
     q_TNH: Tensor,
-) -> None:
+) -> Tensor | None:
     """Run a layer up to attention: the queries are written, keys and values stored.
+
+    Returns
+    -------
+    What gates what attention will have mixed, [T, N H], before its sigmoid; None where nothing does.
 
     Parameters
     ----------
@@ -102,12 +115,27 @@ def before_attention(
     """
     normed_TD = _normed(step.kernels, x_TD, residual_TD, layer.attention_norm)
     qkv_TX = step.multiply(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
+    gate_TX = None
+    if layer.gate_width:
+        gate_TX, qkv_TX = qkv_TX[:, : layer.gate_width], qkv_TX[:, layer.gate_width :].contiguous()
     if layer.qk_norms is not None:
         widths = [norm.scale_D.numel() for norm in layer.qk_norms]
         for part_TX, norm in zip(qkv_TX.split((*widths, widths[1]), -1), layer.qk_norms, strict=False):
             heads = part_TX.contiguous().view(-1, *norm.scale_D.shape)
             part_TX.copy_(_normed(step.kernels, None, heads, norm).view_as(part_TX))
     step.kernels.rope_store(qkv_TX, step.tensors, layer.spec, kv, q_TNH)
+    return gate_TX
+
+
+def mix_by_state(
+    layer: Layer, x_TD: Tensor | None, residual_TD: Tensor, step: LayerStep, state: LayerState
+) -> Tensor:
+    """Run a layer of linear attention up to its output projection, whose input is returned."""
+    assert layer.delta is not None, "the layer keeps a state"
+    assert step.rows is not None, "whoever has such layers says whose states they are"
+    normed_TD = _normed(step.kernels, x_TD, residual_TD, layer.attention_norm)
+    projected_TX = step.multiply(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
+    return layer.delta.mix(projected_TX, step.rows, state, step.kernels)
 
 
 def after_attention(

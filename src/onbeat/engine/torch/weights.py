@@ -30,9 +30,10 @@ from onbeat.engine.model_config import (
     inverse_frequencies,
 )
 from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm
+from onbeat.engine.torch.linear_attention import DeltaRule
 from onbeat.engine.torch.types import Fp8Matrix, Matrix, device_of, numpy_dtype, to_tensor
 from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.engine.weights.parameters import LAYER_NORMS, inner_parts
+from onbeat.engine.weights.parameters import LAYER_NORMS, inner_parts, projections, row_order
 
 
 class FeedForward(NamedTuple):
@@ -62,6 +63,8 @@ class SparseFeedForward(NamedTuple):
     experts: Sequence[FeedForward]
     sizes: Experts
     router_bias_E: Tensor | None = None
+    shared: tuple[FeedForward, Tensor] | None = None
+    """The expert that every token passes, and what projects a token to its gate, [1, D]."""
 
     def run(self, x_TD: Tensor, activation: Activation, kernels: Kernels, multiply: Multiply) -> Tensor:
         """Return the result, [T, D]."""
@@ -76,6 +79,10 @@ class SparseFeedForward(NamedTuple):
                 tokens_R = chosen // self.sizes.num_per_token
                 out_RD = expert.run(x_TD[tokens_R], activation, kernels, multiply)
                 out_TD.index_add_(0, tokens_R, out_RD * weights[chosen, None])
+        if self.shared is not None:
+            expert, gate_1D = self.shared
+            gates_T1 = torch.sigmoid(multiply(x_TD, gate_1D, None))
+            out_TD.addcmul_(gates_T1, expert.run(x_TD, activation, kernels, multiply))
         return out_TD
 
     def route(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,6 +146,10 @@ class Layer(NamedTuple):
     qk_norms: tuple[Norm, Norm] | None
     """Of all query heads of a token together, and of all its key heads."""
     spec: LayerSpec
+    gate_width: int = 0
+    """First numbers of what is projected, whose sigmoid multiplies what attention mixes."""
+    delta: DeltaRule | None = None
+    """In place of attention; what is projected is then its input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -219,21 +230,21 @@ class _Loader:
 
     def _layer(self, index: int) -> Layer:
         config, prefix = self._config, f"model.layers.{index}"
-        attention = f"{prefix}.self_attn"
+        attention, is_linear = f"{prefix}.self_attn", config.is_linear(index)
         attention_norm, after_attention_norm, mlp_norm, after_mlp_norm = (
             None if name is None else self._norm(f"{prefix}.{name}") for name in LAYER_NORMS[config.norms]
         )
         rotation = self._rotations[config.layer_rope(index)]
         qk_norms = None
-        if config.qk_norm:
+        if config.qk_norm and not is_linear:
             query_norm, key_norm = (self._norm(f"{attention}.{part}_norm") for part in "qk")
             qk_norms = rotation.ordered_norm(query_norm), rotation.ordered_norm(key_norm)
         is_alike, has_bias = config.qk_norm == "head" and not config.norms_center, config.attention_bias
         of_each_head = qk_norms if qk_norms is not None and is_alike else (None, None)
-        return Layer(
-            qkv_XD=self._stored(self._qkv(attention, "weight", rotation)),
-            qkv_bias_X=self._qkv(attention, "bias", rotation) if has_bias else None,
-            o_DX=self._stored(self._joined(f"{attention}.o_proj.weight")),
+        layer = Layer(
+            qkv_XD=self._stored(self._projected(index, "weight", rotation)),
+            qkv_bias_X=self._projected(index, "bias", rotation) if has_bias else None,
+            o_DX=self._stored(self._joined(f"{projections(config, index)[1]}.weight")),
             o_bias_D=self._joined(f"{attention}.o_proj.bias") if config.attention_output_bias else None,
             feed_forward=self._feed_forward(index, f"{prefix}.mlp"),
             attention_norm=attention_norm,
@@ -256,13 +267,24 @@ class _Loader:
                 query_growth=config.query_growth,
             ),
         )
+        if is_linear:
+            return layer._replace(delta=self._delta(f"{prefix}.linear_attn"))
+        return layer._replace(gate_width=config.gate_width)
 
-    def _qkv(self, attention: str, kind: str, rotation: Rotation) -> Tensor:
-        """Return the projections to queries, keys and values below one another, or their biases."""
-        joined = self._joined(*(f"{attention}.{part}_proj.{kind}" for part in "qkv"))
+    def _delta(self, prefix: str) -> DeltaRule:
+        assert self._config.linear is not None, "the layer has linear attention"
+        names = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+        conv, a_log_U, dt_bias_U, scale_V = (self._joined(f"{prefix}.{name}") for name in names)
+        norm = Norm(scale_V, self._config.rms_norm_eps, scales_rounded=True)
+        return DeltaRule(self._config.linear, conv.flatten(1), a_log_U, dt_bias_U, norm)
+
+    def _projected(self, index: int, kind: str, rotation: Rotation) -> Tensor:
+        """Return a layer's projections below one another, or their biases."""
+        joined = self._joined(*(f"{name}.{kind}" for name in projections(self._config, index)[0]))
         num_turned = (self._config.num_heads + self._config.num_kv_heads) * self._config.head_dim
-        if rotation.order_H is not None:
-            joined[:num_turned] = rotation.ordered(joined[:num_turned])
+        if rotation.order_H is not None and not self._config.is_linear(index):
+            turned = joined[self._config.gate_width :][:num_turned]
+            turned.copy_(rotation.ordered(turned))
         return joined
 
     def _feed_forward(self, index: int, prefix: str) -> FeedForward | SparseFeedForward:
@@ -272,7 +294,13 @@ class _Loader:
         has_bias = experts.has_bias
         parts = [self._dense(f"{prefix}.experts.{number}") for number in range(experts.num_experts)]
         router_bias_E = self._joined(f"{prefix}.gate.bias") if has_bias else None
-        return SparseFeedForward(self._joined(f"{prefix}.gate.weight"), parts, experts, router_bias_E)
+        shared = None
+        if experts.shared_size:
+            shared = (
+                self._dense(f"{prefix}.shared_expert"),
+                self._joined(f"{prefix}.shared_expert_gate.weight"),
+            )
+        return SparseFeedForward(self._joined(f"{prefix}.gate.weight"), parts, experts, router_bias_E, shared)
 
     def _dense(self, prefix: str) -> FeedForward:
         inner, down = [f"{prefix}.{part}_proj" for part in inner_parts(self._config)], f"{prefix}.down_proj"
@@ -305,13 +333,18 @@ class _Loader:
         A single one may be a file's memory: don't write to it.
         """
         if len(names) == 1:
-            return parameter_on(self._checkpoint, names[0], self._dtype, self._device)
+            return self._parameter(names[0])
         num_rows = [self._shapes[name][0] for name in names]
         shape = (sum(num_rows), *self._shapes[names[0]][1:])
         joined = torch.empty(shape, dtype=self._dtype, device=self._device)
         for part, name in zip(torch.split(joined, num_rows), names, strict=True):
-            part.copy_(parameter_on(self._checkpoint, name, self._dtype, self._device))
+            part.copy_(self._parameter(name))
         return joined
+
+    def _parameter(self, name: str) -> Tensor:
+        found = parameter_on(self._checkpoint, name, self._dtype, self._device)
+        order = row_order(self._config, name)
+        return found if order is None else found[torch.from_numpy(order).to(self._device)]
 
 
 class Rotation(NamedTuple):

@@ -89,9 +89,10 @@ class DummyCheckpoint(Checkpoint):
         """Return the least value of a parameter's numbers, and the width of their range."""
         shape = self.shape_of(name)
         mean, deviation = 0.0, 0.02
-        if len(shape) == 2 and not name.endswith("norm.weight"):
+        if len(shape) >= 2 and not name.endswith("norm.weight"):
             # Embeddings feed a norm in some families and are added as they are in others: unit rows over all.
-            deviation = 1 / math.sqrt(shape[1])
+            deviation = 1 / math.sqrt(shape[-1])
         elif name.endswith("norm.weight"):
-            mean, deviation = 1.0 - self.config.norm_weight_offset, 0.05
+            offset = 0.0 if "linear_attn" in name else self.config.norm_weight_offset
+            mean, deviation = 1.0 - offset, 0.05
         return mean - math.sqrt(3) * deviation, math.sqrt(12) * deviation

@@ -50,8 +50,9 @@ _TYPES: Mapping[str, np.dtype[Any]] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 """Those of parts of quantized weights, too."""
-_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Tensors that old versions of transformers saved although the configuration gives them."""
+_UNUSED = re.compile(r"\.rotary_emb\.inv_freq$|^mtp\.")
+"""Tensors that old versions of transformers saved although the configuration gives them, and layers that
+guess further tokens (MTP), which nothing here runs."""
 _TEXT_PART = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 """Before a name of the text part of a multimodal checkpoint, whichever version of transformers saved it."""
 _VISION_PART = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
@@ -172,7 +173,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return name if name == "lm_head.weight" else f"model.{name}"
 
     def _used(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        unused = {name for name in shapes if _DERIVED.search(name)}
+        unused = {name for name in shapes if _UNUSED.search(name)}
         if self.config.tie_word_embeddings:
             unused.add("lm_head.weight")  # a copy of the embedding
         for weight in self._quantized:  # some quantizers write a bias where the model has none

@@ -9,6 +9,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import ModelConfig, NormPlaces
 
@@ -136,7 +139,7 @@ def _norm_shapes(name: str, config: ModelConfig) -> dict[str, Shape]:
 
 
 def _layer_shapes(config: ModelConfig, index: int) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = _attention_shapes(config)
+    shapes = _linear_shapes(config) if config.is_linear(index) else _attention_shapes(config)
     for name in LAYER_NORMS[config.norms]:
         shapes |= {} if name is None else _norm_shapes(name, config)
     experts = config.experts
@@ -145,12 +148,72 @@ def _layer_shapes(config: ModelConfig, index: int) -> dict[str, Shape]:
     shapes["mlp.gate.weight"] = (experts.num_experts, config.hidden_size)
     if experts.has_bias:
         shapes["mlp.gate.bias"] = (experts.num_experts,)
+    if experts.shared_size:
+        shapes["mlp.shared_expert_gate.weight"] = (1, config.hidden_size)
+        shapes |= _mlp_shapes("mlp.shared_expert", config.hidden_size, experts.shared_size)
     for expert in range(experts.num_experts):
         own = _mlp_shapes(f"mlp.experts.{expert}", config.hidden_size, experts.intermediate_size)
         shapes |= own
         if experts.has_bias:
             shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in own.items()}
     return shapes
+
+
+def input_projections(config: ModelConfig) -> tuple[str, ...]:
+    """Return what projects to the queries, keys, values, gates, betas and decays of linear attention."""
+    assert config.linear is not None, "the model has linear attention"
+    parts = ("qkvz", "ba") if config.linear.joins_heads else ("qkv", "z", "b", "a")
+    return tuple(f"in_proj_{part}" for part in parts)
+
+
+def projections(config: ModelConfig, index: int) -> tuple[list[str], str]:
+    """Return what projects a layer's tokens before it mixes them, and what does so after."""
+    prefix = f"model.layers.{index}"
+    if config.is_linear(index):
+        names = [f"{prefix}.linear_attn.{name}" for name in input_projections(config)]
+        return names, f"{prefix}.linear_attn.out_proj"
+    return [f"{prefix}.self_attn.{part}_proj" for part in "qkv"], f"{prefix}.self_attn.o_proj"
+
+
+def row_order(config: ModelConfig, name: str) -> NDArray[np.int64] | None:
+    """Return which row of a parameter comes first, second, and so on, where its file has another order.
+
+    Gates of attention come before all queries, and what linear attention projects is in the order of
+    `input_projections`, where a file has the parts of each head together.
+    """
+    module, linear = name.rpartition(".")[0].rpartition(".")[2], config.linear
+    widths: tuple[int, ...]
+    wanted: tuple[int, ...]
+    if module == "q_proj" and config.gates_attention:
+        num_heads, widths, wanted = config.num_heads, (config.head_dim,) * 2, (1, 0)
+    elif module in ("in_proj_qkvz", "in_proj_ba") and linear is not None:
+        num_heads, shared = linear.num_key_heads, linear.num_value_heads // linear.num_key_heads
+        values = (shared * linear.value_dim,) * 2
+        widths = (linear.key_dim, linear.key_dim, *values) if module == "in_proj_qkvz" else (shared,) * 2
+        wanted = tuple(range(len(widths)))
+    else:
+        return None
+    rows = np.arange(num_heads * sum(widths), dtype=np.int64).reshape(num_heads, -1)
+    parts = np.split(rows, np.cumsum(widths)[:-1], axis=1)
+    return np.concatenate([parts[index].reshape(-1) for index in wanted])
+
+
+def _linear_shapes(config: ModelConfig) -> dict[str, Shape]:
+    linear = config.linear
+    assert linear is not None, "the layer has linear attention"
+    gates, heads = linear.value_size, linear.num_value_heads
+    sizes = {"qkvz": linear.conv_size + gates, "qkv": linear.conv_size, "z": gates, "ba": 2 * heads}
+    shapes: dict[str, Shape] = {
+        f"linear_attn.{name}.weight": (sizes.get(name.removeprefix("in_proj_"), heads), config.hidden_size)
+        for name in input_projections(config)
+    }
+    return shapes | {
+        "linear_attn.conv1d.weight": (linear.conv_size, 1, linear.conv_width),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.norm.weight": (linear.value_dim,),
+        "linear_attn.out_proj.weight": (config.hidden_size, linear.value_size),
+    }
 
 
 def inner_parts(config: ModelConfig) -> tuple[str, ...]:
@@ -174,7 +237,8 @@ def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
     query_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     shapes: dict[str, Shape] = {}
-    for name, size in (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size)):
+    num_gates = query_size if config.gates_attention else 0
+    for name, size in (("q_proj", query_size + num_gates), ("k_proj", kv_size), ("v_proj", kv_size)):
         shapes[f"self_attn.{name}.weight"] = (size, config.hidden_size)
         if config.attention_bias:
             shapes[f"self_attn.{name}.bias"] = (size,)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from onbeat.core.hashing import BlockHash, hash_blocks
+from onbeat.core.step import KeptState, ScheduledRequest
 from onbeat.scheduler.replica.request_state import NEVER, RequestState
 
 KEPT_SHARE = 0.3
@@ -239,6 +240,41 @@ class BlockPool:
         assert all(self._id_of_hash[h] == block_id for block_id, h in self._hash_of_id.items())
 
 
+class Snapshots:
+    """States of linear attention at the ends of blocks, from which hits of the prefix cache go on.
+
+    A state is as large as the KV of thousands of tokens, so few are kept: where a prompt ends, and where one
+    was seen to part from another (Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", 2024).
+    The least recently used goes first.
+    """
+
+    def __init__(self, num_snapshots: int) -> None:
+        self.num_snapshots = num_snapshots
+        self._free = list(range(num_snapshots - 1, -1, -1))
+        self._ids: OrderedDict[BlockHash, int] = OrderedDict()
+        """By the hash of the last block."""
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._ids
+
+    def use(self, block_hash: BlockHash) -> int:
+        """Return the snapshot at the end of a block."""
+        self._ids.move_to_end(block_hash)
+        return self._ids[block_hash]
+
+    def keep(self, block_hash: BlockHash) -> int:
+        """Return where the state at the end of a block is to be kept."""
+        snapshot = self._free.pop() if self._free else self._ids.popitem(last=False)[1]
+        self._ids[block_hash] = snapshot
+        return snapshot
+
+    def drop(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Forget states that may not be sound."""
+        for block_hash in block_hashes:
+            if block_hash in self._ids:
+                self._free.append(self._ids.pop(block_hash))
+
+
 class KVCacheManager:
     """Gives requests their block tables; knows block ids only, never tensors.
 
@@ -248,6 +284,7 @@ class KVCacheManager:
     block_size : tokens a block holds.
     enable_prefix_caching : whether full blocks can be found again by their content.
     num_lookahead_tokens : slots that each request has behind its tokens.
+    num_snapshots : states that can be kept, of a model that needs a state to go on; None of any other.
     """
 
     def __init__(
@@ -257,11 +294,13 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         num_lookahead_tokens: int = 0,
+        num_snapshots: int | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._num_lookahead = num_lookahead_tokens
+        self.snapshots = Snapshots(num_snapshots) if num_snapshots else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold so many tokens, and the slots behind them."""
@@ -290,6 +329,10 @@ class KVCacheManager:
             if block_id is None:
                 break
             block_ids.append(block_id)
+        if self.snapshots is not None:
+            state.num_shared_blocks = len(block_ids)
+            while block_ids and state.block_hashes[len(block_ids) - 1] not in self.snapshots:
+                block_ids.pop()
         return block_ids
 
     def admit(self, state: RequestState, cached_block_ids: list[int]) -> None:
@@ -320,6 +363,37 @@ class KVCacheManager:
         state.block_ids += new_block_ids
         state.num_allocated_tokens = len(state.block_ids) * self.block_size - self._num_lookahead
         return tuple(new_block_ids)
+
+    def places_to_keep(self, state: RequestState) -> tuple[int, ...]:
+        """Return after how many of a request's tokens its state is worth keeping, as it is admitted."""
+        if self.snapshots is None or state.scores_prompt or state.request.pooling is not None:
+            return ()
+        ends = {state.num_shared_blocks, (state.num_tokens - 1) // self.block_size}
+        return tuple(sorted(end * self.block_size for end in ends if end))
+
+    def kept_states(
+        self, states: Sequence[RequestState], rows: Sequence[ScheduledRequest]
+    ) -> tuple[KeptState, ...]:
+        """Return the states that a step keeps of its rows' requests, each in a place of its own."""
+        assert self.snapshots is not None, "the model keeps states"
+        kept: list[KeptState] = []
+        for state, row in zip(states, rows, strict=True):
+            for place in state.places_to_keep:
+                passed = place - row.num_computed_tokens
+                num_blocks = place // self.block_size
+                if not 0 < passed <= row.num_new_tokens or len(kept) == self.snapshots.num_snapshots:
+                    continue
+                if self._extend_hashes(state, num_blocks) >= num_blocks:
+                    block_hash = state.block_hashes[num_blocks - 1]
+                    if block_hash not in self.snapshots:
+                        kept.append(KeptState(state.request_id, place, self.snapshots.keep(block_hash)))
+        return tuple(kept)
+
+    def distrust(self, state: RequestState) -> None:
+        """Let nobody go on from what a request has computed."""
+        self.pool.unregister(state.block_ids)
+        if self.snapshots is not None:
+            self.snapshots.drop(state.block_hashes)
 
     def register_full_blocks(self, state: RequestState, num_valid_tokens: int) -> None:
         """Make blocks findable whose tokens are known and computed.

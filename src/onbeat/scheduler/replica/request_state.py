@@ -79,7 +79,15 @@ class RequestState:
         *("kept_until", "last_step_id", "max_total_tokens", "num_allocated_tokens", "num_cached_tokens"),
         *("num_computed_tokens", "num_hit_tokens", "num_in_flight_drafts", "num_in_flight_tokens"),
         *("num_preemptions", "num_prompt_tokens", "num_registered_blocks", "num_tokens", "pause_at"),
-        *("num_tokens_to_register", "output_token_ids", "queued_work", "request", "request_id"),
+        *(
+            "num_tokens_to_register",
+            "num_shared_blocks",
+            "places_to_keep",
+            "output_token_ids",
+            "queued_work",
+            "request",
+            "request_id",
+        ),
         *("scheduled_time", "sits_out", "slo", "sort_key", "status", "stop_token_ids"),
     )
 
@@ -121,6 +129,10 @@ class RequestState:
         self.num_registered_blocks = 0
         self.num_tokens_to_register = 0
         """Valid tokens from which on there is another full block to register."""
+        self.num_shared_blocks = 0
+        """Of a model that keeps states: those that the prefix cache held, with or without a state."""
+        self.places_to_keep: tuple[int, ...] = ()
+        """After how many tokens its state is kept for other requests, of a model that keeps states."""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.is_in_flight = False

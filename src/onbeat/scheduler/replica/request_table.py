@@ -29,6 +29,7 @@ class RequestTable:
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             num_lookahead_tokens=config.num_lookahead_tokens,
+            num_snapshots=config.num_snapshots,
         )
         self.running = RunningList()
         self.waiting = WaitingQueue()
@@ -75,11 +76,17 @@ class RequestTable:
         """Take a request that has left the queue into the batch and give it its blocks."""
         state = admission.state
         self._preempted_ids.discard(state.request_id)
+        snapshot = None
+        if self.kv.snapshots is not None:
+            state.places_to_keep = self.kv.places_to_keep(state)
+            if num_cached := len(admission.cached_block_ids):
+                snapshot = self.kv.snapshots.use(state.block_hashes[num_cached - 1])
         self.kv.admit(state, admission.cached_block_ids)
         self.kv.grow(state, admission.num_reserved_tokens)
         self._count_admission(state, now, step_id)
         self.running.insert_sorted(state)
-        return AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
+        outputs, block_ids = tuple(state.output_token_ids), tuple(state.block_ids)
+        return AdmittedRequest(state.request, outputs, block_ids, snapshot)
 
     def pad(self, state: RequestState) -> None:
         """Let a request that has all its tokens stay in the batch as a padding row, until it is dropped."""

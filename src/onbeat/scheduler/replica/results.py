@@ -390,7 +390,7 @@ def _deliver_or_end(
 
 def _fail(state: RequestState, message: str, table: RequestTable) -> RequestOutput:
     """End one request with an error; the others of its step go on, and nobody reuses its KV."""
-    table.kv.pool.unregister(state.block_ids)
+    table.kv.distrust(state)
     output = last_output(state, FinishReason.ERROR)
     output.error = message
     table.drop(state)
@@ -438,7 +438,7 @@ def _let_go_of_sharers(
         if state.num_in_flight_tokens:  # they would be delivered
             outputs.append(_fail(state, _SHARED_KV, table))
         else:
-            table.kv.pool.unregister(state.block_ids)
+            table.kv.distrust(state)
             table.preempt(state)
     return outputs
 

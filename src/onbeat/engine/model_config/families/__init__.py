@@ -29,7 +29,7 @@ from onbeat.engine.model_config.families.others import (
     SEED_OSS,
     STARCODER2,
 )
-from onbeat.engine.model_config.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from onbeat.engine.model_config.families.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 
 __all__ = ["FAMILIES", "GGUF_FAMILIES", "Family", "GgufRules", "read_model"]
 
@@ -40,6 +40,7 @@ FAMILIES: Mapping[str, Family] = {
         *(PHI3, PHI_MOE, OLMO2, OLMO3, SMOLLM3, GRANITE, GRANITE4),
         *(COMMAND_R, COHERE2, STARCODER2, GLM4, ERNIE, SEED_OSS),
         replace(PHI_MOE, architecture="PhimoeForCausalLM"),  # as transformers calls the class itself
+        *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
     )
 }
 """By `architectures` of a config.json."""

@@ -1,23 +1,27 @@
 """Qwen: 2 and 2.5 with biases on queries, keys and values; 3 with norms of each head instead; 3 with experts.
 
-A window holds from some layer on, if it is switched on.
+A window holds from some layer on, if it is switched on. In Qwen3-Next, 3.5 and 3.6 three layers of four have
+linear attention, the others a gate on what they mix, and one expert is every token's.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from onbeat.engine.model_config.architecture import ModelConfig
+from onbeat.engine.model_config.architecture import LinearAttention, ModelConfig
 from onbeat.engine.model_config.families.base import (
     NO_BIASES,
     Family,
     GgufRules,
+    every,
     experts_of,
     listed_layers,
     window_of,
     with_layers,
     with_window,
 )
+from onbeat.engine.model_config.rope import RopeRules
 from onbeat.engine.model_config.values import Values
 
 _DEFAULTS = {"max_position_embeddings": 32_768, "sliding_window": 4096}
@@ -85,4 +89,93 @@ QWEN3_MOE = Family(
     reads=frozenset({"num_experts", "num_local_experts", "sliding_window"}),
     complete=_with_experts,
     gguf=GgufRules(architecture="qwen3moe"),
+)
+
+
+def _linear(config: ModelConfig, values: Values) -> ModelConfig:
+    """Return a model with layers of linear attention, and a gate on what the others mix."""
+    values.refuse_unless("attention_bias", False)  # noqa: FBT003 -- one of the values that it may have
+    values.refuse_unless("attn_output_gate", True)  # noqa: FBT003
+    kinds = values.raw("layer_types")
+    if kinds is None:
+        full = every(values.size("full_attention_interval", 4), config.num_layers)
+    elif isinstance(kinds, list) and not {*kinds} - {"linear_attention", "full_attention"}:
+        full = tuple(kind == "full_attention" for kind in kinds)
+    else:
+        raise values.wrong("layer_types", kinds, "a list of linear_attention and full_attention")
+    linear = LinearAttention(
+        num_key_heads=values.size("linear_num_key_heads"),
+        num_value_heads=values.size("linear_num_value_heads"),
+        key_dim=values.size("linear_key_head_dim"),
+        value_dim=values.size("linear_value_head_dim"),
+        conv_width=values.size("linear_conv_kernel_dim"),
+        layers=tuple(not is_full for is_full in full),
+        joins_heads=config.architecture == QWEN3_NEXT.architecture,
+    )
+    return replace(config, linear=linear)
+
+
+def _linear_with_experts(config: ModelConfig, values: Values) -> ModelConfig:
+    config = _with_experts(_linear(config, values), values)
+    if config.experts is None:
+        return config
+    shared = values.size("shared_expert_intermediate_size")
+    return replace(config, experts=replace(config.experts, shared_size=shared))
+
+
+_LINEAR_DEFAULTS = {
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_LINEAR: dict[str, Any] = {
+    "always": {
+        "qk_norm": "head",
+        "norm_weight_offset": 1.0,
+        "norm_rounds_once": True,
+        "gates_attention": True,
+    },
+    "rope": RopeRules(is_partial=True),
+}
+_OF_EXPERTS = {
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 512,
+    "moe_intermediate_size": 512,
+    "intermediate_size": 512,
+}
+QWEN3_NEXT = Family(
+    name="qwen3-next",
+    models="Qwen3-Next",
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    defaults={**_LINEAR_DEFAULTS, **_OF_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
+    reads=frozenset({"num_experts"}),
+    complete=_linear_with_experts,
+    **_LINEAR,
+)
+QWEN3_5 = Family(
+    name="qwen3.5",
+    models="Qwen 3.5 and 3.6",
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    multimodal=("Qwen3_5ForConditionalGeneration",),
+    defaults=_LINEAR_DEFAULTS,
+    complete=_linear,
+    **_LINEAR,
+)
+QWEN3_5_MOE = Family(
+    name="qwen3.5-moe",
+    models="Qwen 3.5 and 3.6 with experts",
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    multimodal=("Qwen3_5MoeForConditionalGeneration",),
+    defaults={**_LINEAR_DEFAULTS, **_OF_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
+    reads=frozenset({"num_experts"}),
+    complete=_linear_with_experts,
+    **_LINEAR,
 )

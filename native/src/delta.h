@@ -1,0 +1,220 @@
+// Linear attention: a short causal convolution, then the gated delta rule (Yang et al., "Gated Delta Networks", 2024).
+//
+// A layer keeps a state of each request, in float: the last inputs of the convolution, [conv_width - 1, C], and a matrix
+// of each value head, in blocks of 16 columns, [V / 16][K][16]. The columns do not depend on one another. So an item, which
+// is a request's key head with its value heads, takes some tokens at once: these pass the convolution, then a few columns
+// go through all of them while they are in the nearest cache.
+#pragma once
+
+#include "rows.h"
+
+namespace ob {
+namespace OB_NAMESPACE {
+
+template <class E>
+class DeltaRule {
+public:
+    typedef typename E::Number Number;
+
+    DeltaRule(const StepContext& context, int64_t layer, uint8_t* scratch)
+        : context_(context),
+          model_(*context.model),
+          layer_(model_.layers[layer]),
+          num_shared_(model_.value_heads / model_.key_heads),
+          keys_((int64_t)model_.key_heads * model_.key_dim),
+          conv_size_(count_conv_inputs(model_)),
+          queries_of_((float*)scratch),
+          keys_of_(queries_of_ + kDeltaTokens * model_.key_dim),
+          values_of_(keys_of_ + kDeltaTokens * model_.key_dim),
+          mixed_of_(values_of_ + kDeltaTokens * padded_values(model_)) {}
+
+    // Takes items, of which `taken` counts those that any thread has.
+    void run_all(int64_t* taken) {
+        for (;;) {
+            const int64_t item = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+            if (item >= context_.num_delta_items) return;
+            run(context_.delta_items[item]);
+        }
+    }
+
+private:
+    void run(const DeltaItem& item) {
+        const ob_step& step = *context_.step;
+        float* state = state_of(step.slots[item.row]);
+        const int64_t count = step.query_lens[item.row];
+        if (step.context_lens[item.row] == count) forget(item.key_head, state);
+        int64_t kept = next_kept(item, 0);
+        for (int64_t first = 0, end; first < count; first = end) {
+            const int64_t stop = kept < step.num_kept ? step.kept_tokens[kept] : count;
+            end = stop < first + kDeltaTokens ? stop : first + kDeltaTokens;
+            const Range tokens = {first, end};
+            for (int64_t token = tokens.first; token < tokens.end; ++token) {
+                float* query = queries_of_ + (token - first) * model_.key_dim;
+                float* key = keys_of_ + (token - first) * model_.key_dim;
+                convolve(item, state, token, item.key_head * model_.key_dim, model_.key_dim, query);
+                convolve(item, state, token, keys_ + item.key_head * model_.key_dim, model_.key_dim, key);
+                make_unit(query, 1.0f / __builtin_sqrtf((float)model_.key_dim));
+                make_unit(key, 1.0f);
+            }
+            for (int64_t shared = 0; shared < num_shared_; ++shared)
+                run_head(item, state, tokens, item.key_head * num_shared_ + shared);
+            if (kept < step.num_kept && end == stop) {
+                keep_inputs(item, state, end, state_of(step.kept_slots[kept]));
+                memcpy(memory(state_of(step.kept_slots[kept]), item.key_head * num_shared_),
+                       memory(state, item.key_head * num_shared_), memory_bytes());
+                kept = next_kept(item, kept + 1);
+            }
+        }
+        keep_inputs(item, state, count, state);
+    }
+
+    float* state_of(int64_t slot) const {
+        return context_.states + (slot * count_states(model_) + layer_.place) * state_numbers(model_);
+    }
+    // Of the states to be kept, the next one of the row from some index on.
+    int64_t next_kept(const DeltaItem& item, int64_t index) const {
+        const ob_step& step = *context_.step;
+        while (index < step.num_kept && step.kept_rows[index] != item.row) ++index;
+        return index;
+    }
+    int64_t memory_bytes() const {
+        return num_shared_ * model_.key_dim * padded_values(model_) * (int64_t)sizeof(float);
+    }
+    int64_t value_column(int64_t head) const { return 2 * keys_ + head * model_.value_dim; }
+    const float* projected(const DeltaItem& item, int64_t token) const {
+        return context_.qkv + (item.first_token + token) * context_.qkv_stride;
+    }
+    // What a token of the row put into the convolution; one before the step's first is in the state.
+    const float* input(const DeltaItem& item, const float* state, int64_t token) const {
+        return token < 0 ? state + (model_.conv_width - 1 + token) * conv_size_ : projected(item, token);
+    }
+    float* memory(float* state, int64_t head) const {
+        return state + (model_.conv_width - 1) * conv_size_ + head * model_.key_dim * padded_values(model_);
+    }
+
+    // The columns of the convolution that are a key head's, part by part.
+    template <class Function>
+    void each_part(int64_t key_head, Function function) const {
+        function(key_head * model_.key_dim, model_.key_dim);
+        function(keys_ + key_head * model_.key_dim, model_.key_dim);
+        function(value_column(key_head * num_shared_), num_shared_ * model_.value_dim);
+    }
+
+    void forget(int64_t key_head, float* state) const {
+        each_part(key_head, [&](int64_t column, int64_t width) {
+            for (int64_t line = 0; line + 1 < model_.conv_width; ++line)
+                memset(state + line * conv_size_ + column, 0, width * sizeof(float));
+        });
+        memset(memory(state, key_head * num_shared_), 0, memory_bytes());
+    }
+
+    void keep_inputs(const DeltaItem& item, const float* state, int64_t count, float* to) const {
+        each_part(item.key_head, [&](int64_t column, int64_t width) {
+            for (int64_t line = 0; line + 1 < model_.conv_width; ++line)
+                memcpy(to + line * conv_size_ + column,
+                       input(item, state, count - (model_.conv_width - 1) + line) + column, width * sizeof(float));
+        });
+    }
+
+    // Some columns of a token, at least 16; the last ones may be computed twice.
+    void convolve(const DeltaItem& item, const float* state, int64_t token, int64_t column, int64_t width, float* to) const {
+        for (int64_t i = 0; i < width; i += 16) {
+            const int64_t at = i + 16 <= width ? i : width - 16;
+            F16 total = zero();
+            for (int64_t tap = 0; tap < model_.conv_width; ++tap) {
+                const float* from = input(item, state, token - (model_.conv_width - 1) + tap) + column + at;
+                total = fma(load(layer_.conv + tap * conv_size_ + column + at), load(from), total);
+            }
+            store(to + at, silu(total));
+        }
+    }
+
+    static float dot(const float* x, const float* y, int64_t count) {
+        F16 total = zero();
+        int64_t i = 0;
+        for (; i + 16 <= count; i += 16) total = fma(load(x + i), load(y + i), total);
+        float rest = 0;
+        for (; i < count; ++i) rest += x[i] * y[i];
+        return sum(total) + rest;
+    }
+
+    void make_unit(float* x, float scale) const {
+        const float factor = scale / __builtin_sqrtf(dot(x, x, model_.key_dim) + 1e-6f);
+        for (int64_t i = 0; i < model_.key_dim; ++i) x[i] *= factor;
+    }
+
+    void run_head(const DeltaItem& item, float* state, Range tokens, int64_t head) {
+        const int64_t dim = model_.value_dim, padded = padded_values(model_), values = (int64_t)model_.value_heads * dim;
+        float betas[kDeltaTokens], decays[kDeltaTokens], products[kDeltaTokens];
+        for (int64_t token = tokens.first; token < tokens.end; ++token) {
+            const int64_t i = token - tokens.first;
+            const float* gates = projected(item, token) + conv_size_ + values + head;
+            const float a = gates[model_.value_heads] + layer_.dt_bias[head];
+            betas[i] = 1.0f / (1.0f + __builtin_expf(-gates[0]));
+            decays[i] = __builtin_expf(layer_.decay[head] * (a > 20 ? a : __builtin_log1pf(__builtin_expf(a))));
+            products[i] = dot(queries_of_ + i * model_.key_dim, keys_of_ + i * model_.key_dim, model_.key_dim);
+            memset(values_of_ + i * padded + padded - 16, 0, 16 * sizeof(float));
+            convolve(item, state, token, value_column(head), dim, values_of_ + i * padded);
+        }
+        float* own = memory(state, head);
+        int64_t column = 0;
+        for (; column + 32 <= padded; column += 32)
+            run_columns<2>(tokens.size(), own + column * model_.key_dim, column, betas, decays, products);
+        if (column < padded) run_columns<1>(tokens.size(), own + column * model_.key_dim, column, betas, decays, products);
+        for (int64_t token = tokens.first; token < tokens.end; ++token) {
+            float* mixed = mixed_of_ + (token - tokens.first) * padded;
+            normalise_in_place(mixed, layer_.delta_norm, dim, model_.rms_norm_eps);
+            const float* gates = projected(item, token) + conv_size_ + head * dim;
+            multiply_by(mixed, gates, dim, [](F16 x) { return silu(x); });
+            Number* to = (Number*)context_.mixed + (item.first_token + token) * context_.mixed_stride;
+            convert(to + head * dim, mixed, dim);
+        }
+    }
+
+    // Takes some columns of a head's matrix through the tokens.
+    template <int kBlocks>
+    void run_columns(int64_t num_tokens, float* memory, int64_t column, const float* betas, const float* decays,
+                     const float* products) {
+        const int64_t dim = model_.key_dim, padded = padded_values(model_);
+        for (int64_t token = 0; token < num_tokens; ++token) {
+            const float* query = queries_of_ + token * dim;
+            const float* key = keys_of_ + token * dim;
+            F16 known[kBlocks], found[kBlocks], change[kBlocks];
+            for (int block = 0; block < kBlocks; ++block) known[block] = found[block] = zero();
+            for (int64_t i = 0; i < dim; ++i) {
+#pragma GCC unroll 2
+                for (int block = 0; block < kBlocks; ++block) {
+                    const F16 line = load(memory + (block * dim + i) * 16);
+                    known[block] = fma(splat(key[i]), line, known[block]);
+                    found[block] = fma(splat(query[i]), line, found[block]);
+                }
+            }
+            const F16 decay = splat(decays[token]);
+            for (int block = 0; block < kBlocks; ++block) {
+                const int64_t at = token * padded + column + block * 16;
+                change[block] = splat(betas[token]) * (load(values_of_ + at) - decay * known[block]);
+                store(mixed_of_ + at, fma(splat(products[token]), change[block], decay * found[block]));
+            }
+            for (int64_t i = 0; i < dim; ++i) {
+#pragma GCC unroll 2
+                for (int block = 0; block < kBlocks; ++block) {
+                    float* line = memory + (block * dim + i) * 16;
+                    store(line, fma(splat(key[i]), change[block], decay * load(line)));
+                }
+            }
+        }
+    }
+
+    const StepContext& context_;
+    const ob_model& model_;
+    const ob_layer& layer_;
+    const int64_t num_shared_;  // value heads of a key head
+    const int64_t keys_, conv_size_;
+    float* const queries_of_;  // [tokens, K]
+    float* const keys_of_;
+    float* const values_of_;  // [tokens, V padded]
+    float* const mixed_of_;
+};
+
+}  // namespace OB_NAMESPACE
+}  // namespace ob

@@ -1,0 +1,100 @@
+"""What the start decides for models that keep a state of each request, and such a model behind the server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.start import build_engine, prepare
+from onbeat.engine.step_time_spec import model_spec_of
+from onbeat.hub.files import ModelFiles
+from onbeat.perfmodel.model_spec import model_spec_from_hf
+from onbeat.scheduler.scheduler_config import SchedulerLimits
+from onbeat.speculative_config import SpeculativeConfig
+from tests.cpu.e2e.program import serving
+from tests.cpu.e2e.test_policies import texts
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
+
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 4096,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+STATE_BYTES = 3 * 4 * (4 * 16 * 16 + 3 * 128)
+"""Of three layers: four matrices, and the last three inputs of the convolution, in float32."""
+BLOCK_BYTES = 4 * 2 * 2 * 16 * 16
+"""Of the layer that attends, 16 tokens."""
+
+
+def config(path: Path, *, limits: SchedulerLimits | None = None, **asked: Any) -> EngineConfig:
+    files = ModelFiles(kind="hf", path=write_tiny_directory(path, **QWEN3_5), name="tiny")
+    limits = limits or SchedulerLimits(max_model_len=256)
+    common: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "threads": 1}
+    return EngineConfig(model=files, limits=limits, **common, **asked)
+
+
+def test_states_take_half_of_the_cache_and_bound_the_requests(tmp_path: Path) -> None:
+    """Of twenty states' memory ten are states, a quarter of which is for prefixes."""
+    cache_bytes = 20 * STATE_BYTES
+    loader = prepare(config(tmp_path, kv_cache_memory_bytes=cache_bytes))
+    assert (loader.limits.max_num_seqs, loader.limits.num_snapshots) == (8, 2)
+    assert loader.limits.num_blocks == 10 * STATE_BYTES // BLOCK_BYTES
+    assert loader.limits.enable_prefix_caching
+    said: list[str] = []
+    core, info = build_engine(config(tmp_path, kv_cache_memory_bytes=cache_bytes), said.append)
+    core.shutdown()
+    assert any(line.startswith("at most 8 requests run at once") for line in said)
+    assert not info.moves_streams
+    few = SchedulerLimits(max_model_len=256, max_num_seqs=1)
+    limits = prepare(config(tmp_path, kv_cache_memory_bytes=cache_bytes, limits=few)).limits
+    assert (limits.max_num_seqs, limits.num_snapshots, limits.num_blocks) == (1, 4, 16)
+    bare = SchedulerLimits(max_model_len=256, enable_prefix_caching=False)
+    limits = prepare(config(tmp_path, kv_cache_memory_bytes=cache_bytes, limits=bare)).limits
+    assert (limits.max_num_seqs, limits.num_snapshots) == (10, 0)
+
+
+def test_what_a_state_cannot_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv-cache-memory-bytes"):
+        prepare(config(tmp_path, kv_cache_memory_bytes=STATE_BYTES))
+    with pytest.raises(ConfigError, match="speculative-config"):
+        prepare(config(tmp_path, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3)))
+    static = replace(config(tmp_path).limits, policy="static")
+    with pytest.raises(ConfigError, match="static"):
+        prepare(config(tmp_path, limits=static))
+
+
+def test_step_times_know_the_states(tmp_path: Path) -> None:
+    """The engine's own description has the sizes that the configuration gives the simulator."""
+    own = model_spec_of(prepare(config(tmp_path)).backend.model, "tiny")
+    hf = QWEN3_5 | {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 259,
+        "linear_conv_kernel_dim": 4,
+        "tie_word_embeddings": True,
+    }
+    assert own == model_spec_from_hf(hf, name="tiny")
+    assert own.state_bytes > 0
+
+
+@pytest.mark.slow
+def test_served(tmp_path: Path) -> None:
+    """Requests at once, more than there are slots, get the answers that each gets alone."""
+    write_tiny_directory(tmp_path, **QWEN3_5)
+    flags = ("--load-format", "dummy", "--dtype", "float32", "--threads", "1", "--max-model-len", "1024")
+    with serving(tmp_path, *flags) as server, serving(tmp_path, *flags, "--max-num-seqs", "2") as short:
+        assert texts(server) == texts(short)

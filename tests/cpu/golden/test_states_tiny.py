@@ -1,0 +1,92 @@
+"""Models that keep a state of each request give transformers' tokens, however their prompts are cut."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from onbeat.scheduler.replica.policies import POLICIES
+from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine
+from tests.cpu.engine.stateful_models import STATEFUL
+from tests.cpu.engine.step_driver import StepDriver
+from tests.cpu.engine.test_golden_tiny import MAX_TOKENS, PROMPT_LENGTHS, assert_equals_reference
+from tests.cpu.engine.tiny_models import random_prompt, tiny_model
+from tests.cpu.golden.engine_run import Setting, run_engine
+from tests.many_cases import each_case
+
+pytestmark = pytest.mark.golden
+
+every_family = each_case("name", STATEFUL)
+SERVING = [name for name, policy in POLICIES.items() if not policy.holds_finished]
+SHORT_OF_MEMORY = (30, 31, 28, 61, 60, 29, 14, 15, 16, 44)
+
+
+@pytest.fixture(params=["torch", "native"])
+def engine(request: pytest.FixtureRequest) -> TinyEngine:
+    if request.param == "native":
+        return NativeEngine(request.getfixturevalue("native_library"))
+    return RoundedTorchEngine()
+
+
+@pytest.mark.parametrize(("chunk", "block_size"), [(1000, 16), (1, 16), (7, 32), (64, 16)])
+@every_family
+def test_tokens_and_logits_equal_the_reference(engine: TinyEngine, name: str, chunk: int, block_size: int):
+    driver = StepDriver(engine.make_forward(name), block_size=block_size)
+    for length in PROMPT_LENGTHS:
+        driver.add(random_prompt(length), MAX_TOKENS)
+    driver.run(chunk)
+    assert_equals_reference(driver, engine, name)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@every_family
+def test_mixed_steps_and_preemptions_equal_the_reference(engine: TinyEngine, name: str, seed: int):
+    """A slot's next request begins with no state, in whichever step, and so does one that comes back."""
+    driver, chance = StepDriver(engine.make_forward(name), seed=seed, max_num_seqs=8), Random(seed)
+    waiting, num_preemptions = list(PROMPT_LENGTHS) * 2, 0
+    while waiting or any(not live.is_finished for live in driver.requests.values()):
+        running = [key for key, live in driver.requests.items() if not live.is_finished]
+        if waiting and len(running) < 6:
+            driver.add(random_prompt(waiting.pop(0)), MAX_TOKENS)
+        for key, live in driver.requests.items():
+            if live.is_running and (live.is_finished or chance.random() < 0.05):
+                driver.release(key)
+                num_preemptions += not live.is_finished
+        rows = {key: chance.choice((1, 3, 20, 40, 200)) for key in running if chance.random() < 0.8}
+        if rows:
+            driver.step(rows)
+    assert num_preemptions > 0
+    assert_equals_reference(driver, engine, name)
+
+
+@pytest.mark.parametrize("policy", SERVING)
+@pytest.mark.parametrize("num_blocks", [400, 18])
+@every_family
+def test_every_policy_gives_the_references_tokens(
+    engine: TinyEngine, name: str, policy: str, num_blocks: int
+):
+    prompts = [random_prompt(length) for length in SHORT_OF_MEMORY]
+    budget = None if POLICIES[policy].whole_prompts else 24
+    setting = Setting(policy=policy, budget=budget, num_blocks=num_blocks, arrivals=2, is_cached=False)
+    outcome = run_engine(engine.make_forward(name), prompts, 12, setting, max_model_len=256)
+    for tokens, prompt in zip(outcome.tokens, prompts, strict=True):
+        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 12))
+    assert outcome.num_preemptions or num_blocks == 400 or policy == "orca"
+
+
+@pytest.mark.parametrize(("num_snapshots", "policy"), [(32, "slo"), (3, "sarathi")])
+@every_family
+def test_prefix_hits_go_on_from_kept_states(engine: TinyEngine, name: str, num_snapshots: int, policy: str):
+    """Turns of a chat, and prompts of which the third and later ones find what the first two share."""
+    chat = random_prompt(200)
+    shared = [[*random_prompt(90), *random_prompt(end)] for end in (30, 31, 32, 33)]
+    prompts = [chat[:40], chat[:75], chat[:75], chat, *shared]
+    setting = Setting(
+        policy=policy, budget=64, arrivals=24, num_blocks=200, repeats=2, num_snapshots=num_snapshots
+    )
+    outcome = run_engine(engine.make_forward(name), prompts, 12, setting, max_model_len=256)
+    for tokens, prompt in zip(outcome.tokens, prompts * 2, strict=True):
+        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 12))
+    assert outcome.num_prefix_hits >= 32 + 64 + 64 + 2 * 80 or num_snapshots < 32
+    assert outcome.num_prefix_hits > 64
