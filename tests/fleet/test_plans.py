@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_kinds_are_read_as_they_are_written() -> None:
     "text", ["", "l4", "device=l4,tp=0", "policy=", "device=l4,gpus=2", "device=", "device=a,device=b"]
 )
 def test_what_is_no_kind_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no kind of replica"):
+    with pytest.raises(ConfigError, match=re.escape(f"{text!r} is no kind")):
         parse_kind(text)
 
 
@@ -49,7 +50,7 @@ def test_each_replica_is_of_its_kind() -> None:
     assert engine_of("r0", engine, ()) is engine
     other = engine_of("r0", EngineConfig(model=files), (parse_kind("policy=sarathi"),))
     assert (other.limits.policy, other.device) == ("sarathi", "auto"), "engines that compute may differ so"
-    with pytest.raises(ConfigError, match="a server for each kind"):
+    with pytest.raises(ConfigError, match="--replicas"):
         engine_of("r0", EngineConfig(model=files), kinds)
 
 
@@ -71,11 +72,11 @@ def test_a_planned_fleet_keeps_its_promise_and_a_smaller_one_does_not(tmp_path: 
     check: list[str | Path] = ["bench", "serve", "--check-plan", plan, "--disable-tqdm", "--base-url"]
     with serving("--config", plan, *stand_in) as server:
         kept = run_program(*check, server.url)
-        assert "promise kept by" in kept.stdout, kept.stdout + kept.stderr
+        assert "promise kept" in kept.stdout, kept.stdout + kept.stderr
         assert kept.returncode == 0
         other = run_program(*check, server.url, "--request-rate", "3")
-        assert "changes the load" in other.stderr
+        assert "--request-rate" in other.stderr
     with serving("--config", plan, *stand_in, "--replicas", "1") as server:
         broken = run_program(*check, server.url)
-        assert "promise broken by" in broken.stdout, broken.stdout + broken.stderr
+        assert "promise broken" in broken.stdout, broken.stdout + broken.stderr
         assert broken.returncode == 3

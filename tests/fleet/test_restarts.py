@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import signal
 from functools import partial
 
@@ -82,7 +83,7 @@ async def test_a_round_of_restarts_goes_on_when_the_replica_it_waits_for_is_scal
         await until(lambda: all(view.num_streaming == 1 for view in client.replicas()))
         client.restart()
         await until(lambda: state_of(client, "r0") == "draining")
-        with pytest.raises(InvalidRequest, match="is under way"):
+        with pytest.raises(InvalidRequest, match="under way"):
             client.restart()
         client.drain("r0", seconds=30, restarts=False)
         await check_all(started)
@@ -115,9 +116,9 @@ async def test_a_replica_of_another_version_does_not_join(
         send_signal(client, "r0", signal.SIGKILL)
         await until(lambda: state_of(client, "r0") == "down", timeout=60)
         (view,) = client.replicas()
-        assert f"r0 runs onbeat {onbeat.__version__}, and this server 9.0" in view.why
-        assert "Restart the server" in caplog.text
-    with pytest.raises(ConfigError, match=r"and this server 9\.0"):
+        assert re.search(rf"r0 .* {re.escape(onbeat.__version__)}, .* 9\.0", view.why)
+        assert "Restart" in caplog.text
+    with pytest.raises(ConfigError, match=r"server 9\.0"):
         await fleet_of(1).start()
 
 

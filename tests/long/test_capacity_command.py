@@ -46,8 +46,8 @@ def test_reads_lists_of_values() -> None:
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["polcy=sarathi"], "did you mean policy"),
-        (["seed=1,2"], "'seed' cannot vary"),
+        (["polcy=sarathi"], "mean policy"),
+        (["seed=1,2"], "'seed'"),
         (["tp"], "expected NAME=VALUE,VALUE"),
         (["tp=1,,2"], "expected NAME=VALUE,VALUE"),
         (["tp=1,1"], "given twice"),
@@ -203,9 +203,9 @@ def test_says_why_nothing_fits(
         (("--objective", "vidur", "--max-num-batched-tokens", "2"), "max_num_seqs"),
         (("--objective", "vidur", "--vary", "tp=3"), "3"),
         (("--objective", "vidur", "--request-rate", "2"), "leave out --request-rate"),
-        (("--objective", "vidur", "--vary", "shed=off,rejct"), "did you mean reject?"),
-        (("--objective", "vidur", "--vary", "shed-order=longest"), "did you mean longest-wait?"),
-        (("--objective", "vidur", "--vary", "tp=1,2", "--tp", "4"), "does not try --tensor-parallel-size 4"),
+        (("--objective", "vidur", "--vary", "shed=off,rejct"), "mean reject?"),
+        (("--objective", "vidur", "--vary", "shed-order=longest"), "mean longest-wait?"),
+        (("--objective", "vidur", "--vary", "tp=1,2", "--tp", "4"), "--tensor-parallel-size 4"),
         (("--objective", "vidur", "--max-concurrency", "2"), "no rate to search"),
     ],
 )

@@ -132,7 +132,7 @@ def test_old_python_is_refused_by_name(tmp_path: Path) -> None:
         [ROOT / "scripts/make-venv", old, tmp_path / "venv"], capture_output=True, text=True, check=False
     )
     assert run.returncode == 2
-    assert "needs 3.11 or newer" in run.stderr
+    assert "3.11" in run.stderr
     assert not (tmp_path / "venv").exists()
 
 

@@ -89,7 +89,7 @@ def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     flags += ["--report", str(files["plan.html"])]
     assert plan(*flags, *output) == 0
     shown = capsys.readouterr().out
-    assert "keep the promise" in shown
+    assert re.search(r" serve 2 requests/s ", shown)
     assert "Plan: " in shown
     found = json.loads(files["plan.json"].read_text())
     assert found["best"]["is_kept"]
@@ -112,7 +112,7 @@ def test_a_plan_of_one_kind_names_its_device_and_makes_the_folders_of_its_files(
     written = yaml.safe_load(files["-o"].read_text())
     assert written["device"] == "l4"
     warnings = json.loads(files["--json"].read_text())["warnings"]
-    assert any("below the promised 1" in line for line in warnings), "of two runs nothing is sure"
+    assert any("promised 1" in line for line in warnings), "of two runs nothing is sure"
 
 
 def test_files_that_cannot_be_written_are_named_before_anything_else(
@@ -121,7 +121,7 @@ def test_files_that_cannot_be_written_are_named_before_anything_else(
     (tmp_path / "file").touch()
     for flag in ("-o", "--json", "--report"):
         assert plan("--gpus", "nonsense", "--rate", "1", flag, str(tmp_path / "file" / "plan.yaml")) == 2
-        assert "choose another file" in capsys.readouterr().err
+        assert "cannot write" in capsys.readouterr().err
     bad = str(tmp_path / "file" / "x.json")
     assert main(["capacity", "--model", "nobody/knows", "--device", "l4", "--json", bad]) == 2
     assert "--json: cannot write" in capsys.readouterr().err
@@ -139,7 +139,7 @@ def test_plans_with_a_device_and_an_engine_of_ones_own(
     prices.write_text(f"{device}: 0.4\n")
     flags = ["--gpus", f"{device}=4", "--rate", "2", "--engine", "vllm@0.6", "-o", str(output)]
     assert plan(*flags) == 2
-    assert f"no price of {device} is known" in " ".join(capsys.readouterr().err.split())
+    assert f"price of {device} " in " ".join(capsys.readouterr().err.split())
     assert plan(*flags, "--prices", str(prices)) == 0
     written = yaml.safe_load(output.read_text())
     section = written["plan"]
@@ -163,7 +163,7 @@ def test_classes_with_traces_of_their_own_are_planned_together(
     flags = ["--gpus", "h100-sxm=2,l4=2", "--rate", "8", "--slo-config", str(classes), "-o", str(output)]
     assert main(["plan", *MODEL, *QUICK, *flags, "--json", str(tmp_path / "plan.json")]) == 0
     shown = capsys.readouterr().out
-    assert "In time by class: chat " in shown
+    assert "by class: chat " in shown
     section = yaml.safe_load(output.read_text())["plan"]
     assert section["load"]["slo-config"] == "../classes.yaml"
     assert set(section["verified"]["by-class"]) == {"chat", "code"}

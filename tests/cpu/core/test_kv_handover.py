@@ -270,7 +270,7 @@ class TestRoom:
         engine.kv.reserve("m", 40)
         with pytest.raises(KVUnavailable, match=r"4.*'m'.*3"):
             engine.kv.pull("m", self.source(4), 0)
-        with pytest.raises(KVUnavailable, match="but 0 are reserved"):
+        with pytest.raises(KVUnavailable, match=r"4.*'n'.*0"):
             engine.kv.pull("n", self.source(4), 0)
         engine.kv.release("m")
 
@@ -286,7 +286,7 @@ class TestRoom:
             engine.kv.adopt("m", moved, detached)
         engine.kv.reserve("m", 40)
         engine.kv.pull("m", self.source(3), 0)
-        with pytest.raises(KVUnavailable, match="still on its way"):
+        with pytest.raises(KVUnavailable, match="on its way"):
             engine.kv.adopt("m", moved, detached)
         engine.transport.may_end.set()
         engine.transfers._pool.submit(int).result(WAIT)

@@ -40,10 +40,10 @@ class TestFromAnotherProcess:
         source = lender.lend()
         _, own = make_transfers()
         lender.revoke()
-        with pytest.raises(KVUnavailable, match="lease of the KV of 'r' has ended"):
+        with pytest.raises(KVUnavailable, match=r"lease.*'r'"):
             own.pull(source, 0, [1]).result(WAIT)
         lender.lend()
-        with pytest.raises(KVUnavailable, match="lease of the KV of 'r' has ended"):
+        with pytest.raises(KVUnavailable, match=r"lease.*'r'"):
             own.pull(source, 0, [1]).result(WAIT)
         own.close()
 
@@ -54,7 +54,7 @@ class TestFromAnotherProcess:
     def test_another_layout(self, lender: LendingProcess, changes: dict[str, Any]) -> None:
         (field,) = changes
         _, own = make_transfers(**changes)
-        with pytest.raises(KVUnavailable, match=f"KV blocks differ in {field}: '{changes[field]}' here"):
+        with pytest.raises(KVUnavailable, match=f" {field}: '{changes[field]}'"):
             own.pull(lender.lend(), 0, [1]).result(WAIT)
         own.close()
 
@@ -90,7 +90,7 @@ class TestFromAnotherProcess:
 
     def test_blocks_without_checksums(self, lender: LendingProcess) -> None:
         _, own = make_transfers()
-        with pytest.raises(KVUnavailable, match="checksums of the KV of 'r' were not sent"):
+        with pytest.raises(KVUnavailable, match=r"checksums.*'r'"):
             own.pull(replace(lender.lend(), checksums=()), 0, [1]).result(WAIT)
         own.close()
 
@@ -119,7 +119,7 @@ def test_a_copy_waits_for_steps_that_may_write_there(monkeypatch: pytest.MonkeyP
     source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
     blocks, own = make_transfers()
     step: Future[None] = Future()
-    with pytest.raises(KVUnavailable, match="a step that may write to the blocks"):
+    with pytest.raises(KVUnavailable, match=r"a step .* 0\.2 s"):
         own.pull(source, 0, [5], after=step).result(WAIT)
     assert not blocks.holds(5, 0)
     step.set_exception(RuntimeError("it failed, and writes no more"))
@@ -184,7 +184,7 @@ class TestAccess:
         own.close()
 
     def test_kv_on_a_device(self) -> None:
-        with pytest.raises(ConfigError, match="KV on meta cannot be handed"):
+        with pytest.raises(ConfigError, match="meta"):
             region_of(torch.zeros(2, 2, device="meta"))
 
     def test_the_native_cache_is_one_piece(self, native_library: NativeLibrary) -> None:

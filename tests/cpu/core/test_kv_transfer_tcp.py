@@ -27,7 +27,7 @@ class TestOverTcp:
         lending.leases.grant("r", range(8))
         source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
         blocks, own = make_transfers(key=b"k" * 32)
-        with pytest.raises(KVUnavailable, match="closed the connection"):
+        with pytest.raises(KVUnavailable, match="closed"):
             own.pull(source, 0, [1]).result(WAIT)
         assert not any(part.any() for part in blocks.parts)
         lending.close()
@@ -58,7 +58,7 @@ class TestOverTcp:
             return views(memory, block_id)
 
         monkeypatch.setattr(BlockMemory, "views", end_lease)
-        with pytest.raises(KVUnavailable, match="ended on the way"):
+        with pytest.raises(KVUnavailable, match="ended on"):
             own.pull(source, 0, range(8)).result(WAIT)
         lending.close()
         own.close()
@@ -68,7 +68,7 @@ class TestOverTcp:
         short_pulls(monkeypatch, 0.5)
         _, own = make_transfers()
         start = time.monotonic()
-        with lender.standing_still(), pytest.raises(KVUnavailable, match=r"took too long|timed out"):
+        with lender.standing_still(), pytest.raises(KVUnavailable, match=r"too long|timed out"):
             own.pull(source, 0, [1]).result(WAIT)
         assert time.monotonic() - start < 10
         own.close()

@@ -53,7 +53,7 @@ def test_steps_are_recorded_as_they_come(tmp_path: Path) -> None:
 def test_another_version_ends_the_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with publishing(lambda number: fpm(counter=number, decodes=1, context=9) | {"version": 2}) as address:
         assert main(["profile", "record", address, str(tmp_path / "steps.jsonl"), "--seconds", "5"]) == 2
-    assert f"{address}, message 1: version is 2" in capsys.readouterr().err
+    assert f"{address}, message 1: version" in capsys.readouterr().err
 
 
 def test_silence_is_told(

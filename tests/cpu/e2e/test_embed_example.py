@@ -37,7 +37,7 @@ def test_each_line_is_done_once_after_kills(smollm2_server: ServerProgram, tmp_p
         file.write(b'{"line": 79, "digest": "')  # as a kill may leave it
 
     again = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=120)
-    assert again.stdout == f"{NUM_TEXTS} of {NUM_TEXTS} texts are in {out}\n"
+    assert again.stdout.startswith(f"{NUM_TEXTS} of {NUM_TEXTS} ")
     lines = [json.loads(line) for line in out.read_bytes().splitlines()]
     assert sorted(each["line"] for each in lines) == list(range(1, NUM_TEXTS + 1))
     one = next(each for each in lines if each["id"] == "d7")

@@ -106,11 +106,11 @@ def test_embeddings_are_those_of_the_server(smollm2: LLM, smollm2_server: Server
 
 def test_what_cannot_be_embedded_is_refused(tiny: LLM) -> None:
     size = tiny.info.embedding_size
-    with pytest.raises(InvalidRequest, match=f"embeddings have 1 to {size} numbers"):
+    with pytest.raises(InvalidRequest, match=f" 1 to {size} "):
         tiny.embed("a", dimensions=size + 1)
     with pytest.raises(PromptTooLong):
         tiny.embed([[1, 2], [3] * 600])
-    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+    with pytest.raises(InvalidRequest, match="vocabulary"):
         tiny.embed([-1])
     check_nothing_is_left(tiny)
 
@@ -216,7 +216,7 @@ def test_a_failed_step_leaves_nothing_behind(tiny: LLM, monkeypatch: pytest.Monk
 def test_chat_needs_a_template(tmp_path: Path) -> None:
     path = write_tiny_directory(tmp_path / "model")
     (path / "tokenizer_config.json").unlink()
-    with LLM(str(path), **TINY) as llm, pytest.raises(InvalidRequest, match="no chat template"):
+    with LLM(str(path), **TINY) as llm, pytest.raises(InvalidRequest, match="chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
 
 
@@ -284,6 +284,6 @@ def test_what_cannot_be_loaded(tmp_path: Path, tiny_directory: Path) -> None:
         LLM(str(tiny_directory))
     with pytest.raises(ConfigError, match="unknown dtype 'int3'"):
         LLM(str(tiny_directory), load_format="dummy", dtype="int3")
-    with pytest.raises(ConfigError, match="unknown policy 'fifo'"):
+    with pytest.raises(ConfigError, match="policy 'fifo'"):
         LLM(str(tiny_directory), load_format="dummy", policy="fifo")
     assert onbeat.LLM is LLM

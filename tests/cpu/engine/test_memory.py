@@ -42,8 +42,7 @@ def test_what_is_too_much_names_need_limit_and_what_fits() -> None:
     with pytest.raises(ConfigError) as caught:
         check(40_000)
     message = str(caught.value)
-    assert "a KV cache of 4.9 GiB does not fit beside the weights (100 MiB)" in message
-    assert "that is 5.2 GiB, but the sandbox leaves 1.0 GiB" in message
+    assert re.search(r"4\.9 GiB .*\(100 MiB\).* 5\.2 GiB.* 1\.0 GiB", message)
     found = re.search(r"--kv-cache-memory-bytes (\d+)M, with a --max-model-len of at most (\d+)$", message)
     assert found is not None
     check(FOOTPRINT.num_blocks_in(int(found[1]) * MIB))
@@ -57,7 +56,7 @@ def test_large_steps_may_leave_no_room_at_all() -> None:
 
 
 def test_memory_that_runs_out_is_said_in_words() -> None:
-    with pytest.raises(ConfigError, match="memory ran out while the engine started"), _in_words():
+    with pytest.raises(ConfigError, match="memory ran out"), _in_words():
         torch.empty(2**50)
     with (
         pytest.raises(ConfigError, match="--kv-cache-memory-bytes"),

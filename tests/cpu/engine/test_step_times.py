@@ -92,12 +92,11 @@ def test_without_a_profile_the_roofline_serves_and_says_how_well_it_is_known(con
     check_judged(steps)
     detail, speed = said
     assert isinstance(detail, Detail)
-    assert "estimated from hardware limits" in detail
-    assert ("timed now (tokens: 1 in " in detail) == (source == "auto")
+    assert "estimated" in detail
+    assert ("timed now" in detail) == (source == "auto")
     assert not isinstance(speed, Detail)
     assert re.fullmatch(
-        r"speed: the first token of a prompt of \d+ tokens takes [\d.e-]+ ms, each further one [\d.e-]+ ms "
-        rf"\({origin}; `onbeat profile {re.escape(config.model.name)}` measures it in two minutes\)",
+        rf"speed: .* [\d.e-]+ ms, .* ms \({origin}.*`onbeat profile {re.escape(config.model.name)}`.*",
         speed,
     )
 
@@ -115,10 +114,10 @@ def test_the_first_verdicts_are_of_what_this_machine_takes(config, monkeypatch):
     classes = {"chat": SLO(tbt=0.01), "search": SLO(ttft=0.1), "report": SLO(tbt=0.02)}
     core, _ = build_engine(change(config, slo_classes=classes), said.append)
     core.shutdown()
-    assert "each further one 12 ms (timed now; " in next(line for line in said if line.startswith("speed"))
+    assert " 12 ms (timed now" in next(line for line in said if line.startswith("speed"))
     misses = [line for line in said if line.startswith("class")]
     assert [line.partition(":")[0] for line in misses] == ["class chat", "class search"]
-    assert "one decode alone takes 12 ms" in misses[0]
+    assert " 12 ms" in misses[0]
     assert {shape.num_chunks for shape in timed} == {0, 1}
     assert len(timed) <= 6
 
@@ -128,7 +127,7 @@ def test_a_decode_that_takes_long_is_all_that_a_start_waits_for(config, monkeypa
     monkeypatch.setattr(StepTimer, "time", lambda _, batch: (timed.append(batch.shape), 0.3)[1])
     _, said = run(config)
     assert {shape.num_chunks for shape in timed} == {0}
-    assert "tokens: 1 in 300 ms)" in said[0]
+    assert " 1 in 300 ms" in said[0]
 
 
 def test_what_was_timed_at_the_start_leaves_nothing_behind(config):
@@ -152,14 +151,14 @@ def test_the_matching_profile_is_found(config, profile):
 def test_a_profile_of_other_threads_is_not_taken(config, profile):
     write_profile(profile_path(profiles_dir(), profile.key), profile)
     _, said = run(change(config, threads=2))
-    assert "estimated from hardware limits" in said[0]
+    assert "estimated" in said[0]
 
 
 def test_a_profile_of_another_backend_is_not_taken(config, profile):
     key = replace(profile.key, backend="another")
     write_profile(profile_path(profiles_dir(), key), replace(profile, key=key))
     _, said = run(config)
-    assert "estimated from hardware limits" in said[0]
+    assert "estimated" in said[0]
 
 
 def test_a_profile_of_another_instruction_set_is_named(config, profile):
@@ -167,8 +166,8 @@ def test_a_profile_of_another_instruction_set_is_named(config, profile):
     path = profile_path(profiles_dir(), key)
     write_profile(path, replace(profile, key=key))
     _, said = run(config)
-    assert "estimated from hardware limits" in said[0]
-    assert f"{path} is of instruction set 'another'" in said[0]
+    assert "estimated" in said[0]
+    assert re.search(rf"{re.escape(str(path))}.*'another'", said[0])
 
 
 def test_a_busy_machine_is_said_where_it_was_measured(config, monkeypatch):
@@ -180,9 +179,9 @@ def test_a_busy_machine_is_said_where_it_was_measured(config, monkeypatch):
     core, _ = build_engine(change(config, step_time_profile="roofline", slo_classes=classes), said.append)
     core.shutdown()
     (busy,) = [line for line in said if "busy:" in line]
-    assert busy.startswith("the machine is busy: other programs take 1.5 of 2 cores. ")
-    (miss,) = [line for line in said if line.startswith("class fast: TBT 1 ms, but one decode alone takes ")]
-    assert miss.endswith(" (as measured while the machine was busy)")
+    assert "1.5 of 2 cores" in busy
+    (miss,) = [line for line in said if line.startswith("class fast: TBT 1 ms")]
+    assert "busy" in miss
 
 
 @pytest.mark.alone
@@ -192,7 +191,7 @@ def test_a_start_beside_loops_on_all_cores_says_so(config):
     with busy_loops(cores):
         core, _ = build_engine(change(config, step_time_profile="roofline", threads=cores), said.append)
     core.shutdown()
-    assert [line for line in said if line.startswith("the machine is busy: other programs take ")]
+    assert [line for line in said if "busy:" in line]
 
 
 def test_a_profile_in_the_cache_was_measured_at_another_time(config, profile, monkeypatch):
@@ -210,7 +209,7 @@ def test_a_damaged_profile_in_the_cache_is_named_and_does_not_keep_from_serving(
     path.write_text(path.read_text()[:100])
     steps, said = run(config)
     check_judged(steps)
-    assert "estimated from hardware limits" in said[0]
+    assert "estimated" in said[0]
     assert str(path) in said[0]
 
 
@@ -219,7 +218,7 @@ def test_a_named_profile_must_match(config, profile, tmp_path):
     write_profile(path, replace(profile, key=replace(profile.key, model="other/model")))
     with pytest.raises(ConfigError, match="'other/model', not"):
         run(change(config, step_time_profile=str(path)))
-    with pytest.raises(ConfigError, match="cannot read the profile"):
+    with pytest.raises(ConfigError, match=r"missing\.json"):
         run(change(config, step_time_profile=str(tmp_path / "missing.json")))
 
 
@@ -248,14 +247,14 @@ def test_float64_is_served_without_predictions(config):
 @pytest.mark.parametrize(
     ("lack", "why"),
     [
-        ({"step_time_profile": "none"}, "the step-time profile is 'none'; leave --step-time-profile out"),
-        ({"dtype": "float64"}, "no step-time model knows float64; choose another --dtype"),
-        ({"dtype": "float64", "step_time_profile": "roofline"}, "no step-time model knows float64"),
+        ({"step_time_profile": "none"}, "'none'; leave --step-time-profile"),
+        ({"dtype": "float64"}, "float64; .*--dtype"),
+        ({"dtype": "float64", "step_time_profile": "roofline"}, "float64"),
     ],
 )
 def test_a_policy_that_needs_predictions_is_not_started_without(config, lack, why):
     said: list[str] = []
-    with pytest.raises(ConfigError, match=f"policy 'slo' plans .* but {why}.*--policy sarathi"):
+    with pytest.raises(ConfigError, match=f"'slo'.* {why}.*--policy sarathi"):
         build_engine(change(config, policy="slo", **lack), said.append)
     assert said == [], "found before anything was loaded"
 
@@ -325,9 +324,8 @@ def test_drift_that_lasts_is_said_when_it_comes_and_when_it_goes(caplog):
         (300, False),
     ]
     came, went = drift_lines(caplog, steps)
-    assert came.startswith("steps take 1.50 times what their profile says")
-    assert "something else loads the machine" in came
-    assert went == "steps take what their profile says again (1.50 times)"
+    assert ("1.50" in came, "loads" in came) == (True, True)
+    assert ("1.50" in went, "loads" in went) == (True, False)
 
 
 def test_drift_that_comes_and_goes_is_not_said(caplog):

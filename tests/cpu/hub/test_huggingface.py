@@ -68,8 +68,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("name", "revision", "message"),
     [
         ("owner/gated", None, "is gated: accept its terms"),
-        ("owner/absent", None, "the hub has no model 'owner/absent'"),
-        ("owner/model", "nowhere", "has no revision 'nowhere'"),
+        ("owner/absent", None, "model 'owner/absent'"),
+        ("owner/model", "nowhere", "revision 'nowhere'"),
     ],
 )
 def test_refusals_are_explained(name: str, revision: str | None, message: str) -> None:
@@ -79,7 +79,7 @@ def test_refusals_are_explained(name: str, revision: str | None, message: str) -
 
 def test_unreachable_hub_is_a_clear_error_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with patience() as taken, pytest.raises(ModelLoadError, match="the hub cannot be reached"):
+    with patience() as taken, pytest.raises(ModelLoadError, match=r"hub .*reached"):
         resolve_model("owner/model")
     assert taken.seconds < 10
 
@@ -88,7 +88,7 @@ def test_unreachable_hub_is_a_clear_error_in_seconds(monkeypatch: pytest.MonkeyP
 def test_silent_hub_is_a_clear_error_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, never answers
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        with patience() as taken, pytest.raises(ModelLoadError, match="the hub cannot be reached"):
+        with patience() as taken, pytest.raises(ModelLoadError, match=r"hub .*reached"):
             resolve_model("owner/model")
         assert taken.seconds < 10
 
@@ -132,7 +132,7 @@ def test_cache_comes_first(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_half_cached_model_counts_as_absent(empty_cache: Path) -> None:
     write_snapshot(empty_cache, "config.json", "tokenizer.json")
-    with pytest.raises(ModelLoadError, match="is not in the cache"):
+    with pytest.raises(ModelLoadError, match=r"'owner/model' .*cache"):
         resolve_model("owner/model", offline=True)
     assert resolve_model("owner/model", offline=True, needs_weights=False).kind == "hf"
 
@@ -141,7 +141,7 @@ def test_interrupted_download_counts_as_absent(empty_cache: Path) -> None:
     index, first, second = (f"model{name}" for name in (".safetensors.index.json", "-1-of-2", "-2-of-2"))
     snapshot = write_snapshot(empty_cache, "config.json", "tokenizer.json", f"{first}.safetensors")
     for _ in ("without its index", "with it"):
-        with pytest.raises(ModelLoadError, match="is not in the cache"):
+        with pytest.raises(ModelLoadError, match=r"'owner/model' .*cache"):
             resolve_model("owner/model", offline=True)
         names = {"a": f"{first}.safetensors", "b": f"{second}.safetensors"}
         (snapshot / index).write_text(json.dumps({"weight_map": names}))

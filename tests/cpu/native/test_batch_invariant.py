@@ -227,8 +227,8 @@ def test_a_prefix_hit_changes_no_bit(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backend": "torch"}, r"batch_invariant on needs the native engine, .*leave --batch-invariant out"),
-        ({"dtype": "float64"}, r"batch_invariant on needs the native engine, .*compute in float64"),
+        ({"backend": "torch"}, r"batch_invariant .* --batch-invariant"),
+        ({"dtype": "float64"}, r"batch_invariant .* float64"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(

@@ -253,7 +253,7 @@ def test_nan_fails_its_own_row_and_leaves_with_it(native_library: NativeLibrary)
     output = runner.execute(step(rows, admitted))
     assert output.failed is not None
     assert list(output.failed) == ["bad"]
-    assert "the largest is nan" in output.failed["bad"]
+    assert "nan" in output.failed["bad"]
     (expected,) = output.sampled_token_ids[1]
     again = [ScheduledRequest("again", 0, 20, (), samples=True)]
     output = runner.execute(step(again, (admit("again", prompt, (5, 6)),), ("bad",)))
@@ -300,7 +300,7 @@ def test_a_malformed_step_is_refused(
     before = forward.run(inputs, wants_logits=True).values_RV
     assert before is not None
     before = before.copy()
-    with pytest.raises(EngineError, match="step of 20 tokens"):
+    with pytest.raises(EngineError, match="20 tokens"):
         forward.run(spoil(inputs), wants_logits=True)
     after = forward.run(inputs, wants_logits=True).values_RV
     assert after is not None

@@ -138,7 +138,7 @@ def test_a_compiler_that_does_not_know_amx_builds_the_rest_and_it_is_said(
     warnings: list[str] = []
     hatch_build.add_to_wheel(tree, {"artifacts": []}, warnings.append)
     (warning,) = warnings
-    assert "instruction set amx" in warning
+    assert "set amx" in warning
     assert "-mamx-tile" in warning
     assert "g++ 11 or newer" in warning
     assert ctypes.CDLL(str(tree / hatch_build.LIBRARY)).answer() == 42

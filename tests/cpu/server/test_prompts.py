@@ -71,7 +71,7 @@ async def test_a_text_whose_tokens_the_model_lacks_is_refused(tokenizer: Watched
     encoder = PromptEncoder(tokenizer, vocab_size=BOS, max_model_len=1000)
     with pytest.raises(
         InvalidRequest,
-        match="prompt holds the token id 257, out of vocabulary: ids of this model's 257 tokens",
+        match=r" id 257, .*\b257 tokens",
     ):
         await encoder.encode("text", EncodeOptions(add_special_tokens=True), CALLER)
     assert await encoder.encode("ab", PLAIN, CALLER) == [97, 98]

@@ -96,17 +96,18 @@ async def test_unknown_model_path_and_method(served: Served) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/embeddingsx", "/v1", "/api/chat", "/v1/completion"])
 async def test_other_paths_are_not_there(served: Served, path: str) -> None:
-    assert (await served.get(path)).error["message"] == "there is no such path; GET /docs lists them"
+    error = (await served.get(path)).error
+    assert (error["code"], "GET /docs" in error["message"]) == ("not_found", True)
 
 
 @each_case(
     ("bias", "said"),
     [
-        ({"a": 1, "5": 1, "-1": 1}, "logit_bias has the keys 'a', '-1'; keys are token ids"),
-        ({f"k{i}": 1 for i in range(9)}, "'k0', 'k1', 'k2', 'k3' and 5 more; keys are token ids"),
-        ({"x": 1}, "logit_bias has the key 'x'; keys"),
+        ({"a": 1, "5": 1, "-1": 1}, "logit_bias has the keys 'a', '-1';"),
+        ({f"k{i}": 1 for i in range(9)}, "'k0', 'k1', 'k2', 'k3' and 5"),
+        ({"x": 1}, "logit_bias has the key 'x';"),
         ({"5": 101, "6": "a", "7": 1}, "logit_bias has 101, 'a' for '5', '6'; it takes numbers from -100"),
-        ({"5": 1, "90000": 1, "90001": 1}, "logit_bias holds the token ids 90000, 90001, out of vocabulary"),
+        ({"5": 1, "90000": 1, "90001": 1}, "logit_bias holds the token ids 90000, 90001,"),
     ],
 )
 async def test_a_few_bad_entries_of_logit_bias_are_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import ssl
@@ -223,14 +224,14 @@ def resident_megabytes(process_id: int) -> int:
 def test_a_busy_port_is_a_config_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .*in use.*--port"):
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*in use.*--port"):
             bind(ServerConfig(port=port))
 
 
 def test_a_port_that_another_server_is_about_to_have_is_busy_too() -> None:
     with bind(ServerConfig(port=0)) as first:
         port = first.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .*in use.*--port"):
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*in use.*--port"):
             bind(ServerConfig(port=port))
 
 
@@ -292,7 +293,7 @@ def test_many_new_connections_do_not_wait_for_a_round_of_the_loop_each(
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 70])
 def test_an_address_that_is_not_ours_is_a_config_error(host: str) -> None:
-    with pytest.raises(ConfigError, match="cannot listen on"):
+    with pytest.raises(ConfigError, match=rf"listen on {host}"):
         bind(ServerConfig(host=host))
 
 
@@ -319,5 +320,5 @@ async def test_tls(certificate: tuple[Path, Path]) -> None:
 def test_tls_files_are_checked_at_the_start(certificate: tuple[Path, Path], tmp_path: Path) -> None:
     key, cert = certificate
     for keyfile, certfile in ((tmp_path / "none.pem", cert), (cert, cert), (key, key)):
-        with pytest.raises(ConfigError, match="cannot use the TLS certificate"):
+        with pytest.raises(ConfigError, match=f"TLS certificate.*{re.escape(str(certfile))}"):
             check_tls(ServerConfig(ssl_keyfile=keyfile, ssl_certfile=certfile))

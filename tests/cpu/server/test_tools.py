@@ -269,7 +269,7 @@ async def test_a_template_without_tools_is_told_of_them_in_messages(engine: Fake
 @each_case(
     ("fields", "param", "says"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools", "it should be 'function'"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "be 'function'"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is missing"),
         ({"tools": [{"function": {"name": "a b"}}]}, "tools", "should match pattern"),
         ({"tools": [TIME, TIME]}, "tools", "'get_time' twice"),
@@ -363,7 +363,7 @@ def test_flags_name_what_is_known() -> None:
     with pytest.raises(ConfigError, match="'glm45'"):
         ServerConfig(reasoning_parser="glm45")
     template = ChatTemplate(GEMMA, bos_token="", eos_token="")
-    with pytest.raises(ConfigError, match="the chat template says nothing of tools"):
+    with pytest.raises(ConfigError, match=r"chat template .*tools"):
         reply_style(ServerConfig(tool_call_parser="pythonic"), template, ByteTokenizer())
     assert reply_style(ServerConfig(tool_call_parser="hermes"), template, ByteTokenizer()).family
 

@@ -46,8 +46,8 @@ def test_the_same_text_comes_out(smollm2_gguf: Path, policy: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"method": "ngram", "num_speculative_tokens": 17}, r"17; it must not be above block_size \(16\)"),
-        ({"method": "eagle"}, "'eagle' needs the key 'model'"),
+        ({"method": "ngram", "num_speculative_tokens": 17}, r"17; .* block_size \(16\)"),
+        ({"method": "eagle"}, r"'eagle' .* 'model'"),
         ({"method": "eagle", "model": "some"}, "vllm"),
     ],
 )

@@ -276,25 +276,25 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"device": "auto"}, r"give --device, one of .*h100-sxm"),
-            ({"device": "h100"}, r"unknown device 'h100': did you mean h100"),
+            ({"device": "auto"}, r"--device, one of .*h100-sxm"),
+            ({"device": "h100"}, r"'h100': .* h100"),
             ({"name": "Llama-9"}, r"unknown model 'Llama-9'"),
             ({"dtype": "float64"}, r"no step-time model knows float64"),
-            ({"backend": "torch"}, r"computes nothing, but --backend"),
+            ({"backend": "torch"}, r"but --backend"),
             ({"threads": 2}, r"--threads"),
-            ({"quantization": "int8"}, r"no weights for --quantization int8"),
+            ({"quantization": "int8"}, r"--quantization int8"),
             ({"step_time_profile": "calibrate"}, r"choose one of auto, roofline, none"),
             (
                 {"device": "l4", "name": "Llama-3.1-70B"},
-                r"does not fit.* What fits: --tensor-parallel-size 8$",
+                r"--tensor-parallel-size 8$",
             ),
             (
                 {"device": "l4", "limits": SchedulerLimits(max_model_len=65536)},
-                r"needs 24.3 GiB of memory and has 21.6.* What fits: --tensor-parallel-size 2$",
+                r"needs 24.3 .* 21.6.* .* --tensor-parallel-size 2$",
             ),
             (
                 {"device": "l4", "dtype": "float32"},
-                r"does not fit.* What fits: --tensor-parallel-size 2, or --dtype bfloat16$",
+                r"--tensor-parallel-size 2, or --dtype bfloat16$",
             ),
             ({"kv_cache_memory_bytes": 1000}, r"hold no block"),
             ({"memory_share": MemoryShare(20 << 30, 400)}, r"128 MiB, .* 20480 MiB .* use --replicas 160$"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -82,14 +83,14 @@ def test_steps_are_measured_kept_and_read_by_the_next_start(make, caplog, tmp_pa
     assert not scheduler.requests
     assert (plugin.num_faults, plugin.num_mismatches) == (0, 0)
     assert plugin.num_planned > 50
-    assert "step times: measured in" in caplog.text
+    assert "measured in" in caplog.text
     for num_decodes, chunk in ((1, 0), (8, 0), (0, 300), (4, 200)):
         told = 0.01 + 2e-4 * (num_decodes + chunk)
         assert seconds_of(plugin.steps.model, num_decodes, chunk) == pytest.approx(told, rel=0.02)
     (path,) = (tmp_path / "onbeat" / "profiles" / "vllm").iterdir()
     again = make()
     assert not again.has_requests()
-    assert f"as an earlier start measured them ({path})" in caplog.text
+    assert f"({path})" in caplog.text
     path.write_text("{}")
     assert make().has_requests()
     assert "measured again" in caplog.text
@@ -157,14 +158,14 @@ def test_a_fault_in_measuring_ends_it_and_no_step(make, monkeypatch, caplog):
     run(scheduler)
     assert all(request.is_finished() for request in requests)
     assert (scheduler.onbeat.is_on, scheduler.onbeat.num_faults) == (True, 0)
-    assert caplog.text.count("step times: guessed, because they were not measured") == 1
+    assert caplog.text.count("not measured") == 1
 
 
 def test_where_steps_take_too_long_for_requests_to_wait_it_is_said(make, monkeypatch, caplog):
     monkeypatch.setattr("onbeat.vllm.calibrate.LONGEST_STEP", 0.013)
     run(make())
-    assert "steps of 16 tokens or more take too long to measure" in caplog.text
-    assert "guessed, because they were not measured" in caplog.text
+    assert "16 tokens" in caplog.text
+    assert "not measured" in caplog.text
     assert "Traceback" not in caplog.text
 
 
@@ -187,9 +188,9 @@ def test_all_aborted_or_paused_it_lets_the_engine_rest(make):
 def test_where_it_cannot_be_measured_that_is_said(make, monkeypatch, caplog):
     monkeypatch.setattr(plugin_module, "hindrance", lambda scheduler: "a connector is there")
     assert not make().has_requests()
-    assert "guessed, and corrected by the first steps that run (a connector is there)" in caplog.text
+    assert "(a connector" in caplog.text
     monkeypatch.setitem(FakeScheduler.options, "calibrate", "always")
-    with pytest.raises(ConfigError, match="cannot be measured at this start: a connector is there"):
+    with pytest.raises(ConfigError, match=r"calibrate.*a connector"):
         make()
     monkeypatch.setitem(FakeScheduler.options, "profile", "/p.json")
     with pytest.raises(ConfigError, match=r"'always'.*/p\.json"):
@@ -199,15 +200,15 @@ def test_where_it_cannot_be_measured_that_is_said(make, monkeypatch, caplog):
 def test_without_a_profile_what_is_used_is_said(make, monkeypatch, caplog):
     monkeypatch.setitem(FakeScheduler.options, "calibrate", "off")
     make()
-    assert "step times: guessed, and corrected by the first steps that run (calibrate is off)" in caplog.text
+    assert "(calibrate is off)" in caplog.text
 
 
 def test_an_objective_that_no_step_can_keep_is_said_at_the_start(make, monkeypatch, caplog):
     run(make())
-    assert "No plan can keep that" not in caplog.text
+    assert "class default" not in caplog.text
     monkeypatch.setitem(FakeScheduler.options, "tbt_ms", 3)
     make()
-    assert "class default: TBT 3 ms, but one decode alone takes 10 ms here. No plan can keep" in caplog.text
+    assert re.search(r"class default: TBT 3 ms.* 10 ms", caplog.text)
 
 
 def test_what_is_said_comes_where_vllms_own_lines_come(make, monkeypatch):
@@ -221,4 +222,4 @@ def test_what_is_said_comes_where_vllms_own_lines_come(make, monkeypatch):
     finally:
         logging.getLogger("onbeat").setLevel(before)
         logging.getLogger("vllm").setLevel(logging.NOTSET)
-    assert "step times: guessed at first" in text.getvalue()
+    assert "guessed" in text.getvalue()

@@ -53,7 +53,7 @@ def test_what_has_no_flag_is_stated_as_vllms_own_configuration():
         (["m", "--", "--scheduling_policy=priority"], "state objectives"),
         (["m", "--", "--additional-config", "{"], "no JSON"),
         (["m", "--", "--additional-config", '{"onbeat": 5}'], "must be an object"),
-        (["m", "--", "--additional-config", '{"onbeat": {"tft_ms": 5}}'], "did you mean ttft_ms"),
+        (["m", "--", "--additional-config", '{"onbeat": {"tft_ms": 5}}'], "mean ttft_ms"),
         (["m", "--slo-ttft-ms", "0"], "between 1 ms"),
         (["m", "--slo-class", "gold"], "no class 'gold'"),
         (["m", "--profile", "/nowhere"], "is no file"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def test_k_quants(name: str, tmp_path: Path) -> None:
     down = "model.layers.0.mlp.down_proj.weight"
     assert np.array_equal(checkpoint.get(down, FLOAT32), expected)
     (line,) = loading_remarks(checkpoint, [down], BFLOAT16)
-    assert line.startswith(f"weights of type {name} become bfloat16")
+    assert re.search(rf" {name} .*bfloat16", line)
     assert list(loading_remarks(checkpoint, [down], FLOAT32)) == []
     plain = WeightLayouts(checkpoint, dtype=BFLOAT16, quantization="auto").plain_names()
     assert down not in plain  # the native engine has it as it is
@@ -164,9 +165,7 @@ def test_unsupported_type_is_named(tmp_path: Path) -> None:
         (250, "number 250"),
     ):
         (tmp_path / "odd.gguf").write_bytes(data[:at] + bytes([number]) + data[at + 1 :])
-        with pytest.raises(
-            ModelLoadError, match=rf"blk\.0\.ffn_up\.weight is of GGUF type {shown}.*: BF16,.*NAME:Q4_K_M"
-        ):
+        with pytest.raises(ModelLoadError, match=rf"blk\.0\.ffn_up\.weight.* {shown}.*: BF16,.*NAME:Q4_K_M"):
             open_checkpoint(gguf_files(tmp_path / "odd.gguf"))
 
 
@@ -186,15 +185,15 @@ def test_truncation_names_the_tensor(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", tiny_model("llama"))
     data = (tmp_path / "model.gguf").read_bytes()
     (tmp_path / "model.gguf").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ModelLoadError, match=r"is cut short: tensor \S+ ends at byte \d+"):
+    with pytest.raises(ModelLoadError, match=r"cut short: .*\.weight.* \d+"):
         open_checkpoint(gguf_files(tmp_path / "model.gguf"))
 
 
 def test_other_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="No such file"):
+    with pytest.raises(ModelLoadError, match=r"none\.gguf.*No such"):
         open_checkpoint(gguf_files(tmp_path / "none.gguf"))
     (tmp_path / "text.gguf").write_text("this is no model" * 10)
-    with pytest.raises(ModelLoadError, match="not a GGUF file"):
+    with pytest.raises(ModelLoadError, match=r"text\.gguf.*not a GGUF"):
         open_checkpoint(gguf_files(tmp_path / "text.gguf"))
     writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
     writer.add_block_count(1)
@@ -205,7 +204,7 @@ def test_other_bad_files(tmp_path: Path) -> None:
 
 def test_the_vision_part_of_a_model_is_no_model(tmp_path: Path) -> None:
     finish(gguf.GGUFWriter(tmp_path / "mmproj.gguf", "clip"))
-    with pytest.raises(ModelLoadError, match=r"vision part .*pass the file of its text part"):
+    with pytest.raises(ModelLoadError, match=r"vision .*mmproj.*text"):
         open_checkpoint(gguf_files(tmp_path / "mmproj.gguf"))
 
 

@@ -100,7 +100,7 @@ def test_the_text_part_of_a_multimodal_model(tmp_path: Path, name: str) -> None:
         for name, value in text.items():
             assert np.array_equal(checkpoint.get(f"model.{name}", FLOAT32), value.numpy())
         (line,) = loading_remarks(checkpoint, checkpoint.names(), FLOAT32)
-        assert line == "its vision part (1 tensors) is left out: onbeat serves text alone"
+        assert "vision part (1 tensors)" in line
     expected = model.eval()(torch.tensor([random_prompt(20)])).logits[0, -1].detach()
     ours = first_logits(
         on_torch(load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"))), (20,)
@@ -189,14 +189,14 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
 def test_index_must_stay_in_its_directory(directory: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelLoadError, match="outside of its directory"):
+    with pytest.raises(ModelLoadError, match=r"\.\./elsewhere\.safetensors"):
         open_directory(directory)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickled_weights_are_refused(directory: Path, name: str) -> None:
     (directory / "model.safetensors").rename(directory / name)
-    with pytest.raises(ModelLoadError, match=rf"pickled weights only \({name}\).*safetensors"):
+    with pytest.raises(ModelLoadError, match=rf"pickled .*\({name}\).*safetensors"):
         open_directory(directory)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,23 +67,23 @@ def test_it_serves_on_a_gpu_unless_torch_is_asked_for(hopper: None) -> None:
     checkpoint = DummyCheckpoint(MODEL)
     chosen = choose_backend(config(), checkpoint, CUDA)
     assert isinstance(chosen, CudaBackend)
-    assert chosen.description == "by the GPU engine (decodes by CUDA graphs)"
+    assert ("CUDA graphs" in chosen.description, "prompts" in chosen.description) == (True, False)
     assert isinstance(choose_backend(config(backend="cuda"), checkpoint, CUDA), CudaBackend)
     assert isinstance(choose_backend(config(backend="torch"), checkpoint, CUDA), TorchBackend)
     eager = choose_backend(config(enforce_eager=True), checkpoint, CUDA)
-    assert eager.description == "by the GPU engine (without graphs)"
+    assert "without graphs" in eager.description
     pieces = choose_backend(config(cuda_graph_pieces=True), checkpoint, CUDA)
-    assert pieces.description == "by the GPU engine (decodes by CUDA graphs, steps with prompts in pieces)"
-    with pytest.raises(ConfigError, match="leave one out"):
+    assert re.search(r"CUDA graphs.* pieces", pieces.description)
+    with pytest.raises(ConfigError, match=r"--enforce-eager.*--cuda-graph-pieces"):
         config(cuda_graph_pieces=True, enforce_eager=True)
 
 
 @pytest.mark.parametrize(
     ("device", "model", "block_size", "reason"),
     [
-        (replace(CUDA, dtype=FLOAT32), {}, 16, "it computes in bfloat16, not in float32"),
-        (CUDA, {"head_dim": 96}, 16, "heads of 96 are not supported; 64, 128 and 256 are"),
-        (CUDA, {}, 48, "block_size is 48; it needs 16, 32, 64 or 128"),
+        (replace(CUDA, dtype=FLOAT32), {}, 16, "bfloat16.*float32"),
+        (CUDA, {"head_dim": 96}, 16, "96.* 64, 128 and 256"),
+        (CUDA, {}, 48, "block_size is 48.* 16, 32, 64 or 128"),
     ],
 )
 def test_torch_serves_what_it_cannot_and_says_why(
@@ -91,26 +92,26 @@ def test_torch_serves_what_it_cannot_and_says_why(
     checkpoint = DummyCheckpoint(replace(MODEL, **model))
     limits = SchedulerLimits(block_size=block_size)
     chosen = choose_backend(config(limits=limits), checkpoint, device)
-    assert chosen.description == f"by torch (not by the GPU engine: {reason})"
-    with pytest.raises(ConfigError, match=f"the GPU engine cannot run: {reason}; leave --backend out"):
+    assert re.search(rf"torch \(.*: .*{reason}", chosen.description)
+    with pytest.raises(ConfigError, match=f"{reason}.*--backend"):
         choose_backend(config(limits=limits, backend="cuda"), checkpoint, device)
 
 
 def test_older_gpus_and_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     monkeypatch.setattr(cuda_backend, "find_spec", lambda _: None)
     sentence = choose_backend(config(), DummyCheckpoint(MODEL), CUDA).description
-    assert "FlashInfer is not installed: pip install 'onbeat[gpu]'" in sentence
+    assert "pip install 'onbeat[gpu]'" in sentence
     monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: (7, 5))
     sentence = choose_backend(config(), DummyCheckpoint(MODEL), CUDA).description
-    assert "it needs compute capability 8.0, this GPU has 7.5" in sentence
+    assert re.search(r" 8\.0.* 7\.5", sentence)
 
 
 @pytest.mark.parametrize(
     ("changes", "device", "message"),
     [
-        ({"backend": "cuda"}, CPU, "the GPU engine cannot run: it runs on a CUDA device, not on cpu"),
-        ({"backend": "native"}, CUDA, "the native engine cannot run: it runs on the CPU, not on cuda"),
-        ({"quantization": "int8"}, CUDA, "the model would run by the GPU engine.*leave --quantization"),
+        ({"backend": "cuda"}, CPU, "GPU engine.*CUDA.*cpu"),
+        ({"backend": "native"}, CUDA, "native engine.*CPU.*cuda"),
+        ({"quantization": "int8"}, CUDA, "GPU engine.*--quantization"),
     ],
 )
 def test_what_cannot_be_had_is_refused(
@@ -123,7 +124,7 @@ def test_what_cannot_be_had_is_refused(
 def test_a_router_waits_for_the_host_so_there_are_no_graphs(hopper: None) -> None:
     chosen = choose_backend(config(), DummyCheckpoint(replace(MODEL, experts=EXPERTS)), CUDA)
     assert isinstance(chosen, CudaBackend)
-    assert chosen.description == "by the GPU engine (without graphs)"
+    assert "without graphs" in chosen.description
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])

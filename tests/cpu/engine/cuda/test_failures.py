@@ -69,9 +69,7 @@ def test_other_errors_of_the_device_end_the_engine() -> None:
     stream = BrokenStream()
     runner = make_runner(on_fake_device(stream))
     stream.error = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors")
-    with pytest.raises(
-        EngineDead, match="the GPU failed: CUDA error: an illegal memory access was encountered; the engine"
-    ):
+    with pytest.raises(EngineDead, match="CUDA error: an illegal memory access was encountered; "):
         runner.execute(chunk("a", (1, 2)))
 
 
@@ -147,7 +145,7 @@ def test_whatever_tells_that_the_device_failed_ends_the_engine(told_by: str, set
         runner.execute(chunk(f"r{index}", (2 * index, 2 * index + 1), settings=settings))
     stream.told_by = told_by
     for key in ("a", "b"):
-        with pytest.raises(EngineDead, match="the GPU failed: CUDA error: an illegal memory access"):
+        with pytest.raises(EngineDead, match="GPU failed: CUDA error"):
             runner.execute(chunk(key, (7, 8), settings=settings))
     with pytest.raises(EngineDead):
         runner.forward.scrub(np.array([1]))
@@ -161,7 +159,7 @@ def test_a_request_is_forgotten_even_where_its_blocks_cannot_be_cleared_yet() ->
     plant_nan(forward, block=1)
     assert runner.execute(SchedulerOutput(1, (decode("bad", 20),), (), (), BatchShape())).failed
     stream.error = torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(EngineError, match="clearing the blocks of a failed request does not fit in the GPU"):
+    with pytest.raises(EngineError, match=r"clearing .*GPU"):
         runner.execute(chunk("lost", (3, 4), ("bad",)))
     for index in range(MAX_NUM_SEQS):
         blocks = (2 * index + 1, 2 * index + 2)

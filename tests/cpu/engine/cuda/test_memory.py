@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -55,7 +56,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 def test_a_size_that_would_fit_holds_a_block(block_bytes: int) -> None:
     left = 2 * block_bytes + (64 << 20)  # a block, and the one for padding
     small = MeasuredMemory(total=GIB, used=GIB - left, step=0, num_graphs=0)
-    with pytest.raises(ConfigError, match=f"what fits is --kv-cache-memory-bytes {block_bytes}$"):
+    with pytest.raises(ConfigError, match=f"--kv-cache-memory-bytes {block_bytes}$"):
         small.num_blocks(1.0, block_bytes=block_bytes, other_bytes=0, wanted=7)
 
 
@@ -145,7 +146,7 @@ def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatc
     assert len(said) == 1
     memory.free = 7 * GIB
     backend.tell_excess(said.append)
-    assert said[1].startswith("the GPU engine took 1024 MiB more than its share of the memory")
+    assert "1024 MiB more" in said[1]
 
 
 def test_steps_captured_in_pieces_count_as_graphs_and_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +171,7 @@ def test_steps_captured_in_pieces_count_as_graphs_and_serve(monkeypatch: pytest.
     # 16, 32, 64, 128 and 192 tokens
     taken = (asked[0] - asked[1]) * backend.needs(16).block_bytes
     assert taken == pytest.approx(5 * (24 << 20), rel=0.01)
-    assert forward.settings["graphs"] == "none and pieces, up to 8 rows"
+    assert re.search("pieces, .* 8 rows", str(forward.settings["graphs"]))
     replayed: list[GraphKey] = []
     monkeypatch.setattr(cast(Any, forward)._graphs, "replay", replayed.append)
     forward.run(largest_steps(replace(limits, max_num_batched_tokens=20))[0], wants_logits=True)
