@@ -43,17 +43,17 @@ def test_all_can_be_set(tmp_path, defaults):
     ("stated", "words"),
     [
         ({"tft_ms": 5}, "mean ttft_ms"),
-        ({"ttft_ms": "5"}, "must be a number"),
-        ({"ttft_ms": True}, "must be a number"),
+        ({"ttft_ms": "5"}, "a number"),
+        ({"ttft_ms": True}, "a number"),
         ({"ttft_ms": -5}, r"between 1 .* 24"),
         ({"mode": "best"}, "must be one of "),
         ({"shed": "maybe"}, "shed is 'maybe';"),
         ({"class": "gold"}, "class 'gold'"),
-        ({"classes": 7}, "must be a text"),
-        ({"telemetry": "5557"}, "must be a ZeroMQ address"),
+        ({"classes": 7}, "a text"),
+        ({"telemetry": "5557"}, "ZeroMQ address"),
         ({"calibrate": "soon"}, "calibrate"),
         ({"max_body_bytes": 0}, "at least 1"),
-        ([], "must be a mapping"),
+        ([], "a mapping"),
     ],
 )
 def test_what_is_wrong_is_named(stated, words):

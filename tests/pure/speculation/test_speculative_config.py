@@ -57,7 +57,7 @@ def test_keys_are_those_of_vllm_and_have_defaults(content: dict[str, Any], expec
     ("text", "message"),
     [
         ("ngram", "not JSON"),
-        ("[1]", "must be a mapping"),
+        ("[1]", "a mapping"),
         ("{}", "key 'method';"),
         ('{"method": "lookup"}', "method 'lookup';"),
         ('{"method": "eagle3"}', "'eagle3' needs the key 'model'"),
@@ -72,7 +72,7 @@ def test_keys_are_those_of_vllm_and_have_defaults(content: dict[str, Any], expec
             "num_speculative_tokens is 0;",
         ),
         ('{"method": "ngram", "num_speculative_tokens": "5"}', "is '5';"),
-        ('{"method": "ngram", "num_speculative_tokens": true}', "is True; it must be a whole number"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "is True;"),
         ('{"method": "ngram", "num_speculative_tokens": 1.5}', "is 1.5; it"),
         (
             '{"method": "ngram", "draft_length": "auto"}',
@@ -87,7 +87,7 @@ def test_keys_are_those_of_vllm_and_have_defaults(content: dict[str, Any], expec
             '{"method": "ngram", "model": "a/b"}',
             "'model' belongs to method 'draft-model', not to 'ngram'",
         ),
-        ('{"method": "draft-model"}', "needs the key 'model'"),
+        ('{"method": "draft-model"}', "key 'model'"),
         (
             '{"method": "grammar", "prompt_lookup_max": 3}',
             "'prompt_lookup_max' belongs to method 'ngram', not to 'grammar'",
