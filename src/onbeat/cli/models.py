@@ -14,13 +14,15 @@ from onbeat.cli.outputs import result_console
 from onbeat.hub.files import FetchStatus, OnFetch
 from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, cached_file, models_dir
 from onbeat.hub.resolve import resolve_model
+from onbeat.perfmodel.model_spec import find_model_spec, packaged_configs
+from onbeat.perfmodel.precision import Precision
 from onbeat.report.result import Column, filled_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of the command; without one it lists."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    actions.add_parser("list", help="list the known models (the default)")
+    actions.add_parser("list", help="list the known models, and what others take (the default)")
     fetch = actions.add_parser("fetch", help="fetch a model into the cache")
     fetch.add_argument("model", metavar="NAME", help="a known model's name or a hub id (owner/name[:TAG])")
     path = actions.add_parser("path", help="print where a model lies, without fetching it")
@@ -73,8 +75,47 @@ def _print_table() -> None:
         default = " (served when no model is named)" if model.name == DEFAULT_MODEL else ""
         lines = f"{model.name}{default}: {model.summary}\n  license: {model.license_url}"
         console.print(lines, highlight=False, soft_wrap=True)
+    print_sizes(console)
     console.print(f"Cache: {models_dir()}", highlight=False, soft_wrap=True)
     console.print("Fetch one: onbeat models fetch NAME. Serve one: onbeat serve NAME.", highlight=False)
+
+
+_SIZES = (
+    *(Column("", "Model of the hub", str), Column("", "Parameters"), Column("", "Active")),
+    *(
+        Column("", "16 bits"),
+        Column("", "4 bits"),
+        Column("", "KV of 1,000 tokens"),
+        Column("", "Runs by", str),
+    ),
+)
+
+
+def print_sizes(console: Console) -> None:
+    """Print the models whose sizes are known: what weights and KV take, and which engines run them."""
+    from onbeat.engine.model_config.families import FAMILIES  # which reads tables that no other action needs
+
+    own = {family.model_type for family in FAMILIES.values()}
+    in_16_bits, in_4_bits = Precision(), Precision(weights="int4", group=32)
+    rows = []
+    for config in packaged_configs().values():
+        spec = find_model_spec(config["hub_ids"][0])
+        rows.append(
+            (
+                config["hub_ids"][0],
+                f"{_short(spec.num_parameters / 1e9)}B",
+                f"{_short(spec.num_active_parameters / 1e9)}B",
+                f"{_short(spec.weight_bytes(in_16_bits) / 1e9)} GB",
+                f"{_short(spec.weight_bytes(in_4_bits) / 1e9)} GB",
+                f"{_short(spec.kv_bytes_per_token(in_16_bits) / 1e3)} MB",
+                "own engines" if config["model_type"] in own else "vLLM",
+            )
+        )
+    console.print(filled_table(_SIZES, sorted(rows, key=lambda row: row[0].lower())))
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 10 else f"{number:.3g}"
 
 
 def _row(model: KnownModel) -> tuple[str, ...]:
