@@ -30,10 +30,16 @@ _EITHER: list[Any] = [
 ]
 
 
+def _describe(schema: dict[str, Any]) -> None:
+    schema["oneOf"] = _EITHER
+    for name in sorted(_OF_ANSWERS):
+        schema["properties"][name] = {"description": "Accepted, without effect"}
+
+
 class TokenizeRequest(ChatFields, EncodingFields):
     """A text, or a chat, whose tokens are wanted."""
 
-    model_config = ConfigDict(strict=True, json_schema_extra={"oneOf": _EITHER})
+    model_config = ConfigDict(strict=True, json_schema_extra=_describe)
 
     model: str | None = None
     prompt: str | None = None

@@ -65,7 +65,7 @@ def _instruction_flags() -> list[str]:
 
 
 def _engine_units(flags: Sequence[str]) -> list[Unit]:
-    names = ("checks", "engine", "matrix", "memory", "quant_pack", "thread_pool")
+    names = ("checks", "engine", "matrix", "memory", "plan", "quant_pack", "thread_pool")
     kernels = ("-include", str(SOURCES / "kernels.cpp"))  # in one unit, what both use is compiled once
     return [
         Unit(HERE / "amx_shim.cpp", [*flags, *kernels, "-fvisibility=default"]),

@@ -113,6 +113,7 @@ class Engine:
                 key_norm=self._vector(kv if head_norms else sizes.head_dim) if rng.integers(2) else None,
                 window=sizes.window * (index % 2),
                 rope=0,
+                place=index,
             )
             for index in range(sizes.num_layers)
         ]
@@ -121,6 +122,7 @@ class Engine:
         embedding = self._matrix(sizes.vocab, sizes.hidden)
         self._model = ModelStructure(
             num_layers=sizes.num_layers,
+            num_kv_layers=sizes.num_layers,
             hidden_size=sizes.hidden,
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,

@@ -223,6 +223,7 @@ def test_the_description_excludes_what_is_refused(model: str, body: dict[str, An
         ("ChatCompletionRequest", {"messages": [{"role": "critic", "content": "hi"}], "top_p": "0.5"}),
         ("TokenizeRequest", {"prompt": "a", "messages": None}),
         ("TokenizeRequest", {"messages": CHAT}),
+        ("TokenizeRequest", {"prompt": "a", "top_logprobs": 5}),
         ("DetokenizeRequest", {"tokens": []}),
     ],
     ids=str,

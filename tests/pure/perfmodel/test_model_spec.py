@@ -230,7 +230,7 @@ def test_four_bits_multiply_in_what_the_device_has() -> None:
 
 
 def test_layers_of_several_kinds_must_be_named() -> None:
-    config = dict(packaged_configs()["Qwen3.5-27B"])
+    config = dict(packaged_configs()["gemma-4-31B"])
     del config["layer_types"]
     with pytest.raises(ConfigError, match="layer_types"):
         model_spec_from_hf(config, name="mine")

@@ -255,6 +255,10 @@ class ModelConfig:
                 raise ModelLoadError(
                     f"the layer pattern names {len(pattern)} layers, the model has {self.num_layers}"
                 )
+        if not self.num_kv_layers:
+            raise ModelLoadError(
+                f"none of the model's {self.num_layers} layers attends to keys and values; onbeat needs one"
+            )
         if any(self.sliding_layers) and self.sliding_window is None:
             raise ModelLoadError("the layer pattern has sliding layers, but sliding_window is not set")
 
