@@ -17,6 +17,7 @@ from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.model_spec import find_model_spec, packaged_configs
 from onbeat.perfmodel.precision import Precision
 from onbeat.report.result import Column, filled_table
+from onbeat.report.units import short
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,19 +104,15 @@ def print_sizes(console: Console) -> None:
         rows.append(
             (
                 config["hub_ids"][0],
-                f"{_short(spec.num_parameters / 1e9)}B",
-                f"{_short(spec.num_active_parameters / 1e9)}B",
-                f"{_short(spec.weight_bytes(in_16_bits) / 1e9)} GB",
-                f"{_short(spec.weight_bytes(in_4_bits) / 1e9)} GB",
-                f"{_short(spec.kv_bytes_per_token(in_16_bits) / 1e3)} MB",
+                f"{short(spec.num_parameters / 1e9)}B",
+                f"{short(spec.num_active_parameters / 1e9)}B",
+                f"{short(spec.weight_bytes(in_16_bits) / 1e9)} GB",
+                f"{short(spec.weight_bytes(in_4_bits) / 1e9)} GB",
+                f"{short(spec.kv_bytes_per_token(in_16_bits) / 1e3)} MB",
                 "own engines" if config["model_type"] in own else "vLLM",
             )
         )
     console.print(filled_table(_SIZES, sorted(rows, key=lambda row: row[0].lower())))
-
-
-def _short(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 10 else f"{number:.3g}"
 
 
 def _row(model: KnownModel) -> tuple[str, ...]:

@@ -41,6 +41,12 @@ HARMLESS = frozenset(
 )
 """Accepted with any value by bodies that do not honour them: they change nothing about the text."""
 
+
+def without_effect() -> dict[str, Any]:
+    """Return the description of a field that is taken with any value."""
+    return {"description": "Accepted, without effect"}
+
+
 _OFF: tuple[Any, ...] = (None, False)
 _ZERO: tuple[Any, ...] = (None, 0)
 _ONE: tuple[Any, ...] = (None, 1)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.errors import ErrorBody
-from onbeat.server.fields import HARMLESS, NO_OP_VALUES
+from onbeat.server.fields import HARMLESS, NO_OP_VALUES, without_effect
 from onbeat.server.jobs import JOB_HEADERS, JobFields
 from onbeat.server.middleware import OPEN_PATHS
 from onbeat.server.objectives import LONGEST_TENANT, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
@@ -157,7 +157,7 @@ def _body_schemas(bodies: Iterable[type[BaseModel]]) -> dict[str, Any]:
         schemas.update(schema.pop("$defs", {}))
         is_closed = schema.get("additionalProperties") is False
         for name in () if is_closed else HARMLESS - schema["properties"].keys():
-            schema["properties"][name] = {"description": "Accepted, without effect"}
+            schema["properties"][name] = without_effect()
         for name in () if is_closed else NO_OP_VALUES.keys() - schema["properties"].keys():
             schema["properties"][name] = {
                 "description": "Not supported: only values that ask for nothing are accepted",

@@ -15,7 +15,7 @@ from onbeat.server.body import read_body
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import CompletionRequest
-from onbeat.server.fields import WHOLE, Flag
+from onbeat.server.fields import WHOLE, Flag, without_effect
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes
@@ -33,7 +33,7 @@ _EITHER: list[Any] = [
 def _describe(schema: dict[str, Any]) -> None:
     schema["oneOf"] = _EITHER
     for name in sorted(_OF_ANSWERS):
-        schema["properties"][name] = {"description": "Accepted, without effect"}
+        schema["properties"][name] = without_effect()
 
 
 class TokenizeRequest(ChatFields, EncodingFields):
