@@ -116,13 +116,13 @@ async def _talk(root: str, options: ChatOptions, console: Console) -> int:
 
 def _talk_on(talk: Talk) -> None:
     """Talk until the input ends. It is read outside of the event loop, which would keep Ctrl-C from it."""
-    with asyncio.Runner() as runner:
+    with _changed_terminal(~termios.ICANON), asyncio.Runner() as runner:
         runner.run(talk.open())
         text = f"{talk.model} at {talk.root}. Ctrl-D ends, Ctrl-C stops an answer."
         talk.console.print(text, style="dim")
         while (line := _read_line()) is not None:
             if line:
-                with suppress(KeyboardInterrupt), _unseen_keys():
+                with suppress(KeyboardInterrupt), _changed_terminal(~termios.ECHO):
                     runner.run(talk.say(line))
 
 
@@ -135,16 +135,21 @@ def _read_line() -> str | None:
 
 
 @contextmanager
-def _unseen_keys() -> Iterator[None]:
-    """Keep keys that are typed meanwhile from the screen; the next line begins with them."""
-    before = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
-    if before:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+def _changed_terminal(local_modes: int) -> Iterator[None]:
+    """Give the terminal only these of its local modes.
+
+    Keys that are typed while an answer comes are not shown (no ECHO), and the next line begins with them. They are
+    kept as they are (no ICANON, in the whole talk): a terminal that reads lines by itself would swallow a Ctrl-D.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], before[3] & local_modes, *before[4:]])
     try:
         yield
     finally:
-        if before:
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @dataclass(slots=True)
