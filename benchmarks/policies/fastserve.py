@@ -23,10 +23,9 @@ from benchmarks.policies.niyama import planned_shape
 from benchmarks.policies.triaged import split_running
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
+from onbeat.scheduler.replica.step_plan import SPARE_SHARE, Composer, StepPlan, needs_block
 
 QUANTUM_RATIO = 2.0
 """Of each queue's quantum to that of the queue above it."""
@@ -90,17 +89,16 @@ class FeedbackQueues:
         return self.jobs[state.request_id].level, state.sort_key
 
 
-class FastServeComposer:
+class FastServeComposer(Composer):
     """Runs the requests of the highest queues, their prompts whole, as far as a step reaches."""
 
     def __init__(self, model: StepTimeModel) -> None:
         self.queues = FeedbackQueues()
         self._model = model
-        self._reservation = ReservePrompt()
 
-    def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it is in the sort keys)
+    def compose(self, plan: StepPlan) -> None:
         queues = self.queues.refreshed((*plan.running, *plan.waiting), plan.now, self._model)
-        _Step(plan, queues, self._reservation).fill()
+        _Step(plan, queues).fill()
 
     def commit(self, plan: StepPlan) -> None:
         """Count the step for those in it."""
@@ -113,10 +111,9 @@ class FastServeComposer:
 class _Step:
     """One step, filled from the highest queue down."""
 
-    def __init__(self, plan: StepPlan, queues: FeedbackQueues, reservation: ReservePrompt) -> None:
+    def __init__(self, plan: StepPlan, queues: FeedbackQueues) -> None:
         self._plan = plan
         self._queues = queues
-        self._reservation = reservation
         self._admits = True
         decodes, prefills = split_running(plan.running)
         self._parked = sorted([*decodes, *prefills], key=queues.place)
@@ -163,19 +160,19 @@ class _Step:
         plan = self._plan
         if plan.ran_out_of_blocks or not self._make_room(state):
             return False
-        cached_block_ids = plan.match(state)
-        num_cached = len(cached_block_ids) * plan.block_size
+        cached_block_ids = plan.kv.match(state)
+        num_cached = len(cached_block_ids) * plan.kv.block_size
         num_new = state.num_tokens - num_cached
         if num_new > plan.num_tokens_left:
             return False
-        return plan.admit(state, cached_block_ids, num_new, self._reservation)
+        return plan.admit(state, cached_block_ids, num_new)
 
     def _make_room(self, state: RequestState) -> bool:
         """Preempt requests of lower queues until a new one finds a slot and blocks, if that is possible."""
         plan = self._plan
         level = self._queues.jobs[state.request_id].level
-        num_needed = -(-self._reservation.num_tokens(state) // plan.block_size)
-        num_needed += self._reservation.num_spare_blocks(plan.num_blocks)
+        num_needed = -(-state.num_tokens // plan.kv.block_size)
+        num_needed += plan.kv.pool.num_blocks // SPARE_SHARE
         victims: list[RequestState] = []
         num_slots, num_blocks = plan.num_slots_left, plan.num_blocks_left
         for victim in () if self._counts_on_cache else reversed(self._parked):

@@ -24,12 +24,11 @@ from onbeat.core.request import Request
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, deadline_and_pace
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import Composer, StepPlan
 
 CANDIDATES = (128, *range(256, 2049, 256), 2552)
 """Tokens that a step may have, decodes included."""
@@ -49,17 +48,13 @@ NO_DEADLINE_RANK = BEST_EFFORT_RANK / 2
 """Queue rank of requests without a TTFT deadline: behind those with one, before those relegated."""
 
 
-class HybridPriority:
-    """A queue order: by TTFT deadline plus `SECONDS_PER_TOKEN` for each prompt token; without one, last."""
-
-    preempts = False
-
-    def rank(self, request: Request) -> float:
-        due = deadline_and_pace(request)[0] + SECONDS_PER_TOKEN * len(request.prompt_token_ids)
-        return min(due, NO_DEADLINE_RANK)
+def hybrid_priority(request: Request) -> float:
+    """Return a request's rank: TTFT deadline plus `SECONDS_PER_TOKEN` a prompt token; without one, last."""
+    due = deadline_and_pace(request)[0] + SECONDS_PER_TOKEN * len(request.prompt_token_ids)
+    return min(due, NO_DEADLINE_RANK)
 
 
-class NiyamaComposer:
+class NiyamaComposer(Composer):
     """All decodes, then as many prompt tokens as the least slack of the decodes allows, by priority.
 
     Attributes
@@ -70,9 +65,8 @@ class NiyamaComposer:
     def __init__(self, model: StepTimeModel) -> None:
         self.throughput = FIRST_THROUGHPUT
         self._model = model
-        self._reservation = ReservePrompt()
 
-    def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it has but one order)
+    def compose(self, plan: StepPlan) -> None:
         decodes, prefills = split_running(plan.running)
         slack = min(map(self.deadline, decodes), default=inf) - plan.now
         decode(plan, sorted(decodes, key=self.deadline), victims=plan.running)
@@ -86,7 +80,7 @@ class NiyamaComposer:
             shape.add(state.num_computed_tokens, 1, samples=True)
         candidates = LOW_MEMORY_CANDIDATES if _is_memory_low(plan) else CANDIDATES
         total = step_tokens(self._model, shape, head.num_computed_tokens, slack, candidates)
-        filler = _Filler(plan, total - len(plan.decodes), self._reservation)
+        filler = _Filler(plan, total - len(plan.decodes))
         self._fill(filler, in_time if is_relegated(head) else chain([head], in_time), late)
 
     def commit(self, plan: StepPlan) -> None:
@@ -97,7 +91,7 @@ class NiyamaComposer:
             self.throughput = OLD_WEIGHT * self.throughput + (1 - OLD_WEIGHT) * seen
 
     def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:
-        """Return infinity while one more token for each changes nobody's place. See `steady.Steady`."""
+        """Return infinity while one more token for each changes nobody's place."""
         return 0.0 if waiting or len({state.slo.tbt for state in running}) > 1 else inf
 
     def deadline(self, state: RequestState) -> float:
@@ -128,17 +122,16 @@ class NiyamaComposer:
         time_left = state.slo.ttft_deadline - plan.now
         if state.num_wanted_tokens <= time_left * self.throughput:
             return False
-        num_cached = len(plan.match(state)) * plan.block_size
+        num_cached = len(plan.kv.match(state)) * plan.kv.block_size
         return state.num_wanted_tokens - num_cached > time_left * self.throughput
 
 
 class _Filler:
     """Adds prompts to a plan until its tokens are used up."""
 
-    def __init__(self, plan: StepPlan, num_tokens: int, reservation: ReservePrompt) -> None:
+    def __init__(self, plan: StepPlan, num_tokens: int) -> None:
         self.plan = plan
         self._num_left = max(0, min(num_tokens, plan.num_tokens_left))
-        self._reservation = reservation
         self._admits = not plan.ran_out_of_blocks
 
     def take(self, state: RequestState) -> bool:
@@ -162,10 +155,10 @@ class _Filler:
             return True  # preempted, and its last step is not back: its turn comes later
         if plan.num_slots_left < 1:
             return False
-        cached_block_ids = plan.match(state)
-        num_cached = len(cached_block_ids) * plan.block_size
+        cached_block_ids = plan.kv.match(state)
+        num_cached = len(cached_block_ids) * plan.kv.block_size
         num_new = min(state.num_tokens - num_cached, self._num_left)
-        if not plan.admit(state, cached_block_ids, num_new, self._reservation):
+        if not plan.admit(state, cached_block_ids, num_new):
             return False
         self._num_left -= num_new
         return True
@@ -209,7 +202,7 @@ def planned_shape(plan: StepPlan) -> BatchShape:
     for state, num_new in plan.chunks:
         shape.add(state.num_computed_tokens, num_new, samples=True)
     for admission in plan.admissions:
-        num_cached = len(admission.cached_block_ids) * plan.block_size
+        num_cached = len(admission.cached_block_ids) * plan.kv.block_size
         shape.add(num_cached, admission.num_new_tokens, samples=True)
     return shape
 
@@ -239,12 +232,12 @@ def _by_priority(
 
 
 def _is_memory_low(plan: StepPlan) -> bool:
-    return plan.num_blocks_left * plan.block_size // 32 < LOW_MEMORY
+    return plan.num_blocks_left * plan.kv.block_size // 32 < LOW_MEMORY
 
 
 NIYAMA = Composition(
     compose=lambda config, model: NiyamaComposer(needed_model(config, model)),
-    order=HybridPriority,
+    order=hybrid_priority,
     needs_step_time=True,
     is_bound_by_time=True,
     keeps_deadlines=True,

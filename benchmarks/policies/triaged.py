@@ -7,14 +7,13 @@ from math import inf
 
 from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, EarliestDeadline
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, first_deadline
 from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.view import decode_shape, prefill_jobs
-from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
+from onbeat.scheduler.replica.step_plan import Composer, StepPlan, needs_block
 from onbeat.scheduler.triage import LEAST_SHARE, select_feasible
 
 
@@ -54,7 +53,7 @@ def decode(plan: StepPlan, states: list[RequestState], victims: list[RequestStat
     plan.num_tokens_left -= len(plan.decodes) - before
 
 
-class TriagedBudget:
+class TriagedBudget(Composer):
     """All decodes, then prompts within a budget, those last that cannot all be in time.
 
     Parameters
@@ -70,7 +69,7 @@ class TriagedBudget:
         self._by_deadline = by_deadline
         self._cost_model = CostModel(model, None)
 
-    def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it has but one order)
+    def compose(self, plan: StepPlan) -> None:
         cost_model = self._cost_model
         decodes, prefills = split_running(plan.running)
         jobs, plan.infeasible = prefill_jobs(plan, plan.now, prefills, cost_model)
@@ -117,7 +116,7 @@ def _triaged(*, by_time: bool, by_deadline: bool) -> Composition:
         compose=lambda config, model: TriagedBudget(
             needed_model(config, model), by_time=by_time, by_deadline=by_deadline
         ),
-        order=EarliestDeadline,
+        order=first_deadline,
         needs_step_time=True,
         is_bound_by_time=by_time,
         keeps_deadlines=True,

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from onbeat.scheduler.replica.parts import ChunkedPrompts
-from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.vllm.scheduler import SLOSchedulerMixin
 
 
@@ -21,7 +19,7 @@ class Chaos:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
 
-    def compose(self, plan, order) -> None:
+    def compose(self, plan) -> None:
         rng = self.rng
         running = list(plan.running)
         rng.shuffle(running)
@@ -45,12 +43,12 @@ class Chaos:
         for state in waiting[: rng.randrange(3)]:
             if plan.num_slots_left < 1 or plan.num_tokens_left < 1 or state.num_in_flight_tokens:
                 continue
-            cached = plan.match(state)
-            most = min(state.num_tokens - len(cached) * plan.block_size, plan.num_tokens_left)
-            plan.admit(state, cached, rng.randrange(1, most + 1), RESERVATION)
+            cached = plan.kv.match(state)
+            most = min(state.num_tokens - len(cached) * plan.kv.block_size, plan.num_tokens_left)
+            plan.admit(state, cached, rng.randrange(1, most + 1))
         if plan.is_empty and plan.running and not plan.victims:
             plan.decode_running()
-            plan.continue_prefills(ChunkedPrompts())
+            plan.continue_prefills()
 
     def commit(self, plan) -> None:
         pass

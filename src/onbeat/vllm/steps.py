@@ -473,7 +473,7 @@ def impose(
     surface.scheduler.running[:] = [*own, *[requests[state.request_id] for state in (*rows, *left)]]
     ends = {state.request_id: state.num_computed_tokens + num for state, num in plan.chunks}
     quota = {state.request_id: num for state, num in plan.chunks}
-    block_size = plan.block_size
+    block_size = plan.kv.block_size
     admissions = [each for each in plan.admissions if table.may_join(each.state)]
     for admission in admissions:
         name, num = admission.state.request_id, admission.num_new_tokens

@@ -16,7 +16,7 @@ from benchmarks.policies.niyama import (
     OLD_WEIGHT,
     SAFETY,
     SECONDS_PER_TOKEN,
-    HybridPriority,
+    hybrid_priority,
     step_tokens,
 )
 from onbeat.core.errors import ConfigError
@@ -159,11 +159,10 @@ class TestSteps:
 
 class TestPriority:
     def test_weighs_the_remaining_prompt_against_the_deadline(self):
-        order = HybridPriority()
         short, long = make_request("a", 10, 1, slo=LOOSE), make_request("b", 600, 1, slo=LOOSE)
-        assert order.rank(long) - order.rank(short) == pytest.approx(590 * SECONDS_PER_TOKEN)
+        assert hybrid_priority(long) - hybrid_priority(short) == pytest.approx(590 * SECONDS_PER_TOKEN)
         assert SECONDS_PER_TOKEN == 0.008
-        assert order.rank(make_request("c", 1, 1)) > order.rank(long)
+        assert hybrid_priority(make_request("c", 1, 1)) > hybrid_priority(long)
 
     def test_a_short_prompt_passes_a_long_one_that_has_begun(self):
         driver = driver_for(make_request("long", 6000, 2, slo=LOOSE), **LONG)

@@ -13,9 +13,9 @@ from onbeat.scheduler.replica.slo.deadlines import (
     BEST_EFFORT_RANK,
     LATE_TOKENS_IN,
     USUAL_OUTPUT_TOKENS,
-    EarliestDeadline,
     SLOState,
     deadline_and_pace,
+    first_deadline,
 )
 from onbeat.scheduler.replica.steady import note_deliveries
 from tests.pure.scheduler import timed
@@ -275,11 +275,10 @@ class TestGivingUp:
 
 class TestQueueRank:
     def test_deadlines_come_first_and_best_effort_last_by_arrival(self):
-        order = EarliestDeadline()
         tight, loose, none = (
             make_request("r", 9, 9, slo=slo) for slo in (SLO(ttft=1.0), SLO(ttft=9.0), None)
         )
-        assert order.rank(tight) < order.rank(loose) < order.rank(none) == BEST_EFFORT_RANK
+        assert first_deadline(tight) < first_deadline(loose) < first_deadline(none) == BEST_EFFORT_RANK
 
     def test_whoever_is_given_up_loses_its_place(self):
         state = make_state(SLO(ttft=2.0))

@@ -11,7 +11,7 @@ from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.filler import RESERVATION, Loss, free_blocks, preempt_for
+from onbeat.scheduler.replica.slo.filler import Loss, free_blocks, preempt_for
 from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
@@ -153,7 +153,7 @@ class TestWhoeverRoomIsMadeFor:
         driver.step()
         plan = driver.scheduler.planner.new_plan(driver.now)
         new = make_state(make_request("new", 16 * 35, 1, salt="shared"))
-        assert len(plan.match(new)) == 20
+        assert len(plan.kv.match(new)) == 20
         assert preempt_for(plan, new, plan.running, loss_of(plan))
         assert len(plan.victims) == 1
         assert admits(plan, new)
@@ -168,7 +168,7 @@ class TestWhoeverRoomIsMadeFor:
 
 
 def admits(plan: StepPlan, state: RequestState) -> bool:
-    return plan.admit(state, plan.match(state), 1, RESERVATION)
+    return plan.admit(state, plan.kv.match(state), 1)
 
 
 class TestSlack:

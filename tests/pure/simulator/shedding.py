@@ -7,9 +7,9 @@ from dataclasses import replace
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import Fate, ShedMode
-from onbeat.scheduler.replica.policies import Composer
 from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.step_plan import Composer
 
 PATIENCE = 3
 
@@ -19,6 +19,7 @@ class ByTheClock:
 
     def __init__(self, composer: Composer) -> None:
         self.compose, self.commit = composer.compose, composer.commit
+        self.steady_limit = lambda running, waiting: 0.0
 
 
 class SheddingScheduler(Scheduler):

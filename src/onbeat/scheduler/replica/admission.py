@@ -22,10 +22,9 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
-from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.slo.rules import OVERDUE
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import SPARE_SHARE, StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import (
     Demand,
@@ -298,20 +297,22 @@ class Admission:
 
         Requests without objectives are preempted for it.
         """
-        num_running, num_held = len(plan.running), plan.num_blocks - plan.num_blocks_left
+        num_running, num_held = len(plan.running), plan.kv.pool.num_blocks - plan.num_blocks_left
         staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
         given_back = max(num_held / max(num_running, 1), 1.0)
         usual = self._tracker.lengths.remaining(None, 0, q=0.5, limit=own.state.max_total_tokens)
         capacity = FreeCapacity(
             num_free_slots=plan.max_num_seqs - len(staying),
             num_free_blocks=plan.num_blocks_left
-            - RESERVATION.num_spare_blocks(plan.num_blocks)
+            - plan.kv.pool.num_blocks // SPARE_SHARE
             + given_back * (num_running - len(staying)),
             given_back=given_back,
             gap=self._ends_until(plan.now).gap(len(staying), step_seconds * usual),
         )
-        wanted = [Demand(job.deadline, 1, -(-job.state.queued_work[0] // plan.block_size)) for job in ahead]
-        num_blocks = plan.num_blocks_wanted(own.state, RESERVATION)
+        wanted = [
+            Demand(job.deadline, 1, -(-job.state.queued_work[0] // plan.kv.block_size)) for job in ahead
+        ]
+        num_blocks = plan.num_blocks_wanted(own.state)
         wait = capacity_wait(wanted, Demand(own.deadline, 1, num_blocks), capacity, plan.now)
         # Capacity comes free at the end of a step.
         at_end = finish_seconds(prefill, own.seconds, own.seconds) + 0.5 * prefill.length

@@ -70,6 +70,6 @@ def trim_prompts(plan: StepPlan, left: float) -> None:
         if (num_left := fitting(state, state.num_wanted_tokens, num_new))
     ]
     for admission in plan.admissions:
-        state, num_cached = admission.state, len(admission.cached_block_ids) * plan.block_size
+        state, num_cached = admission.state, len(admission.cached_block_ids) * plan.kv.block_size
         admission.num_new_tokens = fitting(state, state.num_tokens - num_cached, admission.num_new_tokens)
     plan.admissions = [admission for admission in plan.admissions if admission.num_new_tokens]

@@ -172,7 +172,7 @@ class Planner:
 
     def new_state(self, request: Request, now: float) -> RequestState:
         """Return a new request with its place in the order and its deadlines."""
-        sort_key = (self.policy.order.rank(request), request.arrival, self._num_added)
+        sort_key = (self.policy.order(request), request.arrival, self._num_added)
         self._num_added += 1
         limit = self.config.max_model_len
         state = RequestState(request, sort_key=sort_key, max_model_len=limit, slo=SLOState())
@@ -220,16 +220,22 @@ class Planner:
         ----------
         now : when its step starts, seconds.
         """
-        table = self._table
+        table, known = self._table, self.policy.known
         plan = StepPlan(
-            config=self.config, kv=table.kv, running=table.running, waiting=table.waiting, now=now
+            config=self.config,
+            whole_prompts=known.whole_prompts,
+            reserves_maximum=known.reserves_maximum,
+            kv=table.kv,
+            running=table.running,
+            waiting=table.waiting,
+            now=now,
         )
         plan.max_num_seqs -= self._num_slots_kept()
         return plan
 
     def compose(self, plan: StepPlan) -> None:
         """Decide what a step holds. Nothing but the plan changes."""
-        self.policy.composer.compose(plan, self.policy.order)
+        self.policy.composer.compose(plan)
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan decides that is carried out."""

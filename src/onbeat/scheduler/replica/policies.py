@@ -9,29 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from math import inf
-from typing import Protocol
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.request import Request
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.admission import Admission
-from onbeat.scheduler.replica.parts import (
-    DEFAULT_ORDER,
-    QUEUE_ORDERS,
-    ChunkedPrompts,
-    Chunking,
-    QueueOrder,
-    Reservation,
-    ReserveMaximum,
-    ReservePrompt,
-    WholePrompts,
-)
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.slo.deadlines import first_deadline
+from onbeat.scheduler.replica.step_plan import Composer, StepPlan
 from onbeat.scheduler.replica.token_budget import DEFAULT_TILE, LARGEST_BUDGET
 from onbeat.scheduler.scheduler_config import (
     DEFAULT_BLOCK_SIZE,
@@ -42,67 +31,49 @@ from onbeat.scheduler.scheduler_config import (
 )
 
 
-class Composer(Protocol):
-    """Fills the plan of one step by calling its verbs."""
-
-    def compose(self, plan: StepPlan, order: QueueOrder) -> None:
-        """Fill a plan; nothing else may change, since a plan may never be carried out."""
-        ...
-
-    def commit(self, plan: StepPlan) -> None:
-        """Remember what the composer needs of a plan that is carried out."""
-        ...
-
-
-class DecodesFirst:
-    """Decodes, then prompts that have begun, then new ones: no decode ever waits for a prompt.
-
-    With `ChunkedPrompts` this is Sarathi-Serve's stall-free batching (OSDI 2024, section 4.2); with
-    `WholePrompts` it is Orca's iteration-level scheduling (OSDI 2022, algorithm 1), whose batches mix whole
-    prompts with decodes.
-    """
-
-    def __init__(self, chunking: Chunking, reservation: Reservation) -> None:
-        self._chunking = chunking
-        self._reservation = reservation
-
-    def compose(self, plan: StepPlan, order: QueueOrder) -> None:
-        plan.preempt_for_waiting(order, self._reservation)
-        plan.decode_running()
-        plan.continue_prefills(self._chunking)
-        plan.admit_waiting(self._chunking, self._reservation)
-
-    def commit(self, plan: StepPlan) -> None:
-        """Remember nothing."""
+class _Plain(Composer):
+    """Looks at nothing that changes from one step of decodes to the next: whoever waits could not come in."""
 
     def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
-        """Return infinity: whoever waits could not be admitted. See `steady.Steady`."""
         return inf
 
 
-class PrefillsFirst:
+class DecodesFirst(_Plain):
+    """Decodes, then prompts that have begun, then new ones: no decode ever waits for a prompt.
+
+    With prompts in chunks this is Sarathi-Serve's stall-free batching (OSDI 2024, section 4.2); with whole
+    ones it is Orca's iteration-level scheduling (OSDI 2022, algorithm 1), whose batches mix whole prompts
+    with decodes.
+    """
+
+    def compose(self, plan: StepPlan) -> None:
+        plan.preempt_for_waiting()
+        plan.decode_running()
+        plan.continue_prefills()
+        plan.admit_waiting()
+
+
+class PrefillsFirst(Composer):
     """A step of new prompts alone if any fits, else a step of decodes (vLLM, SOSP 2023).
 
     Departs from vLLM in one point: after `max_prefill_steps` prompt steps in a row the decodes get one, since
     otherwise an endless stream of short requests could starve those that are generating.
     """
 
-    def __init__(self, chunking: Chunking, reservation: Reservation, *, max_prefill_steps: int = 32) -> None:
-        self._chunking = chunking
-        self._reservation = reservation
+    def __init__(self, *, max_prefill_steps: int = 32) -> None:
         self._max_prefill_steps = max_prefill_steps
         self._num_prefill_steps = 0
         self._is_turn_of_prompts = False
         """Whether the last step was one that prompts had to leave to decodes."""
 
-    def compose(self, plan: StepPlan, order: QueueOrder) -> None:
-        plan.preempt_for_waiting(order, self._reservation)
+    def compose(self, plan: StepPlan) -> None:
+        plan.preempt_for_waiting()
         if self._num_prefill_steps >= self._max_prefill_steps:
             plan.decode_running()
             if not plan.is_empty:
                 return
-        plan.continue_prefills(self._chunking)
-        plan.admit_waiting(self._chunking, self._reservation)
+        plan.continue_prefills()
+        plan.admit_waiting()
         if plan.is_empty:
             plan.decode_running()
 
@@ -113,11 +84,11 @@ class PrefillsFirst:
         self._num_prefill_steps = self._num_prefill_steps + 1 if has_prompts else 0
 
     def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
-        """Return infinity unless prompts have their turn next. See `steady.Steady`."""
+        """Return infinity unless prompts have their turn next."""
         return 0.0 if self._is_turn_of_prompts else inf
 
 
-class BatchAtATime:
+class BatchAtATime(_Plain):
     """Request-level batching: a batch is formed, runs until its last request has finished, then the next.
 
     The prompts of a batch may take several steps (each within the token budget); the first decode step closes
@@ -125,26 +96,19 @@ class BatchAtATime:
     batching costs.
     """
 
-    def __init__(self, chunking: Chunking, reservation: Reservation) -> None:
-        self._chunking = chunking
-        self._reservation = reservation
-
-    def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (a batch is never broken up)
+    def compose(self, plan: StepPlan) -> None:
         is_open = all(state.num_delivered_tokens <= 1 for state in plan.running)
         if is_open:
-            plan.admit_waiting(self._chunking, self._reservation)
+            plan.admit_waiting()
         if plan.is_empty:
             plan.decode_running()
 
-    def commit(self, plan: StepPlan) -> None:
-        """Remember nothing."""
-
-    def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
-        """Return infinity: whoever waits could not be admitted. See `steady.Steady`."""
-        return inf
-
 
 Compose = Callable[[SchedulerConfig, StepTimeModel | None], Composer]
+Order = Callable[[Request], float]
+"""Returns the rank of a request; a smaller one is served earlier, equal ones by arrival."""
+QUEUE_ORDERS: dict[str, Order] = {"fcfs": lambda _request: 0, "priority": lambda request: request.priority}
+"""By arrival alone; by `Request.priority`, lower first (vLLM's meaning), which may starve low priorities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +120,12 @@ class Composition:
     holds_finished: bool = False
     """Whether a finished request keeps its row and blocks, as padding, until its whole batch has finished."""
     whole_prompts: bool = False
-    """Whether a step must be able to hold the longest prompt."""
-    order: type[QueueOrder] | None = None
+    """Whether a prompt runs in one step, which must hold the longest, or not at all; else in pieces
+    that fill the step's token budget (Sarathi-Serve, section 4)."""
+    reserves_maximum: bool = False
+    """Whether a request must find the blocks of its prompt and `max_tokens`, and never lacks one then (Orca,
+    algorithm 1); else those of the tokens that are there, above a watermark of 1 % (vLLM, SOSP 2023)."""
+    order: Order | None = None
     """Its own order of requests; None is the configured one."""
     needs_step_time: bool = False
     """Whether it plans with predicted step times."""
@@ -177,7 +145,7 @@ class Policy:
 
     known: Composition
     composer: Composer
-    order: QueueOrder
+    order: Order
     slo: SLOComposer | None
     """Follows objectives; None in policies that do not."""
     admission: Admission | None
@@ -199,12 +167,8 @@ def needed_model(config: SchedulerConfig, model: StepTimeModel | None) -> StepTi
     return model
 
 
-def _whole(composer: Callable[[Chunking, Reservation], Composer], reservation: Reservation) -> Compose:
-    return lambda _config, _model: composer(WholePrompts(), reservation)
-
-
-def _chunked(composer: Callable[[Chunking, Reservation], Composer]) -> Compose:
-    return lambda _config, _model: composer(ChunkedPrompts(), ReservePrompt())
+def _plain(composer: Callable[[], Composer]) -> Compose:
+    return lambda _config, _model: composer()
 
 
 def slo_composition(
@@ -213,7 +177,7 @@ def slo_composition(
     """Return the SLO policy, with its own composer or with one that a study puts in its place."""
     return Composition(
         compose=lambda config, model: composer(config, needed_model(config, model)),
-        order=EarliestDeadline,
+        order=first_deadline,
         needs_step_time=True,
         is_bound_by_time=True,
         keeps_deadlines=True,
@@ -223,18 +187,21 @@ def slo_composition(
 
 POLICIES: dict[str, Composition] = {
     "static": Composition(
-        compose=_whole(BatchAtATime, ReserveMaximum()),
-        holds_finished=True,
+        compose=_plain(BatchAtATime),
         whole_prompts=True,
+        reserves_maximum=True,
+        holds_finished=True,
         pauses=False,
     ),
-    "orca": Composition(compose=_whole(DecodesFirst, ReserveMaximum()), whole_prompts=True, pauses=False),
-    "prefill-first": Composition(compose=_whole(PrefillsFirst, ReservePrompt()), whole_prompts=True),
-    "sarathi": Composition(compose=_chunked(DecodesFirst)),
+    "orca": Composition(
+        compose=_plain(DecodesFirst), whole_prompts=True, reserves_maximum=True, pauses=False
+    ),
+    "prefill-first": Composition(compose=_plain(PrefillsFirst), whole_prompts=True),
+    "sarathi": Composition(compose=_plain(DecodesFirst)),
     "slo": slo_composition(),
-    "hybrid-only": Composition(compose=_whole(DecodesFirst, ReservePrompt()), whole_prompts=True),
-    "chunk-only": Composition(compose=_chunked(partial(PrefillsFirst, max_prefill_steps=1))),
-    "edf": Composition(compose=_chunked(DecodesFirst), order=EarliestDeadline),
+    "hybrid-only": Composition(compose=_plain(DecodesFirst), whole_prompts=True),
+    "chunk-only": Composition(compose=_plain(partial(PrefillsFirst, max_prefill_steps=1))),
+    "edf": Composition(compose=_plain(DecodesFirst), order=first_deadline),
 }
 """`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4):
 whole prompts beside decodes, and chunks that take turns with decodes. Their names stand in
@@ -273,7 +240,7 @@ def make_policy(config: SchedulerConfig, model: StepTimeModel | None) -> Policy:
     return Policy(
         known,
         composer,
-        order=(known.order or QUEUE_ORDERS[config.scheduling_policy])(),
+        order=known.order or QUEUE_ORDERS[config.scheduling_policy],
         slo=slo,
         admission=None if slo is None else Admission(config, slo),
     )
@@ -282,7 +249,7 @@ def make_policy(config: SchedulerConfig, model: StepTimeModel | None) -> Policy:
 def check_policy(config: SchedulerConfig) -> None:
     """Raise ConfigError for an unknown policy, or limits that it cannot work with."""
     policy = composition(config.policy)
-    if policy.order is not None and config.scheduling_policy != DEFAULT_ORDER:
+    if policy.order is not None and config.scheduling_policy != "fcfs":
         raise ConfigError(
             f"policy {config.policy!r} orders requests itself, so scheduling policy "
             f"{config.scheduling_policy!r} has no effect; leave it out and give requests a weight, or "

@@ -22,7 +22,6 @@ from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.results import StepResults, last_output
 from onbeat.scheduler.replica.rows import commit_rows
-from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.speculation.drafting import Drafting, make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -352,7 +351,7 @@ class Scheduler:
         paused = [state for state in self.running if state.is_paused and not state.num_in_flight_tokens]
         while paused and head is not None:
             plan = self.planner.new_plan(now)
-            if plan.num_slots_left > 0 and plan.has_blocks_for(head, RESERVATION):
+            if plan.num_slots_left > 0 and plan.has_blocks_for(head):
                 return
             self.table.preempt(paused.pop())
 

@@ -14,23 +14,9 @@ from typing import Protocol, runtime_checkable
 
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.scheduler.replica.kv import KVCacheManager
-from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import NEVER, RequestState, RequestStatus
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.slo.deadlines import TOLERANCE, SLOState
-
-
-@runtime_checkable
-class Steady(Protocol):
-    """A composer that knows how long its plans stay the same; any other's steps are planned one by one."""
-
-    def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:
-        """Return up to which predicted time a step is planned again as it is, seconds; 0 for not at all.
-
-        Asked after `commit` of a step of decodes alone, one for each request that runs, none of which is its
-        first token: as long as nobody comes, ends, or lacks a block, and the queue looks the same.
-        """
-        ...
 
 
 @runtime_checkable
@@ -60,17 +46,14 @@ class SteadyRuns:
     def __init__(self, scheduler: Scheduler, token_id: int) -> None:
         self._scheduler = scheduler
         self._token_id = token_id
-        composer, model = scheduler.policy.composer, scheduler.step_time_model
-        self._composer = composer if isinstance(composer, Steady) else None
-        if scheduler.config.speculation is not None:
-            self._composer = None  # each step asks anew how many drafts pay
+        model = scheduler.step_time_model
         self._learner = model if isinstance(model, RunLearner) else None
 
     def begin(self, scheduled: SchedulerOutput) -> SteadyRun | None:
         """Return the run that begins with a step that was just planned; None where it has no other step."""
-        scheduler, shape, composer = self._scheduler, scheduled.shape, self._composer
+        scheduler, shape = self._scheduler, scheduled.shape
         if (
-            composer is None
+            scheduler.config.speculation is not None  # each step asks anew how many drafts pay
             or shape.num_chunks
             or shape.num_guided_rows
             or scheduled.admitted
@@ -79,7 +62,7 @@ class SteadyRuns:
             return None
         if any(map(scheduler.table.states.__contains__, scheduled.released_ids)):
             return None  # whom the step has preempted the next one may take in again
-        limit = composer.steady_limit(scheduler.running, scheduler.waiting)
+        limit = scheduler.policy.composer.steady_limit(scheduler.running, scheduler.waiting)
         model = scheduler.step_time_model
         if limit < inf and (model is None or model.step_time(shape, scheduler.quantile) > limit):
             return None

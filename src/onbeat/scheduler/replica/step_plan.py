@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from math import inf
 
 from onbeat.scheduler.replica.kv_view import KVView
-from onbeat.scheduler.replica.parts import Chunking, QueueOrder, Reservation
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+
+SPARE_SHARE = 100
+"""One block in so many is left for running requests to grow into."""
 
 
 @dataclass(slots=True)
@@ -31,15 +33,41 @@ class StepPlan:
     """
 
     __slots__ = (
-        *("_freed_block_ids", "_kv", "admissions", "budget", "budget_request_id", "catch_ups", "chunks"),
-        *("decodes", "expected_tokens", "infeasible", "max_num_seqs", "max_rows", "now"),
+        *(
+            "_by_priority",
+            "_freed_block_ids",
+            "_reserves_maximum",
+            "_whole_prompts",
+            "admissions",
+            "budget",
+            "budget_request_id",
+        ),
+        *(
+            "catch_ups",
+            "chunks",
+            "decodes",
+            "expected_tokens",
+            "infeasible",
+            "kv",
+            "max_num_seqs",
+            "max_rows",
+        ),
+        *("now",),
         *("num_blocks_left", "num_draft_passes", "num_drafts", "num_hit_tokens", "num_kept"),
         *("num_tokens_left", "overdue", "predicted_wait", "ran_out_of_blocks", "running"),
         *("seconds_without_drafts", "slack", "tightest", "victims", "waiting"),
     )
 
-    def __init__(
-        self, *, config: SchedulerConfig, kv: KVView, running: RunningList, waiting: WaitingQueue, now: float
+    def __init__(  # noqa: PLR0913 (what there is to plan with)
+        self,
+        *,
+        config: SchedulerConfig,
+        whole_prompts: bool,
+        reserves_maximum: bool,
+        kv: KVView,
+        running: RunningList,
+        waiting: WaitingQueue,
+        now: float,
     ) -> None:
         self.now = now
         """When the step is planned, seconds."""
@@ -53,7 +81,9 @@ class StepPlan:
         """The shortest TBT objective of the streams, seconds; infinite without any, or if nobody looked."""
         self.budget_request_id: str | None = None
         """The request whose deadline set the budget."""
-        self._kv = kv
+        self.kv = kv
+        self._whole_prompts, self._reserves_maximum = whole_prompts, reserves_maximum
+        self._by_priority = config.scheduling_policy == "priority"
         self.waiting = waiting
         self.running = running
         self.num_kept = len(running)
@@ -103,9 +133,7 @@ class StepPlan:
         num_running = self.num_kept - len(self.victims) + len(self.admissions)
         return min(self.max_num_seqs - num_running, self.num_rows_left)
 
-    def has_blocks_for(
-        self, state: RequestState, reservation: Reservation, without: Sequence[RequestState] = ()
-    ) -> bool:
+    def has_blocks_for(self, state: RequestState, without: Sequence[RequestState] = ()) -> bool:
         """Whether a waiting request finds its blocks, as `admit` asks.
 
         Parameters
@@ -113,40 +141,32 @@ class StepPlan:
         without : running requests, taken as preempted.
         """
         freed_ids = {block_id for other in without for block_id in self._freed_by(other)}
-        num_left = self.num_blocks_left + len(freed_ids) - self._num_spare_blocks(reservation, len(without))
-        num_reserved = reservation.num_tokens(state)
-        if self._kv.num_blocks_for(num_reserved) <= num_left:
+        num_left = self.num_blocks_left + len(freed_ids) - self._num_spare_blocks(len(without))
+        num_reserved = self._num_reserved(state)
+        if self.kv.num_blocks_for(num_reserved) <= num_left:
             return True  # whatever the prefix cache holds
-        cached_block_ids = self._kv.match(state)
+        cached_block_ids = self.kv.match(state)
         num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
         return num_needed + len(freed_ids.intersection(cached_block_ids)) <= num_left
 
     def has_blocks_for_all(self, states: Iterable[RequestState]) -> bool:
         """Whether the prompts of waiting requests fit together, with the prefixes found so far."""
-        num_blocks_for = self._kv.num_blocks_for
+        num_blocks_for = self.kv.num_blocks_for
         needed = [num_blocks_for(state.num_tokens - state.num_hit_tokens) for state in states]
         return sum(needed) <= self.num_blocks_left
 
-    def num_blocks_wanted(self, state: RequestState, reservation: Reservation) -> int:
+    def num_blocks_wanted(self, state: RequestState) -> int:
         """Return the free space that admitting a waiting request takes, the watermark left out."""
-        return self._num_new_blocks(self._kv.match(state), reservation.num_tokens(state))
+        return self._num_new_blocks(self.kv.match(state), self._num_reserved(state))
 
     @property
     def num_rows_left(self) -> int:
         """Rows that the step may still take."""
         return self.max_rows - len(self.decodes) - len(self.chunks) - len(self.admissions)
 
-    @property
-    def num_blocks(self) -> int:
-        return self._kv.pool.num_blocks
-
     def num_freed_by(self, state: RequestState) -> int:
         """Return the blocks that preempting a request would free."""
         return len(self._freed_by(state))
-
-    @property
-    def block_size(self) -> int:
-        return self._kv.block_size
 
     @property
     def preempted(self) -> list[RequestState]:
@@ -178,7 +198,7 @@ class StepPlan:
                 num_rows_left -= 1
         self.num_tokens_left -= len(decodes)
 
-    def continue_prefills(self, chunking: Chunking) -> None:
+    def continue_prefills(self) -> None:
         """Give running requests that want more than one token a chunk each, first come first."""
         num_decodes = len(self.decodes)
         if num_decodes == self.num_kept:
@@ -189,13 +209,13 @@ class StepPlan:
                 continue
             if num_decodes + len(self.chunks) == self.max_rows:
                 break
-            num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
+            num_new = self._chunk(num_wanted)
             if num_new == 0:
                 break
             self.chunks.append((state, num_new))
             self.num_tokens_left -= num_new
 
-    def admit_waiting(self, chunking: Chunking, reservation: Reservation) -> None:
+    def admit_waiting(self) -> None:
         """Take requests from the head of the queue while they fit; never skip one (no starvation)."""
         if self.ran_out_of_blocks:
             return
@@ -206,32 +226,26 @@ class StepPlan:
                 break
             if self._is_behind_preempted(state):
                 break
-            if not self._admit(state, chunking, reservation):
+            cached_block_ids = self.kv.match(state)
+            num_new = self._chunk(state.num_tokens - len(cached_block_ids) * self.kv.block_size)
+            if not (num_new and self.admit(state, cached_block_ids, num_new)):
                 break
 
-    def _admit(self, state: RequestState, chunking: Chunking, reservation: Reservation) -> bool:
-        """Plan to take a waiting request into the batch; False where it does not fit."""
-        cached_block_ids = self._kv.match(state)
-        num_wanted = state.num_tokens - len(cached_block_ids) * self._kv.block_size
-        num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
-        return num_new > 0 and self.admit(state, cached_block_ids, num_new, reservation)
+    def _chunk(self, num_wanted: int) -> int:
+        """Return how many of the tokens that a prompt wants may run now; 0 leaves it for a later step."""
+        num_left = self.num_tokens_left
+        return num_wanted if num_wanted <= num_left else 0 if self._whole_prompts else num_left
 
-    def admit(
-        self, state: RequestState, cached_block_ids: list[int], num_new: int, reservation: Reservation
-    ) -> bool:
+    def admit(self, state: RequestState, cached_block_ids: list[int], num_new: int) -> bool:
         """Plan to take a waiting request in with `num_new` tokens; False where its blocks do not fit."""
-        num_reserved = reservation.num_tokens(state)
+        num_reserved = self._num_reserved(state)
         num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
-        if num_needed + self._num_spare_blocks(reservation) > self.num_blocks_left:
+        if num_needed + self._num_spare_blocks() > self.num_blocks_left:
             return False
         self.admissions.append(PlannedAdmission(state, cached_block_ids, num_reserved, num_new))
         self.num_blocks_left -= num_needed
         self.num_tokens_left -= num_new
         return True
-
-    def match(self, state: RequestState) -> list[int]:
-        """Return the cached prefix of a waiting request, as block ids."""
-        return self._kv.match(state)
 
     def num_growing(self, states: Iterable[RequestState]) -> int:
         """Return how many of these need another block for their next token."""
@@ -256,25 +270,25 @@ class StepPlan:
         self.num_blocks_left += len(freed_ids)
 
     def _freed_by(self, state: RequestState) -> list[int]:
-        return self._kv.pool.exclusive_ids(state.block_ids)
+        return self.kv.pool.exclusive_ids(state.block_ids)
 
-    def preempt_for_waiting(self, order: QueueOrder, reservation: Reservation) -> None:
-        """Preempt running requests of strictly lower rank for the head of the queue, if that makes it fit.
+    def preempt_for_waiting(self) -> None:
+        """Preempt running requests of strictly lower priority for the head of the queue, if it fits then.
 
-        Equal ranks never push one another out, so two requests cannot take turns. Must come before the rows
+        Equal ones never push one another out, so two requests cannot take turns. Must come before the rows
         of this step are planned.
         """
-        head = self.waiting.peek() if order.preempts else None
+        head = self.waiting.peek() if self._by_priority else None
         if head is None or head.num_in_flight_tokens:
             return
-        cached_block_ids, num_reserved = self._kv.match(head), reservation.num_tokens(head)
-        head_rank = order.rank(head.request)
+        cached_block_ids, num_reserved = self.kv.match(head), self._num_reserved(head)
         before = (self.num_kept, self.num_blocks_left)
         while self.num_kept >= self.max_num_seqs or (
-            self._num_new_blocks(cached_block_ids, num_reserved) + self._num_spare_blocks(reservation)
+            self._num_new_blocks(cached_block_ids, num_reserved) + self._num_spare_blocks()
             > self.num_blocks_left
         ):
-            if self.num_kept == 0 or order.rank(self.running[self.num_kept - 1].request) <= head_rank:
+            last = self.running[self.num_kept - 1].request if self.num_kept else None
+            if last is None or last.priority <= head.request.priority:
                 self.num_kept, self.num_blocks_left = before  # it would not fit all the same
                 self._freed_block_ids.clear()
                 return
@@ -313,22 +327,44 @@ class StepPlan:
 
         Cached blocks of a request that this plan preempts lie idle by then, too.
         """
-        num_new = self._kv.num_blocks_for(num_reserved_tokens) - len(cached_block_ids)
+        num_new = self.kv.num_blocks_for(num_reserved_tokens) - len(cached_block_ids)
         num_freed = len(self._freed_block_ids.intersection(cached_block_ids))
-        return num_new + self._kv.pool.num_idle(cached_block_ids) + num_freed
+        return num_new + self.kv.pool.num_idle(cached_block_ids) + num_freed
 
-    def _num_spare_blocks(self, reservation: Reservation, num_gone: int = 0) -> int:
+    def _num_reserved(self, state: RequestState) -> int:
+        """Return the tokens whose KV slots a waiting request is given with its admission."""
+        return state.max_total_tokens if self._reserves_maximum else state.num_tokens
+
+    def _num_spare_blocks(self, num_gone: int = 0) -> int:
         """Return the watermark; an empty batch waives it, or a large request could never start.
 
         Parameters
         ----------
         num_gone : running requests that are taken as preempted.
         """
-        if self.num_kept - len(self.victims) == num_gone and not self.admissions:
-            return 0
-        return reservation.num_spare_blocks(self._kv.pool.num_blocks)
+        is_empty = self.num_kept - len(self.victims) == num_gone and not self.admissions
+        return 0 if is_empty or self._reserves_maximum else self.kv.pool.num_blocks // SPARE_SHARE
 
 
 def needs_block(state: RequestState) -> bool:
     """Whether the next token of a request has no slot in the blocks that it holds."""
     return state.num_computed_tokens >= state.num_allocated_tokens
+
+
+class Composer:
+    """Fills the plan of each step by calling its verbs."""
+
+    def compose(self, plan: StepPlan) -> None:
+        """Fill a plan; nothing else may change, since a plan may never be carried out."""
+        raise NotImplementedError
+
+    def commit(self, plan: StepPlan) -> None:
+        """Remember what the composer needs of a plan that is carried out: here, nothing."""
+
+    def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
+        """Return up to which predicted time a step is planned again as it is, seconds; 0 for not at all.
+
+        Asked after `commit` of a step of decodes alone, one for each request that runs, none of which is its
+        first token: as long as nobody comes, ends, or lacks a block, and the queue looks the same.
+        """
+        return 0.0

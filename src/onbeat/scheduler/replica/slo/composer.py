@@ -9,15 +9,14 @@ from operator import itemgetter
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
-from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller, free_blocks, preempt_for
+from onbeat.scheduler.replica.slo.filler import StepFiller, free_blocks, preempt_for
 from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, MOST_WITH_TTFT, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import Composer, StepPlan
 from onbeat.scheduler.replica.tracker import SLOTracker
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import PrefillShare
@@ -155,7 +154,7 @@ class StepComposition:
         if (
             first is not None
             and pool
-            and not (plan.num_slots_left > 0 and plan.has_blocks_for(first, RESERVATION))
+            and not (plan.num_slots_left > 0 and plan.has_blocks_for(first))
             and self._rules.is_late_if_it_waits(kept, prefill, plan.now)
         ):
             preempt_for(plan, first, pool, self._loss)
@@ -226,7 +225,7 @@ LENGTH_QUANTILE = 0.99
 """Of output lengths, what an answer is taken to have at most: one in a hundred of so many may be late."""
 
 
-class SLOComposer:
+class SLOComposer(Composer):
     """Plans each step against the clock, and learns between plans what plans lean on.
 
     1. The step ends before the tightest TBT objective of its streams has passed, less the share that they
@@ -277,7 +276,7 @@ class SLOComposer:
         self.cost_model = CostModel(model, self.quantile, config.max_num_batched_tokens)
         self.rules = make_rules(config, self.cost_model, self.tracker.worth)
 
-    def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
+    def compose(self, plan: StepPlan) -> None:
         """Fill a plan; nothing else changes."""
         StepComposition(plan, self.rules).compose()
 
@@ -286,7 +285,7 @@ class SLOComposer:
         self.predicted_wait, self.rules.tightest = plan.predicted_wait, plan.tightest
 
     def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
-        """Return what the last plan's TBT objectives allow a step, if none waits. See `steady.Steady`."""
+        """Return what the last plan's TBT objectives allow a step, if none waits."""
         return 0.0 if waiting else self.rules.tightest_limit(self.rules.tightest)
 
     def on_arrival(self, state: RequestState, plan: StepPlan) -> None:
@@ -299,7 +298,7 @@ class SLOComposer:
         cost_model, tracker = self.cost_model, self.tracker
         if not plan.running:
             cost_model.catch_up()
-        state.note_hits(len(plan.match(state)) * plan.block_size)
+        state.note_hits(len(plan.kv.match(state)) * plan.kv.block_size)
         if not state.slo.has_objective:
             return
         limit = state.max_total_tokens - state.num_tokens

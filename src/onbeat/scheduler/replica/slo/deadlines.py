@@ -249,10 +249,6 @@ def deadline_and_pace(
     return first, tbt
 
 
-class EarliestDeadline:
-    """A queue order: by the deadline of the first token; requests without one come last, by arrival."""
-
-    preempts = False
-
-    def rank(self, request: Request) -> float:
-        return min(deadline_and_pace(request)[0], BEST_EFFORT_RANK)
+def first_deadline(request: Request) -> float:
+    """Return a request's rank by the deadline of its first token; those without one come last."""
+    return min(deadline_and_pace(request)[0], BEST_EFFORT_RANK)

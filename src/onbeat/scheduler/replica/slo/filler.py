@@ -6,13 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from math import inf
 
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.parts import ReservePrompt
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
-
-RESERVATION = ReservePrompt()
-"""The blocks that a prompt has to find."""
 
 
 class StepFiller:
@@ -92,14 +88,14 @@ class StepFiller:
     def _admit(self, state: RequestState) -> bool:
         """Take a waiting request in; False where the time is used up."""
         plan = self._plan
-        cached_block_ids = plan.match(state)
-        num_cached = len(cached_block_ids) * plan.block_size
+        cached_block_ids = plan.kv.match(state)
+        num_cached = len(cached_block_ids) * plan.kv.block_size
         plan.num_hit_tokens[state.request_id] = num_cached
         num_wanted = state.num_tokens - num_cached
         num_new = self._chunk(state, num_cached, num_wanted)
         if num_new == 0:
             return False
-        if not plan.admit(state, cached_block_ids, num_new, RESERVATION):
+        if not plan.admit(state, cached_block_ids, num_new):
             self._is_blocked = True
             return True
         self._count(state, num_cached, num_new)
@@ -160,9 +156,9 @@ def preempt_for(plan: StepPlan, prompt: RequestState, pool: Iterable[RequestStat
     Returns whether that is so.
     """
     pool = sorted([state for state in pool if not state.is_in_flight], key=loss)
-    if not pool or not plan.has_blocks_for(prompt, RESERVATION, without=pool):
+    if not pool or not plan.has_blocks_for(prompt, without=pool):
         return False
-    while plan.num_slots_left < 1 or not plan.has_blocks_for(prompt, RESERVATION):
+    while plan.num_slots_left < 1 or not plan.has_blocks_for(prompt):
         if not pool:
             return False
         plan.preempt(pool.pop())

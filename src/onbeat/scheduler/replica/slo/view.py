@@ -144,7 +144,7 @@ def prefill_jobs(
         seconds = num_tokens * (token + pair * (num_cached + 0.5 * num_tokens))
         deadline = state.slo.next_deadline
         if earliest + seconds > deadline and not state.is_protected:
-            num_found = 0 if state.block_ids else len(plan.match(state)) * plan.block_size
+            num_found = 0 if state.block_ids else len(plan.kv.match(state)) * plan.kv.block_size
             if num_found > num_cached:
                 plan.num_hit_tokens[state.request_id] = num_found
                 seconds = cost_model.seconds(state.num_tokens - num_found, num_found)

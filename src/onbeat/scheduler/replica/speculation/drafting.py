@@ -108,7 +108,7 @@ class DraftReading:
         if not self.most:
             return
         for state in compress(plan.decodes, plan.num_drafts):
-            if not self.is_far(state, plan.block_size):
+            if not self.is_far(state, plan.kv.block_size):
                 _set_num_read(state, _num_read(state) + self.num_behind(state))
         for state, num_read, num_tokens in plan.catch_ups:
             _set_num_read(state, num_read + num_tokens)
@@ -258,7 +258,7 @@ def fit_blocks(plan: StepPlan, state: RequestState, num_drafts: int, *, num_kept
     ----------
     num_kept : free blocks that drafts leave to others.
     """
-    size, num_allocated = plan.block_size, state.num_allocated_tokens
+    size, num_allocated = plan.kv.block_size, state.num_allocated_tokens
     if state.num_computed_tokens >= num_allocated:
         num_allocated += size
     while state.num_computed_tokens + 1 + num_drafts > num_allocated:
@@ -468,7 +468,7 @@ class FixedDrafts(Drafting):
             num_drafts.append(fit_blocks(plan, state, most))
             plan.num_tokens_left -= num_drafts[-1]
         set_drafts(plan, num_drafts, self._acceptance, runs_model=self._config.runs_model)
-        plan.catch_ups = self._reading.catch_ups(compress(plan.decodes, num_drafts), plan.block_size)
+        plan.catch_ups = self._reading.catch_ups(compress(plan.decodes, num_drafts), plan.kv.block_size)
 
 
 class GoodputDrafts(Drafting):
@@ -528,7 +528,7 @@ class GoodputDrafts(Drafting):
             plan.seconds_without_drafts = 0.0
             if plan.slack is not None and plan.budget is not None:
                 plan.budget = plan.slack if plan.slack < inf else None
-            plan.catch_ups = self._reading.catch_ups(compress(plan.decodes, num_drafts), plan.block_size)
+            plan.catch_ups = self._reading.catch_ups(compress(plan.decodes, num_drafts), plan.kv.block_size)
 
     def commit(self, plan: StepPlan) -> None:
         """Count a step, what is read for it, and the time without drafts. See `Drafting.commit`."""
@@ -552,7 +552,7 @@ class GoodputDrafts(Drafting):
         cost, alone = self._costs(plan)
         plan.seconds_without_drafts += cost.plain
         far = [
-            bool(num) and self._reading.is_far(state, plan.block_size)
+            bool(num) and self._reading.is_far(state, plan.kv.block_size)
             for state, num in zip(plan.decodes, most, strict=True)
         ]
         near = [0 if is_far else num for num, is_far in zip(most, far, strict=True)]
@@ -622,10 +622,10 @@ class GoodputDrafts(Drafting):
         states = [
             state
             for state, num in zip(plan.decodes, most, strict=True)
-            if num and self._reading.is_far(state, plan.block_size)
+            if num and self._reading.is_far(state, plan.kv.block_size)
         ]
         drafts = self._drafts_of(num_drafts)
-        catch_up = self._reading.sums(states, plan.block_size)
+        catch_up = self._reading.sums(states, plan.kv.block_size)
         seconds = cost.seconds(drafts._replace(catch_up=catch_up)) - cost.seconds(drafts)
         per_token = seconds / catch_up[0]
         chosen = self._reading.worthwhile(states, saved=saved, per_token=per_token)
@@ -654,7 +654,7 @@ class GoodputDrafts(Drafting):
         """
         chosen = {id(state) for state in states}
         added = [num or id(state) in chosen for state, num in zip(plan.decodes, num_drafts, strict=True)]
-        catch_up = self._reading.sums(compress(plan.decodes, added), plan.block_size)
+        catch_up = self._reading.sums(compress(plan.decodes, added), plan.kv.block_size)
         drafts = self._drafts_of(added)._replace(catch_up=catch_up)
         if (
             drafts.num_drafts <= plan.num_tokens_left
@@ -674,7 +674,7 @@ def _add_prompts(plan: StepPlan, shape: BatchShape) -> None:
     for state, num_new in plan.chunks:
         shape.add(state.num_computed_tokens, num_new, samples=num_new == state.num_wanted_tokens)
     for admission in plan.admissions:
-        num_cached = len(admission.cached_block_ids) * plan.block_size
+        num_cached = len(admission.cached_block_ids) * plan.kv.block_size
         num_new = admission.num_new_tokens
         shape.add(num_cached, num_new, samples=num_cached + num_new == admission.state.num_tokens)
 
