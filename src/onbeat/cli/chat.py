@@ -138,8 +138,9 @@ def _read_line() -> str | None:
 def _changed_terminal(local_modes: int) -> Iterator[None]:
     """Give the terminal only these of its local modes.
 
-    Keys that are typed while an answer comes are not shown (no ECHO), and the next line begins with them. They are
-    kept as they are (no ICANON, in the whole talk): a terminal that reads lines by itself would swallow a Ctrl-D.
+    Keys that are typed while an answer comes are not shown (no ECHO), and the next line begins with them.
+    They are kept as they are (no ICANON, in the whole talk): a terminal that reads lines by itself would
+    swallow a Ctrl-D.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield

@@ -9,17 +9,19 @@ from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import Fate, ShedMode
 from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.step_plan import Composer
+from onbeat.scheduler.replica.step_plan import Composer, StepPlan
 
 PATIENCE = 3
 
 
-class ByTheClock:
+class ByTheClock(Composer):
     """A composer that does not say how long its plans stay the same."""
 
     def __init__(self, composer: Composer) -> None:
-        self.compose, self.commit = composer.compose, composer.commit
-        self.steady_limit = lambda running, waiting: 0.0
+        self._composer = composer
+
+    def compose(self, plan: StepPlan) -> None:
+        self._composer.compose(plan)
 
 
 class SheddingScheduler(Scheduler):
