@@ -62,25 +62,34 @@ void write_q8(const Place& place, const Group& group, int64_t first, int64_t num
     put_half(place.scale(), to_half(group.scale));
 }
 
-void write_q4(const Place& place, const Group& group) {
-    for (int64_t i = 0; i < 16; ++i) {
-        place.four_inputs(i)[i % 4] = (uint8_t)(group.numbers[i] | group.numbers[16 + i] << 4);
+// Codes of 4 bits, those of the second half in the upper bits of a byte.
+void write_codes(const Place& place, const uint8_t* low, const uint8_t* high, int64_t count) {
+    for (int64_t i = 0; i < count; i += 4) {
+        uint8_t bytes[4];
+        for (int64_t j = 0; j < 4; ++j) bytes[j] = (uint8_t)(low[i + j] | high[i + j] << 4);
+        memcpy(place.four_inputs(i), bytes, sizeof bytes);
     }
+}
+
+void write_q4(const Place& place, const Group& group) {
+    write_codes(place, group.numbers, group.numbers + 16, 16);
     put_half(place.scale(), to_half(group.scale));
     put_half(place.minimum(), to_half(group.minimum - (float)group.zero * group.scale));
 }
 
-uint8_t e2m1_code(uint8_t number) {
-    uint8_t code = 0;
-    while (kE2M1Numbers[code] != number) ++code;  // each is there
-    return code;
-}
+// Which code stands for a number; of both zeros the first.
+struct E2M1Codes {
+    uint8_t of[2 * kE2M1Zero + 1] = {};
+    constexpr E2M1Codes() {
+        for (int code = 15; code >= 0; --code) of[kE2M1Numbers[code]] = (uint8_t)code;
+    }
+};
+constexpr E2M1Codes kE2M1Codes;
 
 void write_e2m1(const Place& place, const Group& group, int64_t first, int64_t num_inputs) {
-    const uint8_t *low = group.numbers + first, *high = low + num_inputs / 2;
-    for (int64_t i = 0; i < num_inputs / 2; ++i) {
-        place.four_inputs(i)[i % 4] = (uint8_t)(e2m1_code(low[i]) | e2m1_code(high[i]) << 4);
-    }
+    uint8_t codes[kMostInputs];
+    for (int64_t i = 0; i < num_inputs; ++i) codes[i] = kE2M1Codes.of[group.numbers[first + i]];
+    write_codes(place, codes, codes + num_inputs / 2, num_inputs / 2);
     put_half(place.scale(), to_half(group.scale));
 }
 

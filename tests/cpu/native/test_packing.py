@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,10 @@ def test_the_plan_knows_the_format_of_the_head(tmp_path: Path) -> None:
     assert not checkpoint.config.tie_word_embeddings
     layouts = WeightLayouts(checkpoint, dtype=BFLOAT16, quantization="auto")
     assert layouts.embedding_format() == "int8"
+
+
+@pytest.mark.parametrize(("form", "expected"), [("MXFP4", "mxfp4"), ("E2M1_16", "nvfp4")])
+def test_a_large_embedding_does_not_name_the_format_of_the_layers(form: str, expected: str) -> None:
+    config = replace(model_config_from_hf(gguf_models.FAMILIES["mixtral"]().to_dict()), vocab_size=1 << 17)
+    layouts = WeightLayouts(DummyCheckpoint(config, form=form), dtype=BFLOAT16, quantization="auto")
+    assert (layouts.number_format(), layouts.embedding_format()) == (expected, "bf16")

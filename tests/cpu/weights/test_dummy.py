@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.dtypes import FLOAT32
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.weights import DummyCheckpoint, parameter_shapes
 from onbeat.engine.weights.quantized import Settings, decoded
@@ -35,6 +38,18 @@ def test_same_seed_same_weights_in_any_order() -> None:
         assert not np.array_equal(other.get(name, FLOAT32), weights[name])
     q, k = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"
     assert not np.array_equal(weights[q], weights[k])
+
+
+def test_making_a_large_parameter_takes_little_more_than_its_size() -> None:
+    config = model_config_from_hf(FAMILIES["llama"]().to_dict())
+    name = "model.embed_tokens.weight"
+    checkpoint = DummyCheckpoint(replace(config, vocab_size=1 << 16))
+    tracemalloc.start()
+    values = checkpoint.get(name, BFLOAT16)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.2 * values.nbytes
+    np.testing.assert_array_equal(values, checkpoint.get(name, FLOAT32).astype(BFLOAT16))
 
 
 def test_activations_keep_their_size() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -38,14 +38,8 @@ NATURAL_LAYOUTS: Mapping[str, MatrixLayout] = {
 }
 """GGUF type to the store that holds its numbers as they are. Other quantized types become plain numbers."""
 EMBEDDING, LM_HEAD, ROUTER = "model.embed_tokens.weight", "lm_head.weight", ".mlp.gate.weight"
-_FORMATS = {
-    Store.F32: "fp32",
-    Store.BF16: "bf16",
-    Store.Q8: "int8",
-    Store.Q8_MIN: "int8",
-    Store.Q4: "int4",
-    Store.E2M1: "int4",
-}
+_FORMATS = {Store.F32: "fp32", Store.BF16: "bf16", Store.Q8: "int8", Store.Q8_MIN: "int8", Store.Q4: "int4"}
+_E2M1_FORMATS = {32: "mxfp4", 16: "nvfp4"}
 
 
 class WeightLayouts:
@@ -120,29 +114,29 @@ class WeightLayouts:
     @property
     def are_any_quantized(self) -> bool:
         """Whether a matrix is kept in 8 bits or less."""
-        return not self._bytes_by_store().keys() <= {Store.F32, Store.BF16}
+        return any(layout.group for layout in self._sizes(self._matrices()))
 
     def num_bytes(self) -> int:
         """Return about how many bytes the matrices take."""
-        return math.ceil(sum(self._bytes_by_store().values()))
+        return math.ceil(sum(self._sizes(self._matrices()).values()))
 
     def number_format(self) -> str:
-        """Return the number format of most weights, as step-time models call it."""
-        by_store = self._bytes_by_store()
-        return _FORMATS[max(by_store, key=lambda store: by_store[store])]
+        """Return the number format of most weights of the layers, as step-time models call it."""
+        sizes = self._sizes(names for names in self._matrices() if names[0] not in (EMBEDDING, LM_HEAD))
+        return _format(max(sizes, key=lambda layout: sizes[layout]))
 
     def embedding_format(self) -> str:
         """Return the number format of the LM head, likewise."""
-        name = EMBEDDING if self._config.tie_word_embeddings else LM_HEAD
-        return _FORMATS[self.layouts([name])[0].store]
+        return _format(self.layouts([EMBEDDING if self._config.tie_word_embeddings else LM_HEAD])[0])
 
-    def _bytes_by_store(self) -> dict[Store, float]:
+    def _sizes(self, matrices: Iterable[tuple[str, ...]]) -> dict[MatrixLayout, float]:
+        """Return the bytes of some matrices by their layout."""
         shapes = parameter_shapes(self._config)
-        totals: dict[Store, float] = {}
-        for names in self._matrices():
+        totals: dict[MatrixLayout, float] = {}
+        for names in matrices:
             layout = self.layouts(names)[0]
             size = sum(math.prod(shapes[name]) for name in names) * layout.bytes_per_number
-            totals[layout.store] = totals.get(layout.store, 0.0) + size
+            totals[layout] = totals.get(layout, 0.0) + size
         return totals
 
     def _matrices(self) -> list[tuple[str, ...]]:
@@ -166,3 +160,7 @@ class WeightLayouts:
         if not self._config.tie_word_embeddings:
             matrices.append((LM_HEAD,))
         return matrices
+
+
+def _format(layout: MatrixLayout) -> str:
+    return _E2M1_FORMATS[layout.group] if layout.store == Store.E2M1 else _FORMATS[layout.store]

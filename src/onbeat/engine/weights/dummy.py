@@ -16,6 +16,9 @@ from onbeat.engine.weights.quantized import decoded, random_blocks
 if TYPE_CHECKING:
     import torch
 
+_PIECE_NUMBERS = 1 << 16
+"""A piece in float32 stays in the processor's cache: an embedding of 2 GiB would take as much again."""
+
 
 class DummyCheckpoint(Checkpoint):
     """A checkpoint of random numbers.
@@ -42,11 +45,14 @@ class DummyCheckpoint(Checkpoint):
         if self._form is not None and (rows := self.quantized_rows(name)) is not None:
             return decoded(self._form, rows.read()).reshape(self._shapes[name]).astype(dtype)
         low, width = self._range(name)
-        generator = self._generator(name)
-        values = generator.random(self._shapes[name], dtype=np.float32)
-        values *= np.float32(width)
-        values += np.float32(low)
-        return values.astype(dtype, copy=False)
+        generator, values = self._generator(name), np.empty(self._shapes[name], dtype)
+        for start in range(0, values.size, _PIECE_NUMBERS):
+            piece = values.reshape(-1)[start : start + _PIECE_NUMBERS]
+            numbers = generator.random(len(piece), dtype=np.float32)
+            numbers *= np.float32(width)
+            numbers += np.float32(low)
+            piece[:] = numbers
+        return values
 
     def quantized_rows(self, name: str) -> QuantizedRows | None:
         """Return random rows in blocks; see `Checkpoint.quantized_rows`."""
