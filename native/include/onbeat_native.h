@@ -193,9 +193,6 @@ typedef struct ob_engine ob_engine;
 ob_engine* ob_engine_create(const ob_model* model, const char* instruction_set, char* error, size_t error_size);
 void ob_engine_free(ob_engine* engine);
 
-/* Copies the states of all layers from one slot to another. Returns OB_OK, or OB_MALFORMED where there is none. */
-int32_t ob_engine_copy_state(ob_engine* engine, int64_t source, int64_t target);
-
 typedef struct {
     int64_t num_tokens;
     const int64_t* token_ids;    /* [T] */
@@ -239,6 +236,10 @@ int32_t ob_engine_touch(ob_engine* engine, int64_t num_blocks);
 /* Where the KV cache lies: block after block, each `block_bytes` (written) in one piece with the keys and values of all
  * layers. Valid as long as the engine. Whoever writes to a block sees to it that no step uses it meanwhile. */
 uint8_t* ob_engine_kv(ob_engine* engine, int64_t* block_bytes);
+
+/* Where the states lie: slot after slot, each `state_bytes` (written; 0 where no layer keeps any) in one piece with those
+ * of all layers. Likewise. */
+uint8_t* ob_engine_states(ob_engine* engine, int64_t* state_bytes);
 
 #pragma GCC visibility pop
 

@@ -227,15 +227,6 @@ int32_t ob_engine_step(ob_engine* engine, ob_step* step) {
     return OB_OK;
 }
 
-int32_t ob_engine_copy_state(ob_engine* engine, int64_t source, int64_t target) {
-    const int64_t count = engine->model.num_slots;
-    if (source < 0 || source >= count || target < 0 || target >= count) return OB_MALFORMED;
-    const size_t bytes = engine->state_bytes / static_cast<size_t>(count);
-    std::memmove(engine->states + static_cast<size_t>(target) * bytes,
-                 engine->states + static_cast<size_t>(source) * bytes, bytes);
-    return OB_OK;
-}
-
 int32_t ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num_blocks) {
     const ob_model& model = engine->model;
     const int64_t count = ob::block_numbers(model);
@@ -273,6 +264,11 @@ int32_t ob_engine_touch(ob_engine* engine, int64_t num_blocks) {
 uint8_t* ob_engine_kv(ob_engine* engine, int64_t* block_bytes) {
     *block_bytes = ob::block_numbers(engine->model) * engine->number_bytes();
     return engine->kv_cache;
+}
+
+uint8_t* ob_engine_states(ob_engine* engine, int64_t* state_bytes) {
+    *state_bytes = ob::count_states(engine->model) * ob::state_numbers(engine->model) * int64_t{sizeof(float)};
+    return engine->states;
 }
 
 }  // extern "C"

@@ -8,6 +8,7 @@ Legend: R tokens that the host samples, V vocabulary, P tokens whose hidden stat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from ctypes import memmove
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from onbeat.engine.device import Device
 from onbeat.engine.draw import Logits
 from onbeat.engine.input_batch import IntArray, StepInputs
+from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import BestTokens
 
@@ -69,9 +71,14 @@ class Computes(Protocol):
         """Make stored values of KV blocks finite."""
         ...
 
+    def state_regions(self) -> list[KVRegion]:
+        """Return where the parts of states lie, slot after slot; nothing where the model keeps none."""
+        return []
+
     def copy_state(self, source: int, target: int) -> None:
         """Let a request's slot have the state that is kept in another; of models that keep states."""
-        raise AssertionError(f"no state {source} for {target}: the model keeps none")
+        for address, num_bytes in self.state_regions():
+            memmove(address + target * num_bytes, address + source * num_bytes, num_bytes)
 
     def touch_ahead(self) -> bool:
         """Take a little of the memory that later steps will need; return whether there was any to take.

@@ -55,10 +55,10 @@ class KVTransfers:
 
     def _sum(self, source: KVSource) -> KVSource:
         known = self.leases.checksums(source.lease_id, source.serial)
-        for block_id in source.block_ids:
+        for block_id in source.ids:
             if block_id not in known:
                 known[block_id] = self.memory.checksum(block_id)
-        return replace(source, checksums=tuple(known[block_id] for block_id in source.block_ids))
+        return replace(source, checksums=tuple(known[block_id] for block_id in source.ids))
 
     def pull(
         self, source: KVSource, first_block: int, into: Sequence[int], *, after: Future[Any] | None = None
@@ -80,7 +80,7 @@ class KVTransfers:
     ) -> int:
         if after is not None and wait([after], timeout=PULL_SECONDS).not_done:
             raise KVUnavailable(f"a step that may write to the blocks has not ended in {PULL_SECONDS:g} s")
-        if len(source.checksums) != len(source.block_ids):
+        if len(source.checksums) != len(source.ids):
             raise KVUnavailable(f"the checksums of the KV of {source.lease_id!r} were not sent with it")
         num_bytes = self._transport.pull(source, first_block, self.memory, into)
         for number, block_id in enumerate(into, first_block):
@@ -111,6 +111,8 @@ class _Reservation:
     """The newest step in flight when the last block was given: until it is back, steps may write there."""
     pulls: list[Future[int]] = field(default_factory=list)
     is_given_up: bool = False
+    has_state: bool = False
+    """Whether a copy brings the request's state."""
 
     @property
     def is_pulling(self) -> bool:
@@ -144,7 +146,7 @@ class KVHandover:
         is_serial: bool = False,
     ) -> None:
         self._handover = scheduler.handover
-        self._transfers = transfers
+        self._transfers, self._memory = transfers, transfers.memory
         self.num_full_tokens, self.summed = self._handover.num_full_tokens, transfers.summed
         self._clock = clock
         self._recorder = recorder
@@ -204,8 +206,10 @@ class KVHandover:
             source = None
             if detached is not None:
                 self._detached.add(request_id)
-                self._transfers.leases.grant(request_id, detached.block_ids)
+                state = self._memory.state_of(request_id)
+                self._transfers.leases.grant(request_id, detached.block_ids + state)
                 source = self._transfers.leases.source(request_id, self._transfers.endpoint)
+                source = replace(source, block_ids=detached.block_ids, state=state)
             departures.append(Departure(request_id, detached, source))
         return departures
 
@@ -257,7 +261,7 @@ class KVHandover:
 
     def _last_writer(self) -> Future[Any] | None:
         """Return the last step that may still write to blocks which are free now; None where none does."""
-        if self._is_serial and not self._has_let_go:
+        if self._is_serial and not self._has_let_go and not self._memory.states.num_slots:
             return None
         return self._newest_step()
 
@@ -277,6 +281,9 @@ class KVHandover:
                 f"{0 if reservation is None else len(reservation.block_ids)} are reserved for it"
             )
         into = reservation.block_ids[first_block:end]
+        if source.state:
+            slot = self._handover.state_slot(handover_id)
+            into, reservation.has_state = (*into, ~slot), True
         pull = self._transfers.pull(source, first_block, into, after=reservation.after)
         reservation.pulls = [each for each in reservation.pulls if not each.done()] + [pull]
         return pull
@@ -309,6 +316,9 @@ class KVHandover:
         reservation = self._reservations.get(handover_id)
         if reservation is not None and reservation.is_pulling:
             raise KVUnavailable(f"the KV of hand-over {handover_id!r} is still on its way")
+        has_state = reservation is None or reservation.has_state or not request.num_external_tokens
+        if self._memory.states.num_slots and not has_state:
+            raise KVUnavailable(f"the state of hand-over {handover_id!r} has not come with its KV")
         now = self._clock()
         self._handover.adopt(handover_id, request, detached, now)
         self._reservations.pop(handover_id, None)

@@ -175,7 +175,7 @@ class TcpTransport:
         """
         _check_blocks(source, first_block, memory, into)
         host, port = source.endpoint.host, source.endpoint.port
-        end = time.monotonic() + PULL_SECONDS
+        end, num_bytes = time.monotonic() + PULL_SECONDS, 0
         try:
             with socket.create_connection((host, port), timeout=_HANDSHAKE_SECONDS) as connection:
                 wire = _Wire(connection, end)
@@ -183,13 +183,14 @@ class TcpTransport:
                 for block_id in into:
                     for part in memory.views(block_id):
                         wire.receive_into(part)
+                        num_bytes += len(part)
                 if wire.receive(1) != b"\x01":
                     raise KVUnavailable(f"the lease of the KV of {source.lease_id!r} ended on the way")
         except (OSError, ValueError) as error:
             raise KVUnavailable(
                 f"KV cannot be had from {host}:{port}: {error or type(error).__name__}"
             ) from error
-        return len(into) * memory.block_bytes
+        return num_bytes
 
     def close(self) -> None:
         """Serve no more."""
@@ -480,10 +481,10 @@ def _check_blocks(source: KVSource, first_block: int, memory: BlockMemory, into:
     memory.layout.check_same(source.endpoint.layout)
     memory.check_ids(into)
     end = first_block + len(into)
-    if not 0 <= first_block <= end <= len(source.block_ids):
+    if not 0 <= first_block <= end <= len(source.ids):
         raise KVUnavailable(
             f"blocks {first_block} to {end} of {source.lease_id!r} were asked for, but "
-            f"{len(source.block_ids)} of them are lent"
+            f"{len(source.ids)} of them are lent"
         )
 
 

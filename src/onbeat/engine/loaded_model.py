@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from onbeat.engine.backends.base import Backend
 from onbeat.engine.device import device_name
 from onbeat.engine.executor import Runner
-from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of
+from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, States, region_bytes
+from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.speculation.build import ProposerBuilder
 from onbeat.perfmodel.device_spec import Parallelism, known_device
 from onbeat.perfmodel.precision import Precision
@@ -35,8 +36,8 @@ class LoadedModel:
     @property
     def gives_kv(self) -> bool:
         """Whether `kv_memory` can be had."""
-        if self.backend.model.linear is not None:
-            return False  # a request is more than its KV: whoever takes it over computes its tokens again
+        if self.backend.model.linear is not None and not self.limits.num_snapshots:
+            return False  # there is no place for states that come
         return isinstance(self.runner.forward, GivesKV) and self.backend.device.device.type == "cpu"
 
     def kv_memory(self, activation_quantization: str = "auto") -> BlockMemory:
@@ -49,6 +50,7 @@ class LoadedModel:
         forward, backend, limits = self.runner.forward, self.backend, self.limits
         assert isinstance(forward, GivesKV), "whoever asks has looked at gives_kv"
         settings, activations = forward.settings, ""
+        regions = forward.state_regions()
         if backend.weights_format is not None:
             activations = activation_quantization
             if activations == "auto":  # which the processor decides
@@ -60,11 +62,16 @@ class LoadedModel:
             weights=backend.weights_format or backend.device.dtype.name,
             dtype=backend.device.dtype.name,
             block_size=limits.block_size,
-            block_bytes=block_bytes_of(forward),
+            block_bytes=region_bytes(forward.kv_regions()),
+            state_bytes=region_bytes(regions),
             backend=settings["backend"],
             activations=activations,
         )
-        return BlockMemory(forward, layout, num_blocks=limits.num_blocks)
+        states = None
+        if regions and isinstance(self.runner, ModelRunner):
+            num_slots = limits.max_num_seqs + (limits.num_snapshots or 0)
+            states = States(regions, num_slots, self.runner.batch.slots.__getitem__)
+        return BlockMemory(forward, layout, num_blocks=limits.num_blocks, states=states)
 
 
 def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def test_states_take_half_of_the_cache_and_bound_the_requests(tmp_path: Path) ->
     core, info = build_engine(config(tmp_path, kv_cache_memory_bytes=cache_bytes), said.append)
     core.shutdown()
     assert any(line.startswith("at most 8 requests run at once") for line in said)
-    assert not info.moves_streams
+    assert info.moves_streams
     few = SchedulerLimits(max_model_len=256, max_num_seqs=1)
     limits = prepare(config(tmp_path, kv_cache_memory_bytes=cache_bytes, limits=few)).limits
     assert (limits.max_num_seqs, limits.num_snapshots, limits.num_blocks) == (1, 4, 16)
@@ -70,9 +69,6 @@ def test_what_a_state_cannot_do_is_refused(tmp_path: Path) -> None:
         prepare(config(tmp_path, kv_cache_memory_bytes=STATE_BYTES))
     with pytest.raises(ConfigError, match="speculative-config"):
         prepare(config(tmp_path, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3)))
-    static = replace(config(tmp_path).limits, policy="static")
-    with pytest.raises(ConfigError, match="static"):
-        prepare(config(tmp_path, limits=static))
 
 
 def test_step_times_know_the_states(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from onbeat.core.request import FinishReason, Request
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.guided_draw import Guides
-from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, KVSource, block_bytes_of
+from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, KVSource, States, region_bytes
 from onbeat.engine.kv_handover import KVHandover, KVTransfers
 from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.engine.model_runner import ModelRunner
@@ -51,15 +51,19 @@ def make_core(
     sampler = Sampler(forward.config.vocab_size)
     runner = ModelRunner(config, forward, sampler, make_proposer and make_proposer())
     runner.guides = guides
+    regions = forward.state_regions()
     layout = KVLayout(
         model=model,
         weights="plain",
         dtype="any",
         block_size=config.block_size,
-        block_bytes=block_bytes_of(forward),
+        block_bytes=region_bytes(forward.kv_regions()),
+        state_bytes=region_bytes(regions),
         backend=forward.settings["backend"],
     )
-    memory = BlockMemory(forward, layout, num_blocks=config.num_blocks)
+    num_slots = config.max_num_seqs + (config.num_snapshots or 0)
+    states = States(regions, num_slots, runner.batch.slots.__getitem__) if regions else None
+    memory = BlockMemory(forward, layout, num_blocks=config.num_blocks, states=states)
     ticks = itertools.count()
     return EngineCore(
         Scheduler(config, LinearStepTime()),
@@ -79,6 +83,8 @@ class Streams:
     ends: dict[str, FinishReason] = field(default_factory=dict)
     num_bytes: int = 0
     num_moves: int = 0
+    num_in_prompt: int = 0
+    """Moves of requests whose prompt was still being computed."""
 
     def take(self, outputs: Sequence[Any]) -> None:
         for output in outputs:
@@ -164,6 +170,7 @@ class Pair:
         source.free(request_id)
         self.at[request_id] = 1 - self.at[request_id]
         self.streams.num_moves += 1
+        self.streams.num_in_prompt += 0 < detached.num_kv_tokens < len(request.prompt_token_ids)
         return True
 
     def run(self, random: Random, *, share: float) -> Streams:
@@ -180,6 +187,7 @@ class Pair:
             for request_id in self.requests:
                 kv_of(core).unhold(request_id)
             assert core.scheduler.kv.pool.num_used_blocks == 0, "blocks leaked"
+            assert core.scheduler.kv.snapshots.num_taken == 0, "places of states leaked"
             core.shutdown()
 
 

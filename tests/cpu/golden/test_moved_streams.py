@@ -19,10 +19,12 @@ from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, tiny_model
 from tests.cpu.golden.moving import Pair, Streams, make_core, undisturbed
 from tests.cpu.speculation.runs import fixed, make_request, make_requests, ngram
 from tests.cpu.speculation.test_lossless import SAMPLINGS, budget
+from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
 
@@ -78,6 +80,27 @@ def test_every_backend(backend: str, request: pytest.FixtureRequest) -> None:
         library = request.getfixturevalue("native_library")
         make_forward = on_native(library, StateCheckpoint(hf_tiny_model("llama3", torch.float64)))
     check_moves(make_forward, make_requests(temperature=0.8, presence_penalty=0.3))
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@each_case("name", STATEFUL)
+def test_states_go_with_their_streams(name: str, backend: str, request: pytest.FixtureRequest) -> None:
+    """Also those of prompts of which only a part is computed; and with one place for states that come."""
+    make_forward = exact(name)
+    if backend == "native":
+        library = request.getfixturevalue("native_library")
+        make_forward = on_native(library, StateCheckpoint(hf_tiny_model(name, torch.float64)))
+    requests = make_requests(temperature=0.8, repetition_penalty=1.1)
+    for num_snapshots, num_blocks in ((8, 128), (1, 24)):
+        streams = check_moves(
+            make_forward,
+            requests,
+            share=0.4,
+            num_snapshots=num_snapshots,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=24,
+        )
+        assert streams.num_in_prompt
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if not POLICIES[name].holds_finished])

@@ -18,7 +18,6 @@ from tests.many_cases import each_case
 pytestmark = pytest.mark.golden
 
 every_family = each_case("name", STATEFUL)
-SERVING = [name for name, policy in POLICIES.items() if not policy.holds_finished]
 SHORT_OF_MEMORY = (30, 31, 28, 61, 60, 29, 14, 15, 16, 44)
 
 
@@ -60,7 +59,7 @@ def test_mixed_steps_and_preemptions_equal_the_reference(engine: TinyEngine, nam
     assert_equals_reference(driver, engine, name)
 
 
-@pytest.mark.parametrize("policy", SERVING)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_blocks", [400, 18])
 @every_family
 def test_every_policy_gives_the_references_tokens(
@@ -72,7 +71,7 @@ def test_every_policy_gives_the_references_tokens(
     outcome = run_engine(engine.make_forward(name), prompts, 12, setting, max_model_len=256)
     for tokens, prompt in zip(outcome.tokens, prompts, strict=True):
         engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 12))
-    assert outcome.num_preemptions or num_blocks == 400 or policy == "orca"
+    assert outcome.num_preemptions or num_blocks == 400 or policy in ("orca", "static")
 
 
 @pytest.mark.parametrize(("num_snapshots", "policy"), [(32, "slo"), (3, "sarathi")])

@@ -21,6 +21,8 @@ MOST_ACCEPTED = 3
 class Replica(EngineLoop):
     """A scheduler, and a memory in which a slot holds the hash of all tokens up to its own.
 
+    With snapshots the model has a state, too: the hash of all tokens that a request's rows have had.
+
     A step runs when it is collected: it checks that the whole context of each row is there, then writes.
     """
 
@@ -34,6 +36,8 @@ class Replica(EngineLoop):
         """Of those that the model runner knows."""
         self.tokens: dict[str, list[int]] = {}
         """What the model runner has of them."""
+        self.states: dict[str | int, int | None] = {}
+        """Request, or number of a snapshot -> its state."""
         self.requests: dict[str, Request] = {}
         self.reservations: dict[str, tuple[int, ...]] = {}
         self.may_be_written: dict[str, list[SchedulerOutput]] = {}
@@ -50,13 +54,7 @@ class Replica(EngineLoop):
 
     def collect(self) -> None:
         scheduled = self.in_flight.popleft()
-        for request_id in scheduled.released_ids:
-            del self.blocks[request_id], self.tokens[request_id]
-        for admitted in scheduled.admitted:
-            request_id = admitted.request.request_id
-            assert request_id not in self.blocks
-            self.blocks[request_id] = list(admitted.block_ids)
-            self.tokens[request_id] = [*admitted.request.prompt_token_ids, *admitted.output_token_ids]
+        self.change_requests(scheduled)
         assert len(self.blocks) <= self.scheduler.config.max_num_seqs, "more than the runner has slots for"
         sampled, num_drafted = [], []
         for row in scheduled.rows:
@@ -74,6 +72,8 @@ class Replica(EngineLoop):
                 )
             for position in range(start, end):
                 self.memory[self.slot(blocks, position)] = wanted[position]
+            if self.scheduler.config.num_snapshots and row.request_id not in self.finished:
+                self.fold(scheduled, row.request_id, range(start, end), wanted)
             if row.samples:
                 num_accepted = min(num_drafts, len(tokens) % MOST_ACCEPTED)
                 new = [token_of(row.request_id, len(tokens) + i) for i in range(1 + num_accepted)]
@@ -90,6 +90,26 @@ class Replica(EngineLoop):
             result = replace(result, num_drafted=num_drafted)
         self.receive(self.scheduler.update(scheduled, result, self.now))
 
+    def change_requests(self, scheduled: SchedulerOutput) -> None:
+        """Hear who has left, and who has come."""
+        for request_id in scheduled.released_ids:
+            del self.blocks[request_id], self.tokens[request_id], self.states[request_id]
+        for admitted in scheduled.admitted:
+            request_id = admitted.request.request_id
+            assert request_id not in self.blocks
+            self.blocks[request_id] = list(admitted.block_ids)
+            self.states[request_id] = None if admitted.snapshot is None else self.states[admitted.snapshot]
+            self.tokens[request_id] = [*admitted.request.prompt_token_ids, *admitted.output_token_ids]
+
+    def fold(self, scheduled: SchedulerOutput, request_id: str, places: range, wanted: Sequence[int]) -> None:
+        """Change the state of a row's request by its tokens, and keep what the step keeps of it."""
+        assert not places.start or self.states[request_id] == wanted[places.start - 1], "another state"
+        self.states[request_id] = wanted[places.stop - 1]
+        for name, num_tokens, snapshot in scheduled.kept_states:
+            if name == request_id:
+                assert places.start < num_tokens <= places.stop
+                self.states[snapshot] = wanted[num_tokens - 1]
+
     def slot(self, blocks: Sequence[int], position: int) -> int:
         return blocks[position // self.block_size] * self.block_size + position % self.block_size
 
@@ -101,7 +121,7 @@ class Replica(EngineLoop):
         if reserved is None:
             return False
         assert reserved[: len(before)] == before
-        if reserved != before:
+        if reserved != before or request_id not in self.reservations:
             self.may_be_written[request_id] = list(self.in_flight)
         self.reservations[request_id] = reserved
         return True
@@ -119,6 +139,13 @@ class Replica(EngineLoop):
             for offset in range(size):
                 value = source.memory.get(theirs * size + offset, -2)
                 self.memory[ours * size + offset] = value
+
+    def pull_state(self, source: Replica, request_id: str) -> None:
+        """Copy the state of a request that stands still, of a model that has one; after its blocks."""
+        config = self.scheduler.config
+        if config.num_snapshots:
+            slot = self.scheduler.handover.state_slot(request_id)
+            self.states[slot - config.max_num_seqs] = source.states[request_id]
 
     def adopt(self, request: Request, detached: Detached) -> None:
         request_id = request.request_id

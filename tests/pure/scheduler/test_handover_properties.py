@@ -30,8 +30,9 @@ class MovingMachine(RuleBasedStateMachine):
         num_blocks=st.tuples(st.integers(16, 40), st.integers(16, 40)),
         prefix=st.booleans(),
         drafts=st.sampled_from([None, "fixed"]),
+        num_snapshots=st.sampled_from([None, 1, 3]),
     )
-    def start(self, policies, depths, is_pipeline, num_blocks, prefix, drafts):
+    def start(self, policies, depths, is_pipeline, num_blocks, prefix, drafts, num_snapshots):
         self.replicas = []
         for name, policy, depth, blocks in zip("SD", policies, depths, num_blocks, strict=True):
             num_micro_batches = depth if is_pipeline and drafts is None else 1
@@ -39,6 +40,7 @@ class MovingMachine(RuleBasedStateMachine):
                 policy,
                 num_blocks=blocks,
                 enable_prefix_caching=prefix,
+                num_snapshots=num_snapshots if drafts is None else None,
                 num_micro_batches=num_micro_batches,
                 speculation=drafts and SpeculationConfig(num_speculative_tokens=3, draft_length=drafts),
             )
@@ -153,6 +155,7 @@ class MovingMachine(RuleBasedStateMachine):
         num_tokens = len(request.prompt_token_ids) + len(detached.output_token_ids)
         if destination.reserve(request_id, num_tokens):
             self.pull(request_id, detached.block_ids[first:], first)
+            destination.pull_state(source, request_id)
             if not destination.holds_batches:
                 destination.adopt(request, detached)
                 source.scheduler.handover.free(request_id)
@@ -217,6 +220,7 @@ class MovingMachine(RuleBasedStateMachine):
             self.run_to_end(replica)
             replica.scheduler.check_invariants()
             assert replica.scheduler.kv.pool.num_used_blocks == 0, "blocks leaked"
+            assert replica.scheduler.kv.snapshots.num_taken == 0, "places of states leaked"
         for request_id, request in self.requests.items():
             replica = self.replicas[self.at[request_id]]
             tokens, reason = replica.outputs[request_id], replica.finished[request_id]

@@ -29,10 +29,8 @@ from onbeat.engine.weights import Checkpoint
 from onbeat.engine.weights.checkpoint import loading_remarks
 from onbeat.perfmodel.models import StepTimeDescription
 from onbeat.perfmodel.precision import Precision
-from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.scheduler_config import (
     DEFAULT_BLOCK_SIZE,
-    DEFAULT_POLICY,
     SchedulerConfig,
     SchedulerLimits,
 )
@@ -218,7 +216,7 @@ class CheckpointBackend(ForwardBackend):
 
         Raises
         ------
-        ConfigError : drafts or a policy that it does not go with, or not even one state fits.
+        ConfigError : drafts, which it does not go with, or not even one state fits.
         """
         limits, footprint = config.limits, self.needs(config.limits.block_size or self.block_size)
         if not footprint.state_bytes:
@@ -227,11 +225,6 @@ class CheckpointBackend(ForwardBackend):
             raise ConfigError(
                 f"{self.name} keeps a state of each request, which cannot go back behind a draft that is not "
                 "accepted; leave --speculative-config out"
-            )
-        if composition(limits.policy or DEFAULT_POLICY).holds_finished:
-            raise ConfigError(
-                f"policy {limits.policy!r} computes the last token of finished requests again, which the "
-                f"states of {self.name} do not allow; choose another --policy"
             )
         budget = self._kv_bytes(config, footprint, free_for(config.memory_share, self.device.device))
         most = footprint.most_states(budget)

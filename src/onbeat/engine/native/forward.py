@@ -171,16 +171,17 @@ class NativeForward(ForwardPass):
         if status != CallStatus.OK:
             raise EngineError(f"the native engine has no blocks {block_ids.tolist()} to scrub")
 
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy the states of all layers; see `Computes.copy_state`."""
-        status = self._functions.ob_engine_copy_state(self._engine, source, target)
-        assert status == CallStatus.OK, "slots are within what was asked for"
-
     def kv_regions(self) -> list[KVRegion]:
         """Return the one piece of memory that the library has for all blocks; see `GivesKV`."""
         block_bytes = ctypes.c_int64()
         address = self._functions.ob_engine_kv(self._engine, ctypes.byref(block_bytes))
         return [KVRegion(address, block_bytes.value)]
+
+    def state_regions(self) -> list[KVRegion]:
+        """Return the one piece that the library has for all states; see `Computes.state_regions`."""
+        state_bytes = ctypes.c_int64()
+        address = self._functions.ob_engine_states(self._engine, ctypes.byref(state_bytes))
+        return [KVRegion(address, state_bytes.value)] if state_bytes.value else []
 
     def touch_ahead(self) -> bool:
         """Have a little of the KV cache's memory provided; see `ForwardPass.touch_ahead`."""

@@ -215,10 +215,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ob_engine_create": (c_void_p, (POINTER(ModelStructure), c_char_p, c_char_p, c_size_t)),
     "ob_engine_free": (None, (c_void_p,)),
     "ob_engine_step": (c_int32, (c_void_p, POINTER(StepStructure))),
-    "ob_engine_copy_state": (c_int32, (c_void_p, c_int64, c_int64)),
     "ob_engine_scrub": (c_int32, (c_void_p, c_void_p, c_int64)),
     "ob_engine_touch": (c_int32, (c_void_p, c_int64)),
     "ob_engine_kv": (c_void_p, (c_void_p, POINTER(c_int64))),
+    "ob_engine_states": (c_void_p, (c_void_p, POINTER(c_int64))),
 }
 """Name to result and arguments."""
 

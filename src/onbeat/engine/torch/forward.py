@@ -116,17 +116,14 @@ class TorchForward(ForwardPass):
         """Make stored values of KV blocks finite."""
         scrub(self.kv, torch.from_numpy(block_ids).to(self.weights.device))
 
-    @torch.inference_mode()
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy the states of all layers; see `Computes.copy_state`."""
-        for kept in self._kept:
-            if isinstance(kept, LayerState):
-                for part in kept:
-                    part[target] = part[source]
-
     def kv_regions(self) -> list[KVRegion]:
         """Return keys and values of each layer; see `GivesKV`."""
         return [region_of(part) for layer in self.kv for part in layer]
+
+    def state_regions(self) -> list[KVRegion]:
+        """Return the parts of each layer that keeps states; see `Computes.state_regions`."""
+        states = (kept for kept in self._kept if isinstance(kept, LayerState))
+        return [region_of(part) for state in states for part in state]
 
     def products(self) -> RowProducts:
         """Return those of the model's first layer; see `GivesProducts`."""

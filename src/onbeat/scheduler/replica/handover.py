@@ -34,6 +34,8 @@ class _Hold:
 class _Reservation:
     lease_end: float
     block_ids: list[int]
+    snapshot: int | None
+    """Where its state goes, of a model that keeps one."""
 
 
 class Handovers:
@@ -123,6 +125,10 @@ class Handovers:
         # Those with KV that steps have come back with.
         num_computed = state.num_computed_tokens - self._in_flight.num_new_tokens(state)
         num_valid = min(num_computed, state.num_tokens - 1)
+        if self._kv.keeps_states:
+            num_valid = max(
+                num_valid - 1, 0
+            )  # some is to be copied once it stands still: its state comes then
         return num_valid - num_valid % self._kv.block_size
 
     def release_hold(self, request_id: str) -> None:
@@ -142,10 +148,13 @@ class Handovers:
 
         Its blocks and its slot stay until `free`, `reattach` or an abort. `take_detached` tells what became
         of it: it may end, or be preempted, with these very steps. One whose prompt is being scored stays:
-        what is known of it does not go with its KV.
+        what is known of it does not go with its KV. So does one with a state that no step has had yet.
         """
         state = self._table.states.get(request_id)
         if state is None or state.status is not RequestStatus.RUNNING or state.scores_prompt:
+            self._answers.append((request_id, None))
+            return
+        if self._table.has_no_slot(state):
             self._answers.append((request_id, None))
             return
         self._leaving[request_id] = state
@@ -189,15 +198,14 @@ class Handovers:
         """Let a detached request go on here, as if nothing had been; False where there is none."""
         state = self._detached.pop(request_id, None)
         if state is not None:
-            self._table.put_in(state, self._next_step_id)
+            self._table.put_in(state, self._next_step_id, is_back=True)
         return state is not None
 
     def free(self, request_id: str) -> RequestState | None:
         """Forget a detached request that goes on elsewhere, or has ended, and return it; None without one."""
         state = self._detached.pop(request_id, None)
         if state is not None:
-            self._kv.free(state)
-            state.status = RequestStatus.FINISHED
+            self._table.let_go(state)
         return state
 
     # --- the destination ------------------------------------------------------------------------------
@@ -221,15 +229,23 @@ class Handovers:
         num_more = max(self._kv.num_blocks_for(num_tokens) - len(block_ids), 0)
         if (known is None and not self._has_slot) or num_more > self._kv.pool.num_free_blocks:
             return None
+        snapshot = self._kv.snapshots.take() if known is None else known.snapshot
         block_ids += self._kv.pool.allocate(num_more)
-        self._reservations[handover_id] = _Reservation(lease_end, block_ids)
+        self._reservations[handover_id] = _Reservation(lease_end, block_ids, snapshot)
         return tuple(block_ids)
+
+    def state_slot(self, handover_id: str) -> int:
+        """Return where the state of a request that is to come goes, of a model that keeps them."""
+        snapshot = self._reservations[handover_id].snapshot
+        assert snapshot is not None, "the model keeps states"
+        return self._table.max_num_seqs + snapshot
 
     def release_reservation(self, handover_id: str) -> None:
         """Give a reservation up; an id without one is ignored. Nobody may write to its blocks any more."""
         known = self._reservations.pop(handover_id, None)
         if known is not None:
             self._kv.pool.release(known.block_ids)
+            self._kv.snapshots.give_back(known.snapshot)
 
     def overdue_reservations(self, now: float) -> list[str]:
         """Return the hand-overs whose reservations are beyond their leases: whoever asks releases them."""
@@ -278,7 +294,8 @@ class Handovers:
         self._table.rank(state)
         del self._reservations[handover_id]
         self._kv.adopt(state, reservation.block_ids, num_external_tokens)
-        self._table.put_in(state, self._next_step_id)
+        state.places_to_keep = self._kv.places_to_keep(state)
+        self._table.put_in(state, self._next_step_id, snapshot=reservation.snapshot)
         if self._policy.slo is not None:
             self._policy.slo.tracker.on_adopt(state)
 
@@ -305,7 +322,10 @@ class Handovers:
 
     @property
     def _has_slot(self) -> bool:
-        return len(self._table.running) + self.num_slots_kept < self._table.max_num_seqs
+        """Whether a request may come, with its state where it has one."""
+        snapshots = self._kv.snapshots
+        has_place = not self._kv.keeps_states or snapshots.num_taken < snapshots.num_places
+        return has_place and len(self._table.running) + self.num_slots_kept < self._table.max_num_seqs
 
     @property
     def _next_step_id(self) -> int:

@@ -245,11 +245,12 @@ class Snapshots:
 
     A state is as large as the KV of thousands of tokens, so few are kept: where a prompt ends, and where one
     was seen to part from another (Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", 2024).
-    The least recently used goes first.
+    The least recently used goes first. A state that comes from another replica lies here, too, until its
+    request has its slot.
     """
 
     def __init__(self, num_snapshots: int) -> None:
-        self.num_snapshots = num_snapshots
+        self.num_places, self.num_taken = num_snapshots, 0
         self._free = list(range(num_snapshots - 1, -1, -1))
         self._ids: OrderedDict[BlockHash, int] = OrderedDict()
         """By the hash of the last block."""
@@ -267,6 +268,24 @@ class Snapshots:
         snapshot = self._free.pop() if self._free else self._ids.popitem(last=False)[1]
         self._ids[block_hash] = snapshot
         return snapshot
+
+    def take(self) -> int | None:
+        """Return a place for a state from elsewhere, until `give_back`; None where the model keeps none."""
+        if not self.num_places:
+            return None
+        self.num_taken += 1
+        return self._free.pop() if self._free else self._ids.popitem(last=False)[1]
+
+    def give_back(self, snapshot: int | None) -> None:
+        """Let a place be used again that was taken; None is nothing."""
+        if snapshot is not None:
+            self.num_taken -= 1
+            self._free.append(snapshot)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless each place is free, taken, or holds one state."""
+        num_places = len({*self._free, *self._ids.values()}) + self.num_taken
+        assert num_places == self.num_places, "a state's place has leaked"
 
     def drop(self, block_hashes: Iterable[BlockHash]) -> None:
         """Forget states that may not be sound."""
@@ -300,7 +319,8 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._num_lookahead = num_lookahead_tokens
-        self.snapshots = Snapshots(num_snapshots) if num_snapshots else None
+        self.keeps_states = bool(num_snapshots)
+        self.snapshots = Snapshots(num_snapshots or 0)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold so many tokens, and the slots behind them."""
@@ -329,7 +349,7 @@ class KVCacheManager:
             if block_id is None:
                 break
             block_ids.append(block_id)
-        if self.snapshots is not None:
+        if self.keeps_states:
             state.num_shared_blocks = len(block_ids)
             while block_ids and state.block_hashes[len(block_ids) - 1] not in self.snapshots:
                 block_ids.pop()
@@ -366,7 +386,7 @@ class KVCacheManager:
 
     def places_to_keep(self, state: RequestState) -> tuple[int, ...]:
         """Return after how many of a request's tokens its state is worth keeping, as it is admitted."""
-        if self.snapshots is None or state.scores_prompt or state.request.pooling is not None:
+        if not self.keeps_states or state.scores_prompt or state.request.pooling is not None:
             return ()
         ends = {state.num_shared_blocks, (state.num_tokens - 1) // self.block_size}
         return tuple(sorted(end * self.block_size for end in ends if end))
@@ -375,13 +395,13 @@ class KVCacheManager:
         self, states: Sequence[RequestState], rows: Sequence[ScheduledRequest]
     ) -> tuple[KeptState, ...]:
         """Return the states that a step keeps of its rows' requests, each in a place of its own."""
-        assert self.snapshots is not None, "the model keeps states"
         kept: list[KeptState] = []
+        most = self.snapshots.num_places - self.snapshots.num_taken
         for state, row in zip(states, rows, strict=True):
             for place in state.places_to_keep:
                 passed = place - row.num_computed_tokens
                 num_blocks = place // self.block_size
-                if not 0 < passed <= row.num_new_tokens or len(kept) == self.snapshots.num_snapshots:
+                if not 0 < passed <= row.num_new_tokens or len(kept) == most:
                     continue
                 if self._extend_hashes(state, num_blocks) >= num_blocks:
                     block_hash = state.block_hashes[num_blocks - 1]
@@ -392,8 +412,7 @@ class KVCacheManager:
     def distrust(self, state: RequestState) -> None:
         """Let nobody go on from what a request has computed."""
         self.pool.unregister(state.block_ids)
-        if self.snapshots is not None:
-            self.snapshots.drop(state.block_hashes)
+        self.snapshots.drop(state.block_hashes)
 
     def register_full_blocks(self, state: RequestState, num_valid_tokens: int) -> None:
         """Make blocks findable whose tokens are known and computed.

@@ -77,7 +77,7 @@ class RequestTable:
         state = admission.state
         self._preempted_ids.discard(state.request_id)
         snapshot = None
-        if self.kv.snapshots is not None:
+        if self.kv.keeps_states:
             state.places_to_keep = self.kv.places_to_keep(state)
             if num_cached := len(admission.cached_block_ids):
                 snapshot = self.kv.snapshots.use(state.block_hashes[num_cached - 1])
@@ -111,27 +111,48 @@ class RequestTable:
             self._forgotten_ids.append(state.request_id)
         state.status = RequestStatus.FINISHED
 
+    def has_no_slot(self, state: RequestState) -> bool:
+        """Return whether the state of a request has come, and the model runner has not heard of it."""
+        return self.kv.keeps_states and state.request_id in self._unannounced
+
     def take_out(self, state: RequestState) -> None:
-        """Take a request out of the batch with all that it holds; whoever asks keeps its slot free."""
+        """Take a request out of the batch with all that it holds; whoever asks keeps its slot free.
+
+        The model runner does not hear of that where it keeps a state of it, which stays in its slot.
+        """
         self.running.remove(state)
         self._forget(state)
-        self._leave_runner(state)
+        if not self.kv.keeps_states:
+            self._leave_runner(state)
         state.status = RequestStatus.DETACHED
         state.draft.forget()
 
-    def put_in(self, state: RequestState, step_id: int) -> None:
+    def let_go(self, state: RequestState) -> None:
+        """Forget a request that was taken out of the batch, and free what it holds."""
+        self.kv.free(state)
+        if self.kv.keeps_states:
+            self._leave_runner(state)
+        state.status = RequestStatus.FINISHED
+
+    def put_in(
+        self, state: RequestState, step_id: int, *, is_back: bool = False, snapshot: int | None = None
+    ) -> None:
         """Let a request with its KV join the batch; its slot is free.
 
         Parameters
         ----------
         step_id : of the next step, with which the model runner hears of it.
+        is_back : whether it was taken out of this batch.
+        snapshot : where its state lies, of a model that keeps states.
         """
         state.status = RequestStatus.RUNNING
         state.admitted_step_id = step_id
         self._remember(state)
         self.running.insert_sorted(state)
-        admitted = AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
-        self._unannounced[state.request_id] = admitted
+        if not is_back or not self.kv.keeps_states:
+            outputs, block_ids = tuple(state.output_token_ids), tuple(state.block_ids)
+            admitted = AdmittedRequest(state.request, outputs, block_ids, snapshot)
+            self._unannounced[state.request_id] = admitted
 
     # --- what others must hear of ---------------------------------------------------------------------
 
@@ -139,6 +160,8 @@ class RequestTable:
         """Return the admitted requests that the model runner has yet to hear of, for the next step."""
         admitted = list(self._unannounced.values())
         self._unannounced.clear()
+        for each in admitted:
+            self.kv.snapshots.give_back(each.snapshot)
         return admitted
 
     def take_left(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -156,6 +179,7 @@ class RequestTable:
         num_slots_kept : of the batch, for others than these.
         """
         self.kv.pool.check_invariants()
+        self.kv.snapshots.check_invariants()
         held = Counter(block_id for state in self.running for block_id in state.block_ids)
         held.update(kept_block_ids)
         self.kv.pool.check_references(held)
@@ -235,7 +259,9 @@ class RequestTable:
 
     def _leave_runner(self, state: RequestState) -> bool:
         """Tell the model runner with the next step to drop a request; return whether it has heard of it."""
-        has_heard = self._unannounced.pop(state.request_id, None) is None
-        if has_heard:
+        admitted = self._unannounced.pop(state.request_id, None)
+        if admitted is None:
             self._released_ids.append(state.request_id)
-        return has_heard
+        else:
+            self.kv.snapshots.give_back(admitted.snapshot)
+        return admitted is None

@@ -399,7 +399,7 @@ class Scheduler:
             plan.budget_request_id,
             preempted_ids,
             forgotten_ids,
-            () if self.kv.snapshots is None else self.kv.kept_states(states, step.rows),
+            self.kv.kept_states(states, step.rows) if self.kv.keeps_states else (),
         )
 
     def _accept(self, request: Request, now: float) -> RequestState:
