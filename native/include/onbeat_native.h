@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 15
+#define OB_ABI_VERSION 16
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -169,6 +169,7 @@ typedef struct {
     /* Of linear attention; 0 where no layer has it. States are kept for lines 0 to `num_slots` - 1 of the block tables;
      * slots behind those of all lines are for `kept_slots`. */
     int32_t num_slots, key_heads, value_heads, key_dim, value_dim, conv_width;
+    int32_t alternates_values; /* not 0: the first value head of each key head comes first, then the second of each */
     int32_t normalizes_experts; /* not 0: shares of a token's experts sum up to 1; else they are parts of all's */
     float rms_norm_eps, attention_scale, embedding_scale;
     float query_growth;

@@ -57,11 +57,13 @@ private:
                 make_unit(key, 1.0f);
             }
             for (int64_t shared = 0; shared < num_shared_; ++shared)
-                run_head(item, state, tokens, item.key_head * num_shared_ + shared);
+                run_head(item, state, tokens, value_head(item.key_head, shared));
             if (kept < step.num_kept && end == stop) {
-                keep_inputs(item, state, end, state_of(step.kept_slots[kept]));
-                memcpy(memory(state_of(step.kept_slots[kept]), item.key_head * num_shared_),
-                       memory(state, item.key_head * num_shared_), memory_bytes());
+                float* to = state_of(step.kept_slots[kept]);
+                keep_inputs(item, state, end, to);
+                each_value_head(item.key_head, [&](int64_t head) {
+                    memcpy(memory(to, head), memory(state, head), memory_bytes());
+                });
                 kept = next_kept(item, kept + 1);
             }
         }
@@ -78,7 +80,14 @@ private:
         return index;
     }
     int64_t memory_bytes() const {
-        return num_shared_ * model_.key_dim * padded_values(model_) * (int64_t)sizeof(float);
+        return model_.key_dim * padded_values(model_) * (int64_t)sizeof(float);
+    }
+    int64_t value_head(int64_t key_head, int64_t shared) const {
+        return model_.alternates_values ? shared * model_.key_heads + key_head : key_head * num_shared_ + shared;
+    }
+    template <class Function>
+    void each_value_head(int64_t key_head, Function function) const {
+        for (int64_t shared = 0; shared < num_shared_; ++shared) function(value_head(key_head, shared));
     }
     int64_t value_column(int64_t head) const { return 2 * keys_ + head * model_.value_dim; }
     const float* projected(const DeltaItem& item, int64_t token) const {
@@ -97,7 +106,7 @@ private:
     void each_part(int64_t key_head, Function function) const {
         function(key_head * model_.key_dim, model_.key_dim);
         function(keys_ + key_head * model_.key_dim, model_.key_dim);
-        function(value_column(key_head * num_shared_), num_shared_ * model_.value_dim);
+        each_value_head(key_head, [&](int64_t head) { function(value_column(head), (int64_t)model_.value_dim); });
     }
 
     void forget(int64_t key_head, float* state) const {
@@ -105,7 +114,7 @@ private:
             for (int64_t line = 0; line + 1 < model_.conv_width; ++line)
                 memset(state + line * conv_size_ + column, 0, width * sizeof(float));
         });
-        memset(memory(state, key_head * num_shared_), 0, memory_bytes());
+        each_value_head(key_head, [&](int64_t head) { memset(memory(state, head), 0, memory_bytes()); });
     }
 
     void keep_inputs(const DeltaItem& item, const float* state, int64_t count, float* to) const {

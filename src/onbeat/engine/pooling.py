@@ -8,14 +8,17 @@ Legend: P tokens whose hidden states are wanted, D model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import NeedsVllm
+from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.core.request import Pooling
 from onbeat.engine.model_config import ModelConfig
+from onbeat.files import read
 
 OWN_POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 """What the engines here do."""
@@ -124,3 +127,43 @@ def pool(rows: Sequence[PooledTokens], hidden_PD: NDArray[Any] | None) -> Embedd
                 found.add(row.request_id, embedding)
         start = end
     return found
+
+
+_NAMES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
+_HARMLESS = ("Transformer", "Pooling", "Normalize")
+"""Modules that change nothing about the direction of a vector, pooling aside."""
+
+
+class _Module(msgspec.Struct):
+    type: str = ""
+
+
+def hf_pooling(directory: Path) -> str | None:
+    """Return how `1_Pooling/config.json` pools: `last`, `mean`, or what is not supported; None without one.
+
+    Raises
+    ------
+    ModelLoadError : `modules.json` puts more behind the model than pooling and a norm.
+    """
+    modules = directory / "modules.json"
+    for module in read(list[_Module], modules, hint="; fetch the file again") if modules.is_file() else ():
+        kind = module.type.rpartition(".")[2]
+        if kind not in _HARMLESS:
+            raise ModelLoadError(
+                f"{modules} puts a module {kind!r} behind the model, which is not supported; supported: "
+                f"{', '.join(_HARMLESS)}"
+            )
+    path = directory / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return None
+    config = read(dict[str, Any], path)
+    modes = [config["pooling_mode"]] if "pooling_mode" in config else _modes(config)
+    name = "+".join(_NAMES.get(mode, mode) for mode in modes) or "none"
+    return name if config.get("include_prompt", True) else f"{name} without prompts"
+
+
+def _modes(config: dict[str, Any]) -> list[str]:
+    prefix = "pooling_mode_"
+    return [
+        key.removeprefix(prefix) for key, value in config.items() if key.startswith(prefix) and value is True
+    ]

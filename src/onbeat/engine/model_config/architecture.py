@@ -119,8 +119,10 @@ class LinearAttention:
     """Tokens that the convolution sees, the last one included."""
     layers: tuple[bool, ...]
     """For each layer whether it is one of these."""
-    joins_heads: bool = False
-    """Whether a file has all that is projected for a key head together (Qwen3-Next)."""
+    inputs: tuple[str, ...] = ("qkv", "z", "b", "a")
+    """What a file's projections to its inputs are called. `qkvz` and `ba` have all of a key head together."""
+    alternates: bool = False
+    """Whether the first value head of each key head comes first, then the second of each, and so on."""
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:

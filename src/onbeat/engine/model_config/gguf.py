@@ -30,6 +30,11 @@ _KEYS: Mapping[str, str] = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "norm_topk_prob": "expert_weights_norm",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
@@ -113,7 +118,7 @@ def model_config_from_gguf(
         _refuse_window(values, name)
     pooling = _POOLING.get(values.raw("pooling_type"))
     tokens = Values(metadata, source="the GGUF file", prefix="tokenizer.ggml.")
-    return read_model(
+    config = read_model(
         family,
         values,
         lambda sizes: _ropes(values, family, rules, rope_factors, sizes),
@@ -130,12 +135,18 @@ def model_config_from_gguf(
             dict.fromkeys(tokens.token_ids("eos_token_id") + tokens.token_ids("eot_token_id"))
         ),
     )
+    return replace(config, linear=config.linear and replace(config.linear, **rules.linear))
 
 
 def _values(metadata: Mapping[str, Any], prefix: str) -> Values:
     """Return what a file says of its model, with what is said for each layer said once."""
     values = Values(metadata, source="the GGUF file", prefix=prefix, keys=_KEYS)
-    table = {f"{prefix}expert_weights_norm": True, **metadata}
+    table = {
+        f"{prefix}expert_weights_norm": True,
+        f"{prefix}feed_forward_length": values.raw("moe_intermediate_size"),
+        **metadata,
+        **_linear_values(values, prefix),
+    }
     for key in _PER_LAYER:
         value = values.raw(key)
         if isinstance(value, list):
@@ -145,6 +156,21 @@ def _values(metadata: Mapping[str, Any], prefix: str) -> Values:
     if not values.raw("sliding_window"):
         table.pop(f"{prefix}attention.sliding_window", None)  # llama.cpp writes 0 for none
     return Values(table, source="the GGUF file", prefix=prefix, keys=_KEYS)
+
+
+def _linear_values(values: Values, prefix: str) -> dict[str, Any]:
+    """Return what files say in another way of models that have linear attention."""
+    if "linear_num_value_heads" not in values:
+        return {}
+    num_layers = values.num_layers("num_hidden_layers") - values.count("nextn_predict_layers", 0)
+    kinds = "full_attention", "linear_attention"
+    is_linear = values.raw("attention.recurrent_layers")
+    return {
+        f"{prefix}block_count": num_layers,  # without those that guess further tokens
+        f"{prefix}layer_types": is_linear and [kinds[bool(each)] for each in is_linear[:num_layers]],
+        f"{prefix}linear_value_head_dim": values.size("ssm.inner_size")
+        // values.size("linear_num_value_heads"),
+    }
 
 
 def _ropes(

@@ -344,6 +344,7 @@ class _EngineStructures:
             "key_dim": linear.key_dim,
             "value_dim": linear.value_dim,
             "conv_width": linear.conv_width,
+            "alternates_values": linear.alternates,
         }
 
     def _layer(self, layer: LayerWeights, *, window: int, rope: int, place: int) -> LayerStructure:

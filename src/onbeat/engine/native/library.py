@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.engine_config import ActivationQuantization
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 
 class CallStatus(IntEnum):
@@ -147,6 +147,7 @@ class ModelStructure(Structure):
         ("key_dim", c_int32),
         ("value_dim", c_int32),
         ("conv_width", c_int32),
+        ("alternates_values", c_int32),
         ("normalizes_experts", c_int32),
         ("rms_norm_eps", c_float),
         ("attention_scale", c_float),

@@ -150,11 +150,11 @@ class DeltaRule(NamedTuple):
 
     def _tokens(self, conv_TC: Tensor, decay_TU: Tensor, beta_TU: Tensor) -> _Tokens:
         sizes, num_tokens = self.sizes, len(conv_TC)
+        turns = sizes.num_key_heads if sizes.alternates else sizes.num_value_heads
+        key_heads_U = torch.arange(sizes.num_value_heads) % turns * sizes.num_key_heads // turns
         q_TC, k_TC, v_TC = conv_TC.split((sizes.key_size, sizes.key_size, sizes.value_size), -1)
         q_TUK, k_TUK = (
-            _unit(part.reshape(num_tokens, sizes.num_key_heads, sizes.key_dim)).repeat_interleave(
-                sizes.num_value_heads // sizes.num_key_heads, dim=1
-            )
+            _unit(part.reshape(num_tokens, sizes.num_key_heads, sizes.key_dim))[:, key_heads_U]
             for part in (q_TC, k_TC)
         )
         v_TUV = v_TC.reshape(num_tokens, sizes.num_value_heads, sizes.value_dim)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
-import msgspec
 import numpy as np
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize
@@ -29,6 +28,7 @@ from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
 from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
 from onbeat.engine.model_config.families import FAMILIES, GgufRules
 from onbeat.engine.model_config.values import Values
+from onbeat.engine.pooling import hf_pooling
 from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows
 from onbeat.engine.weights.parameters import PARTS
 from onbeat.engine.weights.quantized import Settings, Stored, gather, read_settings
@@ -315,6 +315,8 @@ ROPE_SHORT, ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = frozenset({ROPE_FREQS, ROPE_SHORT, ROPE_LONG})
 """No parameters: frequency factors, which the configuration takes in."""
 
+_SUFFIXES = {"sinks": ".weight", "A_log": "", "dt_bias": ".bias"}
+"""Of tensors whose parameters are vectors without a module."""
 _FUSED = {part: whole for whole, parts in PARTS.items() for part in parts}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -336,8 +338,9 @@ def hf_names(config: ModelConfig, parameters: Iterable[str]) -> dict[str, str]:
     names = {}
     for parameter in parameters:
         stem, _, kind = _EXPERT.sub(".experts.", parameter).rpartition(".")
-        if kind == "sinks":
-            names[f"{table.get_name(parameter)}.weight"] = parameter
+        if kind in _SUFFIXES:
+            own = table.get_name(parameter.replace("dt_bias", "dt_proj"))
+            names[f"{own}{_SUFFIXES[kind]}"] = parameter
             continue
         prefix, _, module = stem.rpartition(".")
         if _FUSED.get(module) in rules.fuses:
@@ -370,7 +373,8 @@ def unpermute_rows(name: str, values: NDArray[Any], config: ModelConfig) -> NDAr
 
 def stored_offset(name: str, config: ModelConfig) -> float:
     """Return what the converter added to a tensor."""
-    return config.norm_weight_offset if name.endswith("norm.weight") else 0.0
+    is_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return config.norm_weight_offset if is_offset else 0.0
 
 
 def _read_parts(path: Path) -> tuple[Metadata, dict[str, _Tensor]]:
@@ -439,10 +443,18 @@ class GgufCheckpoint(Checkpoint):
         metadata, by_gguf_name = _read_parts(path)
         super().__init__(_read_config(metadata, by_gguf_name, served_len))
         names = hf_names(self.config, self.names())
+        values = Values(metadata, source=str(path), prefix=f"{metadata['general.architecture']}.")
+        num_blocks = values.count("block_count", 0)
+        guessing = tuple(f"blk.{index}." for index in range(self.config.num_layers, num_blocks))
         self._tensors = {
-            names.get(name, name): tensor for name, tensor in by_gguf_name.items() if name not in ROPE_TENSORS
+            names.get(name, name): tensor
+            for name, tensor in by_gguf_name.items()
+            if name not in ROPE_TENSORS and not name.startswith(guessing)
         }
         found = {name: tensor.shape for name, tensor in self._tensors.items()}
+        for name, shape in self._shapes.items():  # files leave sizes of 1 out
+            if name in found and found[name] == tuple(size for size in shape if size > 1):
+                found[name] = shape
         self._rows = self._find(found, f"the GGUF file {path}")
 
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -450,6 +462,8 @@ class GgufCheckpoint(Checkpoint):
         data, kind = self._stored(name)
         shape, minus = self.shape_of(name), stored_offset(name, self.config)
         values = dequantize_rows(data, shape, kind, dtype, minus=minus)
+        if name.endswith(".A_log"):  # files have what the decay's rate is
+            values = np.log(-values)
         return unpermute_rows(name, values, self.config)
 
     def stored_type(self, name: str) -> str:
@@ -494,44 +508,6 @@ def _factors(tensor: _Tensor | None) -> tuple[float, ...]:
 
 
 _HINT = "; fetch the file again"
-_NAMES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
-_HARMLESS = ("Transformer", "Pooling", "Normalize")
-"""Modules that change nothing about the direction of a vector, pooling aside."""
-
-
-class _Module(msgspec.Struct):
-    type: str = ""
-
-
-def hf_pooling(directory: Path) -> str | None:
-    """Return how `1_Pooling/config.json` pools: `last`, `mean`, or what is not supported; None without one.
-
-    Raises
-    ------
-    ModelLoadError : `modules.json` puts more behind the model than pooling and a norm.
-    """
-    modules = directory / "modules.json"
-    for module in read(list[_Module], modules, hint=_HINT) if modules.is_file() else ():
-        kind = module.type.rpartition(".")[2]
-        if kind not in _HARMLESS:
-            raise ModelLoadError(
-                f"{modules} puts a module {kind!r} behind the model, which is not supported; supported: "
-                f"{', '.join(_HARMLESS)}"
-            )
-    path = directory / "1_Pooling" / "config.json"
-    if not path.is_file():
-        return None
-    config = read(dict[str, Any], path)
-    modes = [config["pooling_mode"]] if "pooling_mode" in config else _modes(config)
-    name = "+".join(_NAMES.get(mode, mode) for mode in modes) or "none"
-    return name if config.get("include_prompt", True) else f"{name} without prompts"
-
-
-def _modes(config: dict[str, Any]) -> list[str]:
-    prefix = "pooling_mode_"
-    return [
-        key.removeprefix(prefix) for key, value in config.items() if key.startswith(prefix) and value is True
-    ]
 
 
 def open_checkpoint(files: ModelFiles, *, served_len: int | None = None) -> Checkpoint:

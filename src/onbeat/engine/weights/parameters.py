@@ -162,8 +162,7 @@ def _layer_shapes(config: ModelConfig, index: int) -> dict[str, Shape]:
 def input_projections(config: ModelConfig) -> tuple[str, ...]:
     """Return what projects to the queries, keys, values, gates, betas and decays of linear attention."""
     assert config.linear is not None, "the model has linear attention"
-    parts = ("qkvz", "ba") if config.linear.joins_heads else ("qkv", "z", "b", "a")
-    return tuple(f"in_proj_{part}" for part in parts)
+    return tuple(f"in_proj_{part}" for part in config.linear.inputs)
 
 
 def projections(config: ModelConfig, index: int) -> tuple[list[str], str]:

@@ -55,6 +55,8 @@ class GgufRules:
     """Whether rows of queries and keys are in an order that suits interleaved rotary embedding."""
     fuses: tuple[str, ...] = ()
     """Of `qkv_proj` and `gate_up_proj`, what is in one tensor."""
+    linear: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `LinearAttention` in which files differ from Hugging Face's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

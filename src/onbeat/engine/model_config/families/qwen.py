@@ -110,8 +110,9 @@ def _linear(config: ModelConfig, values: Values) -> ModelConfig:
         value_dim=values.size("linear_value_head_dim"),
         conv_width=values.size("linear_conv_kernel_dim"),
         layers=tuple(not is_full for is_full in full),
-        joins_heads=config.architecture == QWEN3_NEXT.architecture,
     )
+    if config.architecture == QWEN3_NEXT.architecture:
+        linear = replace(linear, inputs=("qkvz", "ba"))
     return replace(config, linear=linear)
 
 
@@ -154,8 +155,9 @@ QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     defaults={**_LINEAR_DEFAULTS, **_OF_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
-    reads=frozenset({"num_experts"}),
+    reads=frozenset({"num_experts", "num_local_experts"}),
     complete=_linear_with_experts,
+    gguf=GgufRules(architecture="qwen3next", linear={"inputs": ("qkv", "z", "ba")}),
     **_LINEAR,
 )
 QWEN3_5 = Family(
@@ -166,6 +168,7 @@ QWEN3_5 = Family(
     multimodal=("Qwen3_5ForConditionalGeneration",),
     defaults=_LINEAR_DEFAULTS,
     complete=_linear,
+    gguf=GgufRules(architecture="qwen35", linear={"alternates": True}),
     **_LINEAR,
 )
 QWEN3_5_MOE = Family(
@@ -175,7 +178,8 @@ QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
     multimodal=("Qwen3_5MoeForConditionalGeneration",),
     defaults={**_LINEAR_DEFAULTS, **_OF_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
-    reads=frozenset({"num_experts"}),
+    reads=frozenset({"num_experts", "num_local_experts"}),
     complete=_linear_with_experts,
+    gguf=GgufRules(architecture="qwen35moe", linear={"alternates": True}),
     **_LINEAR,
 )
