@@ -23,7 +23,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,22 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "orca": ("--policy", "orca"),
     "static": ("--policy", "static"),
     "edf": ("--policy", "edf"),
+    "slo-states": ("--kv-cache-memory-bytes", "600K"),
 }
 """Name -> flags."""
+MODELS: dict[str, dict[str, Any]] = {
+    "slo-states": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+}
+"""Changes of the tiny model's configuration; here three of four layers keep a state of each request."""
 SMALL = (
     *("--load-format", "dummy", "--dtype", "float32", "--max-model-len", "512", "--threads", "1"),
     *("--kv-cache-memory-bytes", "200K", "--max-num-seqs", "32", "--no-log-requests"),
@@ -84,6 +98,8 @@ class Report:
     """Process -> MB for each 100,000 requests."""
     seconds: float = 0.0
     preempted: float = 0.0
+    hits: float = 0.0
+    """Prompt tokens found in the prefix cache."""
 
     def count(self, outcome: str) -> None:
         """Count a request."""
@@ -149,12 +165,15 @@ def make_client(
 class Soak:
     """Sends the requests of one configuration and checks what comes back."""
 
-    def __init__(self, url: str, report: Report, seed: int, *, with_priority: bool, is_strict: bool) -> None:
+    def __init__(
+        self, url: str, report: Report, args: argparse.Namespace, *, with_priority: bool, is_strict: bool
+    ) -> None:
         self._url = url
         self._report = report
+        self._pause = args.pause
         self._with_priority = with_priority
         self._is_strict = is_strict
-        self._dice = random.Random(seed)
+        self._dice = random.Random(args.seed)
         self._prompts = [
             [self._dice.randrange(256) for _ in range(self._dice.choice((1, 5, 17, 40, 100, 250)))]
             for _ in range(NUM_PROMPTS)
@@ -164,16 +183,19 @@ class Soak:
 
     async def run(self, num_requests: int, concurrency: int, on_request: Any) -> None:
         """Keep some requests open until all were sent."""
-        left = iter(range(num_requests))
+        at_once = concurrency if self._pause else num_requests
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
 
-            async def work() -> None:
+            async def work(left: Iterator[int]) -> None:
                 for number in left:
                     await self._ask(session)
                     on_request(number)
 
-            await asyncio.gather(*(work() for _ in range(concurrency)))
+            for first in range(0, num_requests, at_once):
+                left = iter(range(first, min(first + at_once, num_requests)))
+                await asyncio.gather(*(work(left) for _ in range(concurrency)))
+                await asyncio.sleep(self._pause)
 
     async def _ask(self, session: aiohttp.ClientSession) -> None:
         client = make_client(
@@ -286,7 +308,7 @@ async def soak(name: str, model: Path, args: argparse.Namespace, num_requests: i
         load = Soak(
             server.url,
             report,
-            args.seed,
+            args,
             with_priority="priority" in name,
             is_strict="reject" in CONFIGURATIONS[name],
         )
@@ -297,6 +319,7 @@ async def soak(name: str, model: Path, args: argparse.Namespace, num_requests: i
         await _settle(server, report)
         found = await asyncio.to_thread(server.metrics)
         report.preempted = found.get("onbeat_preemptions_total", 0.0)
+        report.hits = found.get("onbeat_prefix_cache_hits_total", 0.0)
         for what, count in handles(server).items():
             if count > before[what] + 2:
                 report.fault(f"{what}: {before[what]} before, {count} after")
@@ -356,6 +379,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--only", type=lambda text: text.split(","), help="names of configurations, with commas"
     )
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each --concurrency requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
@@ -366,11 +390,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     reports = []
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-        model = write_tiny_directory(Path(folder) / "tiny", num_hidden_layers=1)
         numbers = _shares(names, args.requests)
         bar = progress.add_task("", total=sum(numbers.values()))
         for name in names:
             progress.update(bar, description=name)
+            changes = MODELS.get(name, {"num_hidden_layers": 1})
+            model = write_tiny_directory(Path(folder) / name, **changes)
             found = asyncio.run(
                 soak(name, model, args, numbers[name], lambda count: progress.advance(bar, count))
             )
@@ -378,7 +403,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             outcomes = ", ".join(f"{count} {what}" for what, count in sorted(found.outcomes.items()))
             slopes = ", ".join(f"{process} {slope:+.2f}" for process, slope in found.memory.items())
             print(
-                f"{name}: {outcomes}; {found.preempted:.0f} preemptions; MB/100k: {slopes}; {found.seconds} s"
+                f"{name}: {outcomes}; {found.preempted:.0f} preemptions; "
+                f"{found.hits:.0f} tokens from the prefix cache; MB/100k: {slopes}; {found.seconds} s"
             )
             for fault in found.faults:
                 print(f"  FAULT {fault}")

@@ -269,6 +269,8 @@ class StepStats:
     a model that watches for it."""
     num_kept_blocks: int = 0
     """Blocks of KV that is kept for calls to come of open jobs; none of these is used."""
+    num_kept_states: int | None = None
+    """States beside those of the batch: for prefix hits, and from elsewhere. None: the model keeps none."""
     budget_seconds: float | None = None
     """Time that the policy allowed the step; None where it plans by tokens, or nothing bound it."""
     budget_request_id: str | None = None

@@ -49,6 +49,11 @@ class EngineCounts:
     predicted_wait: float | None = gauge(
         "replica_predicted_wait_seconds", "until a prompt with a deadline would be begun", default=None
     )
+    num_kept_states: int | None = gauge(
+        "replica_states_kept",
+        "states of models that keep one of each request: for prefix hits, and from other replicas",
+        default=None,
+    )
     is_drifting: bool | None = None
     num_steps: int = counter("replica_steps_total", "forward passes")
     num_prefix_queries: int = counter(
@@ -60,7 +65,7 @@ class EngineCounts:
         """Take in a step."""
         self.num_running, self.num_waiting = stats.num_running, stats.num_waiting
         self.num_used_blocks, self.num_blocks = stats.num_used_blocks, stats.num_blocks
-        self.num_kept_blocks = stats.num_kept_blocks
+        self.num_kept_blocks, self.num_kept_states = stats.num_kept_blocks, stats.num_kept_states
         self.step_seconds = stats.end - stats.start
         self.predicted_wait = None if stats.scheduler is None else stats.scheduler.predicted_wait
         self.is_drifting = stats.is_drifting
@@ -72,7 +77,7 @@ class EngineCounts:
         """Forget what ended with the process."""
         self.num_running = self.num_waiting = self.num_blocks = 0
         self.num_used_blocks = self.num_kept_blocks = 0
-        self.step_seconds, self.predicted_wait, self.is_drifting = 0.0, None, None
+        self.step_seconds, self.predicted_wait, self.is_drifting, self.num_kept_states = 0.0, None, None, None
 
 
 GRAMMAR_REFUSALS = ("too_complex", "unsupported", "invalid", "in_answer")

@@ -12,7 +12,11 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    "names", ["slo-gap-async,sarathi-drafts-async", pytest.param("slo,static", marks=pytest.mark.slow)]
+    "names",
+    [
+        "slo-gap-async,sarathi-drafts-async",
+        *(pytest.param(names, marks=pytest.mark.slow) for names in ("slo,static", "slo-states")),
+    ],
 )
 def test_a_short_soak_finds_no_fault(names: str) -> None:
     command = [sys.executable, "-m", "benchmarks.check.soak", "--requests", "500", "--only", names]
