@@ -10,7 +10,7 @@ from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.model_config import ModelConfig
 from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device, known_device
-from onbeat.perfmodel.model_spec import FULL, LINEAR, ModelSpec, SizeReader, linear_attention
+from onbeat.perfmodel.model_spec import ModelSpec, sizes_with_states
 from onbeat.perfmodel.models import StepTimeDescription
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
@@ -44,28 +44,19 @@ def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
         moe_intermediate_size=0 if experts is None else experts.intermediate_size,
         shared_intermediate_size=0 if experts is None else experts.shared_size,
         num_moe_layers=config.num_expert_layers,
-        **_linear_sizes(config, name),
+        **_linear_sizes(config),
     )
 
 
-def _linear_sizes(config: ModelConfig, name: str) -> dict[str, Any]:
+def _linear_sizes(config: ModelConfig) -> dict[str, int]:
     linear = config.linear
     if linear is None:
         return {}
-    values = {
-        "hidden_size": config.hidden_size,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "linear_key_head_dim": linear.key_dim,
-        "linear_value_head_dim": linear.value_dim,
-        "linear_conv_kernel_dim": linear.conv_width,
-        "linear_num_key_heads": linear.num_key_heads,
-        "linear_num_value_heads": linear.num_value_heads,
-        "layer_types": [LINEAR if is_linear else FULL for is_linear in linear.layers],
-    }
-    return linear_attention(SizeReader(values, name))
+    attention = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
+    heads = linear.num_key_heads, linear.num_value_heads
+    sizes = *attention, *heads, linear.key_dim, linear.value_dim, linear.conv_width
+    layers = config.num_kv_layers, config.num_linear_layers
+    return sizes_with_states(sizes, *layers, is_gated=config.gates_attention)
 
 
 def precision_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
@@ -351,29 +351,39 @@ def latent_attention(read: SizeReader) -> dict[str, int]:
 
 
 def linear_attention(read: SizeReader) -> dict[str, int]:
-    """Return the sizes of layers of gated delta rules between some of full attention (Qwen3-Next, Qwen3.5).
-
-    A linear layer keeps a matrix of each value head in float32, and the last inputs of its convolution in 16
-    bits.
-    """
-    hidden, dim = read.sizes("hidden_size", "head_dim")
+    """Return the sizes of layers of gated delta rules between some of attention (Qwen3-Next, Qwen3.5)."""
     if read.config.get("layer_types") is None:
         period = read.size("full_attention_interval", default=4)
         kinds = [LINEAR if (i + 1) % period else FULL for i in range(read.size("num_hidden_layers"))]
     else:
         kinds = read.layers()
-    heads, kv_heads = read.sizes("num_attention_heads", "num_key_value_heads")
-    key, value, kernel = read.sizes("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
-    key_heads, value_heads = read.sizes("linear_num_key_heads", "linear_num_value_heads")
+    attention = read.sizes("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    heads = read.sizes("linear_num_key_heads", "linear_num_value_heads")
+    dims = read.sizes("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+    is_gated = read.config.get("attn_output_gate") is not False
+    layers = kinds.count(FULL), kinds.count(LINEAR)
+    return sizes_with_states((*attention, *heads, *dims), *layers, is_gated=is_gated)
+
+
+def sizes_with_states(sizes: Sequence[int], full: int, linear: int, *, is_gated: bool) -> dict[str, int]:
+    """Return the sizes of a model of which some layers keep a state, in float32: matrices, and last inputs.
+
+    Parameters
+    ----------
+    sizes : width of a token; of attention the width of a head, heads, and KV heads; of the other layers key
+        heads, value heads, width of a key, of a value, and tokens that their convolution sees.
+    full, linear : layers that attend, and others.
+    is_gated : whether attention has a gate.
+    """
+    hidden, dim, heads, kv_heads, key_heads, value_heads, key, value, kernel = sizes
     values, inputs = value_heads * value, 2 * key_heads * key + value_heads * value
-    full, linear = kinds.count(FULL), kinds.count(LINEAR)
-    queries = heads if read.config.get("attn_output_gate") is False else 2 * heads
+    queries = 2 * heads if is_gated else heads
     return {
         "attention_weights": full * hidden * dim * (queries + heads + 2 * kv_heads)
         + linear * (hidden * (inputs + 2 * values + 2 * value_heads) + inputs * kernel),
         "kv_width": full * 2 * kv_heads * dim,
         "pair_width": full * 2 * heads * dim,
-        "state_bytes": linear * (4 * value_heads * key * value + 2 * inputs * (kernel - 1)),
+        "state_bytes": linear * 4 * (value_heads * key * value + inputs * (kernel - 1)),
     }
 
 

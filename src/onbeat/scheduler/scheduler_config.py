@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Literal, get_args
@@ -198,3 +198,20 @@ class SchedulerConfig(SchedulerLimits):
     def num_lookahead_tokens(self) -> int:
         """KV slots that each request has behind its tokens, for drafts."""
         return 0 if self.speculation is None else self.speculation.num_lookahead_tokens
+
+
+_SNAPSHOTS_PER_REQUEST = 4
+"""Most states that are kept for prefix hits, over the requests that may run."""
+
+
+def with_states(limits: SchedulerLimits, most: int) -> tuple[SchedulerLimits, int]:
+    """Return limits of a model that keeps a state of each request, and how many are kept for prefix hits.
+
+    Parameters
+    ----------
+    most : states that there may be; a part of them is for prefixes, more if there are few requests.
+    """
+    is_cached = limits.enable_prefix_caching
+    num_slots = min(limits.max_num_seqs, most - most // 4 if is_cached else most)
+    num_kept = min(most - num_slots, _SNAPSHOTS_PER_REQUEST * num_slots) if is_cached else 0
+    return replace(limits, max_num_seqs=num_slots, enable_prefix_caching=num_kept > 0), num_kept

@@ -21,7 +21,13 @@ from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.replica.policies import check_policy, composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
-from onbeat.scheduler.scheduler_config import DEFAULT_BLOCK_SIZE, DEFAULT_POLICY, SchedulerConfig
+from onbeat.scheduler.scheduler_config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_POLICY,
+    SchedulerConfig,
+    SchedulerLimits,
+    with_states,
+)
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.simulation_config import FleetTerms, KVLink, ReplicaKind, SimulationConfig
@@ -154,6 +160,10 @@ def _resolve(said: Deployment) -> Resolved:
         )
         memory = holds(model) if draft is None else beside_draft_model(holds(model), holds(draft), least)
         num_blocks = memory.num_blocks
+    num_snapshots = None
+    if model.state_bytes and draft is None:
+        limits, num_snapshots, memory = _with_states(limits, memory, model, precision)
+        num_blocks = num_blocks if memory is None else memory.num_blocks
 
     server, record = target_time.server, said.drafts.acceptance_record
     config = SimulationConfig(
@@ -172,6 +182,7 @@ def _resolve(said: Deployment) -> Resolved:
         acceptance=said.drafts.acceptance(Acceptance() if record is None else read_acceptance(record)),
         kv_link=_link(said, model, precision) if said.hands_over else None,
     )
+    config = replace(config, scheduler=replace(config.scheduler, num_snapshots=num_snapshots))
     resolved = Resolved(
         config=config,
         step_time=step_time,
@@ -187,6 +198,29 @@ def _resolve(said: Deployment) -> Resolved:
     if config.kv_link is None:
         return resolved
     return replace(resolved, config=replace(config, kinds=_without_drafts(said, (resolved.kind,))))
+
+
+def _with_states(
+    limits: SchedulerLimits, memory: KVCapacity | None, model: ModelSpec, precision: Precision
+) -> tuple[SchedulerLimits, int, KVCapacity | None]:
+    """Return limits, states that are kept for prefix hits, and the memory left for KV, as an engine has them.
+
+    Parameters
+    ----------
+    memory : None where it is not asked for: then there are as many states as may be wanted.
+    """
+    if memory is None:
+        return *with_states(limits, 5 * limits.max_num_seqs), None
+    share = memory.block_bytes / (model.held_bytes_per_token(precision) * memory.block_size)  # of one device
+    state_bytes = model.state_bytes * share
+    limits, num_snapshots = with_states(limits, max(int(memory.kv_bytes / 2 // state_bytes), 1))
+    block_bytes = model.kv_bytes_per_token(precision) * share * memory.block_size
+    left = memory.kv_bytes - (limits.max_num_seqs + num_snapshots) * state_bytes
+    return (
+        limits,
+        num_snapshots,
+        replace(memory, num_blocks=int(left // block_bytes), block_bytes=block_bytes),
+    )
 
 
 def _resolve_kinds(said: Deployment) -> Resolved:
@@ -240,6 +274,7 @@ def _link(said: Deployment, model: ModelSpec, precision: Precision) -> KVLink:
         bytes_per_token=model.kv_bytes_per_token(precision),
         bandwidth=said.kv_bandwidth or POOL_BANDWIDTH,
         latency=said.kv_latency,
+        state_bytes=model.state_bytes,
     )
 
 

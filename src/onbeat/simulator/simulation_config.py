@@ -170,6 +170,8 @@ class KVLink:
     """Bytes per second that one replica's link takes, in either direction."""
     latency: float = 0.0
     """Seconds that a byte is under way."""
+    state_bytes: int = 0
+    """Of a request's state, which goes with the last of its KV."""
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_token", "bandwidth"):

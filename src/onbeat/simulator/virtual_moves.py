@@ -127,6 +127,8 @@ class VirtualSource(NamedTuple):
 
     replica: int
     block_ids: tuple[int, ...]
+    is_last: bool = False
+    """Whether a state goes with them, of a model that keeps one."""
 
 
 @dataclass(slots=True)
@@ -163,7 +165,9 @@ class VirtualKV:
     def take_departures(self) -> list[Departure[VirtualSource]]:
         """Return what became of those who were to leave since the last call."""
         return [
-            Departure(name, out, None if out is None else VirtualSource(self._number, out.block_ids))
+            Departure(
+                name, out, None if out is None else VirtualSource(self._number, out.block_ids, is_last=True)
+            )
             for name, out in self._handover.take_detached()
         ]
 
@@ -246,7 +250,7 @@ class VirtualMoves:
     ) -> None:
         self.replicas = replicas
         self._block_size = block_size
-        self._bytes_per_block = block_size * link.bytes_per_token
+        self._bytes_per_block, self._state_bytes = block_size * link.bytes_per_token, link.state_bytes
         self._message_seconds = message_seconds
         self._latency = link.latency
         self._memory_bandwidth = memory_bandwidth
@@ -393,6 +397,7 @@ class VirtualMoves:
     def copy(self, move: str, source: VirtualSource, first_block: int, destination: int) -> Future[int]:
         """Begin a copy; the future has its bytes."""
         num_bytes = (len(source.block_ids) - first_block) * self._bytes_per_block
+        num_bytes += source.is_last * self._state_bytes
         copy = self._copies[move] = _Copy(source.replica, destination, num_bytes)
         self.links.begin(move, source.replica, destination, num_bytes, self.now)
         for number in (source.replica, destination):

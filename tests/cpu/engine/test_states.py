@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,15 @@ from onbeat.engine.start import build_engine, prepare
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.model_spec import model_spec_from_hf
+from onbeat.recording.reader import Recording
 from onbeat.scheduler.scheduler_config import SchedulerLimits
+from onbeat.simulator.replay.decisions import Replay
+from onbeat.simulator.replay.model import learning_model
 from onbeat.speculative_config import SpeculativeConfig
 from tests.cpu.e2e.program import serving
 from tests.cpu.e2e.test_policies import texts
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.cpu.speculation.runs import make_request
 
 QWEN3_5: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -87,6 +93,35 @@ def test_step_times_know_the_states(tmp_path: Path) -> None:
     assert own.state_bytes > 0
 
 
+@pytest.mark.parametrize("policy", ["sarathi", pytest.param("slo", marks=pytest.mark.slow)])
+def test_a_replayed_run_decides_as_the_live_one(tmp_path: Path, policy: str) -> None:
+    """With prefix hits from kept states, and preemptions."""
+    record = tmp_path / "run.jsonl"
+    limits = SchedulerLimits(max_model_len=256, max_num_batched_tokens=64, policy=policy)
+    core, _ = build_engine(
+        config(tmp_path / "model", limits=limits, record=record, kv_cache_memory_bytes=10 * STATE_BYTES),
+        lambda _: None,
+    )
+    for turn in range(3):
+        for index in range(8):
+            prompt = [*range(60), *(index + 100 for _ in range(40 + 20 * turn))]
+            request = make_request(f"{turn}-{index}", prompt, 40, temperature=0.0)
+            core.add(replace(request, arrival=time.monotonic()))
+        while core.has_work:
+            core.step()
+    scheduler = core.scheduler
+    core.shutdown()
+    recording = Recording(record)
+    replay = Replay(recording, learning_model(recording.header))
+    result = replay.run()
+    assert result.difference is None
+    assert result.num_prefix_hits == scheduler.num_prefix_hits > 60
+    assert result.num_preemptions == scheduler.num_preemptions
+    assert result.num_preemptions or policy == "slo"
+    assert scheduler.kv.snapshots.num_used
+    assert replay.scheduler.kv.snapshots.num_used == scheduler.kv.snapshots.num_used
+
+
 @pytest.mark.slow
 def test_served(tmp_path: Path) -> None:
     """Requests at once, more than there are slots, get the answers that each gets alone."""
@@ -94,3 +129,8 @@ def test_served(tmp_path: Path) -> None:
     flags = ("--load-format", "dummy", "--dtype", "float32", "--threads", "1", "--max-model-len", "1024")
     with serving(tmp_path, *flags) as server, serving(tmp_path, *flags, "--max-num-seqs", "2") as short:
         assert texts(server) == texts(short)
+        with serving(tmp_path, *flags, "--disaggregate", "prefill=1,decode=1") as fleet:
+            assert texts(fleet) == texts(server)
+            moves = fleet.metrics()
+    counts = {key: count for key, count in moves.items() if key.startswith("onbeat_fleet_moves_total")}
+    assert sum(count for key, count in counts.items() if "moved" in key) > 0, counts

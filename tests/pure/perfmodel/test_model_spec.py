@@ -203,7 +203,7 @@ def test_kv_of_attention_that_is_not_plain(name: str, numbers: int) -> None:
 
 def test_linear_attention_keeps_a_state_of_each_request() -> None:
     model = find_model_spec("Qwen3.5-27B")
-    matrices, inputs = 48 * 128 * 128 * 4, (2 * 2048 + 6144) * 3 * 2
+    matrices, inputs = 48 * 128 * 128 * 4, (2 * 2048 + 6144) * 3 * 4
     assert model.state_bytes == 48 * (matrices + inputs)
     assert find_model_spec("Qwen3-32B").state_bytes == 0
 

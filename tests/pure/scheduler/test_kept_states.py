@@ -83,7 +83,7 @@ def test_a_step_keeps_each_state_in_a_place_of_its_own() -> None:
         driver.add(make_request(f"r{index}", 0, 3, prompt=prompt, salt="all"))
     driver.run()
     assert [snapshot for _, _, snapshot in driver.kept] == [0, 1]
-    assert driver.scheduler.kv.num_kept_states == 2
+    assert driver.scheduler.kv.snapshots.num_used == 2
 
 
 def test_a_place_that_is_taken_for_a_move_keeps_no_state_meanwhile() -> None:
@@ -93,16 +93,16 @@ def test_a_place_that_is_taken_for_a_move_keeps_no_state_meanwhile() -> None:
     assert handover.reserve("move", 20, 100.0) is not None  # what was kept goes
     assert handover.reserve("second", 20, 100.0) is None
     driver.ask("meanwhile", list(range(100, 120)))
-    assert (len(driver.kept), driver.scheduler.kv.num_kept_states) == (1, 1)
+    assert (len(driver.kept), driver.scheduler.kv.snapshots.num_used) == (1, 1)
     handover.release_reservation("move")
-    assert driver.scheduler.kv.num_kept_states == 0
+    assert driver.scheduler.kv.snapshots.num_used == 0
     driver.ask("after", list(range(200, 220)))
     assert len(driver.kept) == 2
 
 
 def test_models_without_states_keep_none() -> None:
     driver = Watching(None)
-    assert driver.scheduler.kv.num_kept_states is None
+    assert driver.scheduler.kv.snapshots.num_used is None
     driver.ask("first", [*SHARED, 1, 2, 3])
     driver.ask("second", [*SHARED, 4])
     assert not driver.kept

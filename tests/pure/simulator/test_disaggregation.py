@@ -97,6 +97,15 @@ class TestTimeline:
         assert record.num_cached_tokens == 0
         assert result.decisions == {"start": 2, "load": 1, "moved: prefill": 1}
 
+    def test_a_state_goes_with_its_stream(self):
+        limits = {"num_snapshots": 2}
+        link = KVLink(bytes_per_token=1, bandwidth=1000, latency=0.05, state_bytes=500)
+        config = make_config(prefill=limits, decode=limits, kv_link=link)
+        (record,) = run(make_load([100], [4], [0.5]), config).records
+        assert record.replica == "0+1"
+        start = 1.5 + MESSAGES + COPY + 0.5
+        assert list(record.delivery_times) == pytest.approx([1.5, start + 1, start + 2, start + 3])
+
     def test_one_token_is_never_handed_over(self):
         result = run(make_load([100], [1], [0.0]), make_config())
         assert list(result.records[0].delivery_times) == pytest.approx([1.0])

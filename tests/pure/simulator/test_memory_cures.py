@@ -187,3 +187,17 @@ def test_a_cache_of_few_blocks_says_how_many_would_do() -> None:
     assert named is not None
 
     assert resolve(change(few, num_blocks=int(named[1]))).config.max_model_len == 1300
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_states_take_their_part_of_the_memory(tensor_parallel: int) -> None:
+    deployment = Deployment(model="Qwen3.5-27B", device="h200", tensor_parallel=tensor_parallel)
+    resolved = resolve(deployment)
+    memory, limits = resolved.memory, resolved.config.scheduler
+    assert memory is not None
+    assert limits.num_snapshots
+    state_bytes = resolved.model.state_bytes / tensor_parallel
+    held = memory.num_blocks * memory.block_bytes + (limits.max_num_seqs + limits.num_snapshots) * state_bytes
+    assert 0.99 * memory.kv_bytes < held <= memory.kv_bytes
+    assert memory.block_bytes == 16 * resolved.model.kv_bytes_per_token(resolved.precision) / tensor_parallel
+    assert (limits.max_num_seqs + limits.num_snapshots) * state_bytes <= memory.kv_bytes / 2

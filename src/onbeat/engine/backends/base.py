@@ -33,15 +33,12 @@ from onbeat.scheduler.scheduler_config import (
     DEFAULT_BLOCK_SIZE,
     SchedulerConfig,
     SchedulerLimits,
+    with_states,
 )
 
 Propose = Callable[[ForwardPass, SchedulerConfig], Proposer]
 SettleLimits = Callable[[int], SchedulerConfig]
 """From a number of KV blocks to limits that go with it."""
-
-
-_SNAPSHOTS_PER_REQUEST = 4
-"""Most states that are kept for prefix hits, over the requests that may run."""
 
 
 class Room(NamedTuple):
@@ -193,7 +190,9 @@ class CheckpointBackend(ForwardBackend):
         footprint.check_weights(free, kv_cache_bytes=config.kv_cache_memory_bytes or 0)
         state_bytes = config.limits.max_num_seqs * footprint.state_bytes
         budget = self._kv_bytes(config, footprint, free)
-        num_snapshots = self._num_snapshots(config, footprint, budget)
+        num_snapshots = None
+        if footprint.state_bytes:
+            num_snapshots = with_states(config.limits, footprint.most_states(budget))[1]
         state_bytes += (num_snapshots or 0) * footprint.state_bytes
         limits = replace(settle(footprint.num_blocks_in(budget - state_bytes)), num_snapshots=num_snapshots)
         free = free._replace(num_bytes=free.num_bytes - state_bytes)
@@ -228,18 +227,7 @@ class CheckpointBackend(ForwardBackend):
             )
         budget = self._kv_bytes(config, footprint, free_for(config.memory_share, self.device.device))
         most = footprint.most_states(budget)
-        # A part of them is for prefixes, more if there are few requests.
-        num_slots = min(limits.max_num_seqs, most - most // 4 if limits.enable_prefix_caching else most)
-        has_cache = limits.enable_prefix_caching and most > num_slots
-        return replace(limits, max_num_seqs=num_slots, enable_prefix_caching=has_cache)
-
-    def _num_snapshots(self, config: EngineConfig, footprint: Footprint, budget: int) -> int | None:
-        """Return how many states are kept for prefix hits."""
-        limits = config.limits
-        if not footprint.state_bytes:
-            return None
-        most = footprint.most_states(budget) - limits.max_num_seqs
-        return min(most, _SNAPSHOTS_PER_REQUEST * limits.max_num_seqs) if limits.enable_prefix_caching else 0
+        return with_states(limits, most)[0]
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
         """Return what the KV cache takes where the user gives no size.

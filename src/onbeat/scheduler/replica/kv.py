@@ -270,9 +270,9 @@ class Snapshots:
         return snapshot
 
     @property
-    def num_used(self) -> int:
-        """Places that are not free."""
-        return self.num_places - len(self._free)
+    def num_used(self) -> int | None:
+        """Places that are not free; None where the model keeps no states."""
+        return self.num_places - len(self._free) if self.num_places else None
 
     def take(self) -> int | None:
         """Return a place for a state from elsewhere, until `give_back`; None where the model keeps none."""
@@ -326,11 +326,6 @@ class KVCacheManager:
         self._num_lookahead = num_lookahead_tokens
         self.keeps_states = bool(num_snapshots)
         self.snapshots = Snapshots(num_snapshots or 0)
-
-    @property
-    def num_kept_states(self) -> int | None:
-        """Places of states that are not free; None where the model keeps none."""
-        return self.snapshots.num_used if self.keeps_states else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold so many tokens, and the slots behind them."""

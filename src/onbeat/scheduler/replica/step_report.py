@@ -53,7 +53,7 @@ class StepReporter:
             num_blocks=scheduler.kv.pool.num_blocks,
             num_used_blocks=scheduler.kv.pool.num_used_blocks,
             num_kept_blocks=scheduler.kv.pool.num_kept_blocks,
-            num_kept_states=scheduler.kv.num_kept_states,
+            num_kept_states=scheduler.kv.snapshots.num_used,
             num_preemptions=planned.num_preemptions,
             num_prefix_queries=planned.num_prefix_queries,
             num_prefix_hits=planned.num_prefix_hits,
