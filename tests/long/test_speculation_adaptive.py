@@ -171,7 +171,7 @@ class TestLimits:
             driver.add(make_request(f"r{index}", 16, 48))
         driver.run()
         driver.check_end()
-        assert driver.scheduler.num_preemptions == 0
+        assert driver.scheduler.table.num_preemptions == 0
         assert sum(drafted for drafted, _ in driver.counts.values()) > 0
 
     def test_without_a_step_time_model_it_says_what_to_do(self):

@@ -83,13 +83,13 @@ def main(folder: Path) -> dict[str, Any]:
         "num_distinct": len({tuple(map(tuple, each)) for each in answers.values()}),
         "together": sum(map(list.__eq__, tokens(together), wanted)),
         "tight": sum(map(list.__eq__, tokens(tight), wanted)),
-        "prefix_hits": scheduler.num_prefix_hits,
-        "preemptions": tight_scheduler.num_preemptions,
+        "prefix_hits": scheduler.table.num_prefix_hits,
+        "preemptions": tight_scheduler.table.num_preemptions,
     }
     # n choices share the prefix of their adapter, and each is what one alone would be.
     twice, scheduler = bench.serve([asked[0]] * 2, alone=True, adapters=[first] * 2)
     found["choices"] = sum(each == answers[first][0] for each in tokens(twice))
-    found["shared"] = scheduler.num_prefix_hits
+    found["shared"] = scheduler.table.num_prefix_hits
     # One that nobody needs gives its place to another.
     third = Adapter("third", str(folder / "first"), 3)
     outputs, _ = bench.serve(asked, adapters=([third, second, None] * 3)[: len(asked)])

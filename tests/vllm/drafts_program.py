@@ -121,8 +121,8 @@ def main(method: str, folder: Path) -> dict[str, Any]:
             "equal": sum(map(list.__eq__, tokens(outputs), expected)),
             "proposed": sum(each[-1].num_drafted_tokens for each in outputs),
             "accepted": sum(each[-1].num_accepted_tokens for each in outputs),
-            "preemptions": scheduler.num_preemptions,
-            "prefix_hits": scheduler.num_prefix_hits,
+            "preemptions": scheduler.table.num_preemptions,
+            "prefix_hits": scheduler.table.num_prefix_hits,
         }
     bench.depth = 1
     scored = SamplingParams(temperature=0.0, max_tokens=12, num_logprobs=3)

@@ -217,8 +217,8 @@ def main(name: str, folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         alone, _ = bench.serve(asked, alone=True)
         together, _ = bench.serve(asked)
         short, scheduler = bench.serve(asked, num_blocks=MAX_LEN // bench.surface.block_size + 2)
-        found["preemptions"] += scheduler.num_preemptions
-        found["prefix_hits"] += scheduler.num_prefix_hits
+        found["preemptions"] += scheduler.table.num_preemptions
+        found["prefix_hits"] += scheduler.table.num_prefix_hits
         return {"alone": tokens(alone), "together": tokens(together), "short": tokens(short)}
 
     def equal(got: Mapping[str, list[list[int]]], wanted: list[list[int]]) -> dict[str, int]:
@@ -260,7 +260,7 @@ def choices(bench: Bench, asked: Any, expected: list[list[int]]) -> list[int]:
     """Ask each thing four times at once, as `n` does; return how many of the answers are as expected."""
     outputs, scheduler = bench.serve([each for each in asked for _ in range(4)])
     wanted = [each for each in expected[: len(asked)] for _ in range(4)]
-    return [sum(map(list.__eq__, tokens(outputs), wanted)), len(wanted), scheduler.num_prefix_hits]
+    return [sum(map(list.__eq__, tokens(outputs), wanted)), len(wanted), scheduler.table.num_prefix_hits]
 
 
 def stopped(bench: Bench, asked: Any, expected: list[list[int]]) -> list[bool]:

@@ -149,8 +149,7 @@ class AdmittedRequest:
     """The kept state from which it goes on, of a model that keeps states; None: from none."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(NamedTuple):
     """One planned step. Rows that sample come back in `ModelRunnerOutput` in the order of `rows`."""
 
     step_id: int
@@ -191,8 +190,7 @@ class GuidedRows(NamedTuple):
 NOTHING_GUIDED = GuidedRows()
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRunnerOutput:
+class ModelRunnerOutput(NamedTuple):
     """Tokens of one step.
 
     Parameters

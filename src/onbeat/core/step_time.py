@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import NoReturn, Protocol, runtime_checkable
 
@@ -80,3 +81,39 @@ def refuse_prediction(seconds: float, shape: BatchShape) -> NoReturn:
         f"the step-time model predicts {seconds} s for {shape}; a step must take a finite time above 0: "
         "check the profile or the model's parameters"
     )
+
+
+def observe_each(
+    model: StepTimeModel,
+    shape: BatchShape,
+    begun: float,
+    ends: Sequence[float],
+    limit: float = inf,
+    q: float | None = None,
+) -> tuple[int, bool]:
+    """Let a model learn from steps that followed one another, in each of which every row read a token more.
+
+    Parameters
+    ----------
+    shape : of the step before the first of them; afterwards that of the last that was learnt from.
+    begun : when the first began, seconds.
+    ends : when each of them ended, which is when the next began.
+    limit, q : seconds; after a step beyond which the next is predicted to take longer, by this quantile,
+        nothing is learnt.
+
+    Returns
+    -------
+    From how many steps it has learnt, and whether the next is within the limit.
+    """
+    rows = shape.num_lm_head_rows
+    for num, end in enumerate(ends, 1):
+        shape.decode_context_tokens += rows
+        model.observe(shape, end - begun)
+        begun = end
+        if limit < inf:
+            shape.decode_context_tokens += rows
+            seconds = model.step_time(shape, q)
+            shape.decode_context_tokens -= rows
+            if seconds > limit:
+                return num, False
+    return len(ends), True

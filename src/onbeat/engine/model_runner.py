@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from onbeat.core.request import Request, SamplingParams
@@ -179,7 +178,7 @@ class ModelRunner:
             self.forward.scrub(self.batch.block_ids(int(inputs.sampling_slots[index])))
         output = self._to_output(scheduled, drafts, inputs, verified)
         if reports := self.prompts.take_reports(inputs):
-            output = replace(output, prompt_logprobs=reports)
+            output = output._replace(prompt_logprobs=reports)
         return output
 
     def _forward_pass(
@@ -199,7 +198,7 @@ class ModelRunner:
         for request_id in found.failed:
             self.forward.scrub(self.batch.block_ids(self.batch.slots[request_id]))
         failed = {**(output.failed or {}), **found.failed}
-        return replace(output, embeddings=found.done, failed=failed or None)
+        return output._replace(embeddings=found.done, failed=failed or None)
 
     def warm_up(self, num_tokens: int = 64) -> None:
         """Run a chunk and a decode, so that the first request finds kernels and memory prepared.

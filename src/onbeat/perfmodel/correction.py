@@ -96,52 +96,66 @@ class OnlineCorrection:
         return math.exp(believed)
 
     def observe_run(
-        self, shape: BatchShape, contexts: Sequence[int], ratios: Sequence[float]
-    ) -> tuple[bool, list[float]]:
-        """Learn from steps that differ in the context of their decodes alone, as `observe` would of each.
-
-        Parameters
-        ----------
-        shape : of any of them; afterwards that of the last.
-        contexts : `decode_context_tokens` of each step.
-        ratios : measured / predicted of each, as in `observe`.
-
-        Returns
-        -------
-        Whether the pace was lost in one of them, and of those since, how far each was off, where that says
-        how far off others will be: measured / (predicted with this correction).
-        """
-        off: list[float] = []
-        has_lost, had_lost, position = False, self.has_lost_pace, 0
-        while position < len(ratios):
-            if not had_lost and not shape.num_draft_tokens:
-                position = self._observe_steady(shape, contexts, ratios, position, off)
-                if position == len(ratios):
-                    break
-            shape.decode_context_tokens, ratio = contexts[position], ratios[position]
-            position += 1
-            factor = self.observe(shape, ratio)
-            if self.has_lost_pace:
-                off.clear()
-                has_lost = had_lost = True
-            elif had_lost:
-                had_lost = False
-            else:
-                off.append(ratio / factor)
-        shape.decode_context_tokens = contexts[-1]
-        return has_lost, off
-
-    def _observe_steady(
         self,
         shape: BatchShape,
         contexts: Sequence[int],
         ratios: Sequence[float],
+        expected: Sequence[float],
+        limit: float,
+    ) -> tuple[int, bool, bool, list[float]]:
+        """Learn from steps that differ in the context of their decodes alone, as `observe` would of each.
+
+        Parameters
+        ----------
+        shape : of any of them; afterwards that of the last that was learnt from.
+        contexts, expected : `decode_context_tokens` and predicted seconds without this correction of each
+            step, and of the one behind them.
+        ratios : measured / predicted of each, as in `observe`.
+        limit : see `observe_each`.
+
+        Returns
+        -------
+        From how many it has learnt, and whether the next is within the limit; whether the pace was lost in
+        one of them; and of those since, how far each was off, where that says how far off others will be:
+        measured / (predicted with this correction).
+        """
+        off: list[float] = []
+        has_lost, had_lost, position, goes_on = False, self.has_lost_pace, 0, True
+        while goes_on and position < len(ratios):
+            start = position
+            if not had_lost and not shape.num_draft_tokens:
+                position = self._observe_steady(shape, contexts, ratios, expected, position, limit, off)
+            if position == start:
+                shape.decode_context_tokens, ratio = contexts[position], ratios[position]
+                position += 1
+                factor = self.observe(shape, ratio)
+                if self.has_lost_pace:
+                    off.clear()
+                    has_lost = had_lost = True
+                elif had_lost:
+                    had_lost = False
+                else:
+                    off.append(ratio / factor)
+            if limit < math.inf:
+                shape.decode_context_tokens = contexts[position]
+                goes_on = expected[position] * self.factor(shape) <= limit
+        shape.decode_context_tokens = contexts[position - 1]
+        return position, goes_on, has_lost, off
+
+    def _observe_steady(  # noqa: PLR0913 (what a run is)
+        self,
+        shape: BatchShape,
+        contexts: Sequence[int],
+        ratios: Sequence[float],
+        expected: Sequence[float],
         position: int,
+        limit: float,
         off: list[float],
     ) -> int:
-        """Learn from steps that are near what is expected, up to the first that is not; return its position.
+        """Learn from steps that are near what is expected; return the position of the first that is not.
 
-        Written flat: it is asked for every step of a simulation, and a call costs more than it computes.
+        Or of the one that is predicted to take longer than the limit. Written flat: it is asked for every
+        step of a simulation, and a call costs more than it computes.
         """
         log, exp = math.log, math.exp
         far, weight, prior, longest, slow = _FAR, _WEIGHT, _PRIOR, _LONGEST_MEMORY, _SLOW_WEIGHT
@@ -166,7 +180,12 @@ class OnlineCorrection:
                 mean += (believed + left - mean) * (1 / count if count < longest else slow)
                 believed = count * mean / (prior + count)  # these kinds are believed to be like all
                 pace += weight * left
+                if position < stop and expected[position] * exp(pace + believed) > limit:
+                    end = position
+                    break
             bucket.value, bucket.count, bucket.mean = believed, count, mean
+            if position == stop and limit < math.inf:  # the next is of another kind: let the caller see
+                break
         if position > first:
             self._num_far = 0
         self._pace = pace

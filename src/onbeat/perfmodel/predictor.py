@@ -13,10 +13,11 @@ from statistics import NormalDist
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import observe_each
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.fitted import FitErrors
 from onbeat.perfmodel.profile import ServerTerms
-from onbeat.perfmodel.runs import StepSeconds, observe_each, seconds_of_each
+from onbeat.perfmodel.runs import StepSeconds, seconds_of_each
 from onbeat.perfmodel.shapes import ShapeRange
 
 
@@ -279,29 +280,33 @@ class Predictor:
         if alarm is not None:
             alarm.observe(ratio)
 
-    def observe_run(self, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
-        """Learn from steps that followed one another. See `steady.RunLearner`."""
+    def observe_run(
+        self,
+        shape: BatchShape,
+        begun: float,
+        ends: Sequence[float],
+        limit: float = math.inf,
+        q: float | None = None,
+    ) -> tuple[int, bool]:
+        """Learn from steps that followed one another. See `observe_each`."""
         correction, recent, rows = self._correction, self._recent, shape.num_lm_head_rows
-        if len(ends) == 1:
-            shape.decode_context_tokens += rows
-            self.observe(shape, ends[0] - begun)
-            return
         is_alone = self._alarm is None and self._inflation is None and not shape.num_guided_rows
-        if correction is None or recent is None or not is_alone:
-            observe_each(self, shape, begun, ends)
-            return
-        before = shape.decode_context_tokens
-        contexts = [before + step * rows for step in range(1, len(ends) + 1)]
-        steps = zip([begun, *ends[:-1]], ends, self._run_seconds(shape, contexts), strict=True)
-        ratios = [(end - start) / expected for start, end, expected in steps]
+        asks = limit < math.inf and q is not None
+        if correction is None or recent is None or asks or not is_alone or len(ends) == 1:
+            return observe_each(self, shape, begun, ends, limit, q)
+        first = shape.decode_context_tokens + rows
+        contexts = range(first, first + (len(ends) + 1) * rows, rows)
+        expected = self._run_seconds(shape, contexts)
+        steps = zip([begun, *ends[:-1]], ends, expected, strict=False)
+        ratios = [(end - start) / seconds for start, end, seconds in steps]
         if not 0 < min(ratios) <= max(ratios) < math.inf:  # a clock that stood still
-            observe_each(self, shape, begun, ends)
-            return
-        has_lost_pace, off = correction.observe_run(shape, contexts, ratios)
-        if has_lost_pace:
+            return observe_each(self, shape, begun, ends, limit, q)
+        num, goes_on, has_lost, off = correction.observe_run(shape, contexts, ratios, expected, limit)
+        if has_lost:
             recent.forget()
         if off:
             recent.observe_all(off)
+        return num, goes_on
 
     def observe_guides(self, num_rows: int, seconds: float) -> None:
         """Learn what a row under a grammar takes. See `core.LearnsGuides`."""

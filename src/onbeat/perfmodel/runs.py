@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel
 
 RunSeconds = Callable[[BatchShape, Sequence[int]], Sequence[float]]
 """(any of the steps, `decode_context_tokens` of each) -> seconds of each."""
@@ -50,18 +49,3 @@ def seconds_of_each(
         times.append(seconds(shape))
     shape.decode_context_tokens = before
     return times
-
-
-def observe_each(model: StepTimeModel, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
-    """Let a model learn from steps that followed one another, in each of which every row read a token more.
-
-    Parameters
-    ----------
-    shape : of the step before the first of them; afterwards that of the last.
-    begun : when the first began, seconds.
-    ends : when each of them ended, which is when the next began.
-    """
-    for end in ends:
-        shape.decode_context_tokens += shape.num_lm_head_rows
-        model.observe(shape, end - begun)
-        begun = end

@@ -89,16 +89,21 @@ class Deliveries:
         num_tokens = record.num_output_tokens if self._has_drafts else len(record.delivery_times)
         return record.offered_output_tokens - num_tokens
 
-    def take(self, outputs: Iterable[RequestOutput], ends: array[float]) -> list[OfferedRequest]:
+    def take(
+        self, outputs: Iterable[RequestOutput], silent: Iterable[str], ends: array[float]
+    ) -> list[OfferedRequest]:
         """Write the outputs of a step, or of a run of them; return the requests that ended.
 
         Parameters
         ----------
         outputs : as many tokens for each request as there were steps; with drafts, any number of one step.
+        silent : requests that had as many, and no output.
         ends : when each step ended, seconds.
         """
         finished = []
         is_opened = self._open
+        for request_id in silent:
+            is_opened[request_id].record.delivery_times.extend(ends)
         for output in outputs:
             offered = is_opened[output.request_id]
             offered.record.delivery_times.extend(ends)
@@ -346,7 +351,7 @@ class VerifyingSampler(VirtualSampler):
         """Settle what a step brings; return what the device computes: no drafts that cannot be proposed."""
         num_drafted, chunks = self._propose(scheduled)
         result = self._results[scheduled.step_id] = self._verify(scheduled, num_drafted)
-        computed = replace(scheduled, shape=replace(scheduled.shape))
+        computed = scheduled._replace(shape=replace(scheduled.shape))
         correct_shape(computed, result)
         shape = computed.shape
         if self._catch_up is not None:

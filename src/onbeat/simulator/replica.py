@@ -270,6 +270,13 @@ class SerialReplica(VirtualReplica):
         if self._step is not None and not self._learns:
             self._catch_up(self._step, now)
 
+    def _next_times(self, shape: BatchShape, num: int) -> Sequence[float]:
+        """Predict some steps of a run, in each of which every row reads a token more."""
+        if num == 1:
+            return (self._model.step_time(shape),)
+        first, num_rows = shape.decode_context_tokens, shape.num_lm_head_rows
+        return self._step_times(shape, range(first, first + num * num_rows, num_rows))
+
     def _look_ahead(self, step: StepUnderWay, end: float, next_arrival: float) -> None:
         """Predict further steps of the run, the first of which starts at `end`.
 
@@ -282,19 +289,20 @@ class SerialReplica(VirtualReplica):
         # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
         is_shared = self._goes_by_step and not self._is_alone
         is_bound = run is not None and run.is_bound
-        num_at_once = 1 if is_bound or is_shared else _STEPS_AT_ONCE
+        num_at_once = 1 if is_shared else _STEPS_AT_ONCE
+        num_followed = max(len(ends) - 1, 0)
         is_over = num_left == 0
-        while not is_over:
-            if is_bound and ends and run is not None and not run.goes_on(ends[-1]):
-                num_left = 0
+        while True:
+            if is_bound and run is not None:
+                asked = ends[num_followed : len(ends) - is_over]
+                num_followed += run.num_followed(asked)
+                if num_followed < len(ends) - is_over:
+                    del ends[num_followed + 1 :]
+                    num_left, end = 0, ends[-1]
+                    break
+            if is_over:
                 break
-            num_next = min(num_left, num_at_once)
-            if num_next == 1:
-                times: Sequence[float] = (self._model.step_time(shape),)
-            else:
-                first = shape.decode_context_tokens
-                times = self._step_times(shape, range(first, first + num_next * num_rows, num_rows))
-            for seconds in times:
+            for seconds in self._next_times(shape, min(num_left, num_at_once)):
                 if not 0.0 < seconds < inf:
                     refuse_prediction(seconds, shape)
                 if noise is not None:

@@ -88,6 +88,8 @@ class VirtualReplica(ABC):
         self._index = int(name)
         self._observer = None if observer is None or observer.wanted_steps == "none" else observer
         self._reporter = None if self._observer is None else StepReporter(self.scheduler)
+        if config.scheduler.speculation is None:
+            self.scheduler.results.silent = []
         self._steady = SteadyRuns(self.scheduler, ORDINARY)
         self._may_stop = config.declared_max_tokens is not None
         self._work = BatchShape()
@@ -168,9 +170,9 @@ class VirtualReplica(ABC):
             num_steps=self._num_steps,
             busy_seconds=self._busy_seconds,
             work=self._work,
-            num_preemptions=scheduler.num_preemptions,
-            num_prefix_queries=scheduler.num_prefix_queries,
-            num_prefix_hits=scheduler.num_prefix_hits,
+            num_preemptions=scheduler.table.num_preemptions,
+            num_prefix_queries=scheduler.table.num_prefix_queries,
+            num_prefix_hits=scheduler.table.num_prefix_hits,
             num_blocks=pool.num_blocks,
             peak_used_blocks=pool.peak_used_blocks,
             num_leaked_blocks=pool.num_used_blocks if scheduler.num_unfinished == 0 else 0,
@@ -235,7 +237,7 @@ class VirtualReplica(ABC):
         # The last token of a prompt, alone in its chunk, looks like a decode; it is in no run.
         if started is not None and step.run is None:
             started += self._deliveries.first(outputs)
-        finished = self._deliveries.take(outputs, ends)
+        finished = self._deliveries.take(outputs, self.scheduler.results.silent or (), ends)
         if self._observer is not None:
             self._tell(self._observer, step, first_context, ends, self.scheduler.results.drafts)
         return finished
@@ -406,11 +408,11 @@ def plan_step(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
     """
     num_unfinished = scheduler.num_unfinished
     while num_unfinished:
-        num_preemptions, num_before = scheduler.num_preemptions, num_unfinished
+        num_preemptions, num_before = scheduler.table.num_preemptions, num_unfinished
         scheduled = scheduler.schedule(now)
         if scheduled is not None:
             return scheduled
         num_unfinished = scheduler.num_unfinished
-        if (scheduler.num_preemptions, num_unfinished) == (num_preemptions, num_before):
+        if (scheduler.table.num_preemptions, num_unfinished) == (num_preemptions, num_before):
             return None
     return None

@@ -21,7 +21,7 @@ from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import StepPlan
-from onbeat.scheduler.replica.tracker import SLOTracker
+from onbeat.scheduler.replica.tracker import Delivered, SLOTracker
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.server.objectives import RequestObjectives
 from onbeat.vllm.surface import EngineRequest, Surface, VLLMKVView
@@ -172,7 +172,7 @@ class EngineTable:
         state.block_ids, state.num_allocated_tokens = [], 0
         state.num_preemptions = request.num_preemptions
         state.follow(request.num_tokens, 0, self._surface.num_stale(request))
-        state.note_hits(0)
+        state.num_hit_tokens = 0
         self._stale.append(state)
         self._rank(state)
         self._wait(state)
@@ -367,10 +367,8 @@ class EngineSteps:
         table, surface = self.table, self.surface
         running: Any = None
         """The status of those that run, once one is seen."""
-        delivered: list[tuple[RequestState, RequestOutput]] = []
+        delivered: Delivered = []
         finished: list[RequestState] = []
-        outputs: dict[int, RequestOutput] = {}
-        """By their tokens, whose number is all that counts: nobody else hears of them."""
         for request_id, _ in surface.rows(output):
             state = table.states.get(request_id)
             if state is None:
@@ -380,10 +378,7 @@ class EngineSteps:
             num_new = num_tokens - state.num_tokens
             if num_new > 0:
                 state.num_tokens = num_tokens
-                output_of = outputs.get(num_new)
-                if output_of is None:
-                    outputs[num_new] = output_of = RequestOutput("", [0] * num_new)
-                delivered.append((state, output_of))
+                delivered.append((state, num_new, None))
             if request.status is not running:
                 if surface.is_running(request):
                     running = request.status

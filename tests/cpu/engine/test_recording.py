@@ -116,8 +116,8 @@ def test_a_long_run_replays_identically(
     assert result.num_steps == recording.num_steps >= NUM_STEPS
     assert result.num_aborted > 5
     assert result.num_failed > 0
-    assert result.num_prefix_hits == core.scheduler.num_prefix_hits > 1000
-    assert result.num_preemptions == core.scheduler.num_preemptions
+    assert result.num_prefix_hits == core.scheduler.table.num_prefix_hits > 1000
+    assert result.num_preemptions == core.scheduler.table.num_preemptions
     if policy in ("sarathi", "prefill-first"):
         assert result.num_preemptions > 20
 
@@ -216,8 +216,8 @@ def test_with_recorded_times_the_simulator_repeats_the_run(
     assert forecast.num_requests == num_added
     assert forecast.num_steps == forecast.num_recorded_steps == len(history.steps)
     assert forecast.num_matched_steps == forecast.num_steps
-    assert (core.scheduler.num_prefix_hits > 0) == prefix
-    assert (core.scheduler.num_preemptions > 0) != prefix
+    assert (core.scheduler.table.num_prefix_hits > 0) == prefix
+    assert (core.scheduler.table.num_preemptions > 0) != prefix
     for error in forecast.errors:
         assert error.simulated == pytest.approx(error.measured, rel=1e-6), error
 

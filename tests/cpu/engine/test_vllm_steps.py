@@ -268,7 +268,7 @@ def test_drafts_change_no_token(depth: int, seed: int) -> None:
         for _ in range(request.sampling.max_tokens):
             tokens.append(continuation(tokens))
         assert got[name] == tokens[len(request.prompt_token_ids) :], name
-    assert scheduler.num_preemptions > 0
+    assert scheduler.table.num_preemptions > 0
     assert workers.num_accepted > 0 < workers.num_rejected
     assert counted[0] == workers.num_accepted + workers.num_rejected
     assert counted[1] <= workers.num_accepted  # what is accepted behind a request's end is none of its tokens

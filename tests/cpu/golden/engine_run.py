@@ -136,8 +136,8 @@ def run_engine(
     core.shutdown()
     return Outcome(
         list(tokens.values()),
-        scheduler.num_preemptions,
-        scheduler.num_prefix_hits,
+        scheduler.table.num_preemptions,
+        scheduler.table.num_prefix_hits,
         num_mixed_steps,
         len(relegated_ids),
         [scores[request_id] for request_id in tokens if request_id in scores],

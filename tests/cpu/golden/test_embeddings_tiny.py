@@ -82,7 +82,7 @@ def serve(make_forward: MakeForward, requests: list[Request], **limits) -> Serve
             assert output.request_id not in served.embeddings
             served.num_preempted += output.num_preemptions > 0
             served.embeddings[output.request_id] = np.frombuffer(output.embedding, "<f4")
-    served.num_hits = scheduler.num_prefix_hits
+    served.num_hits = scheduler.table.num_prefix_hits
     scheduler.check_invariants()
     assert scheduler.kv.pool.num_used_blocks == 0
     core.shutdown()

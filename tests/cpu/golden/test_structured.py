@@ -198,7 +198,7 @@ def test_a_record_replays_identically(tmp_path: Path) -> None:
     while core.has_work:
         message = core.step()
         ends.update({each.request_id: each.error_code for each in message.outputs} if message else {})
-    num_preemptions = core.scheduler.num_preemptions
+    num_preemptions = core.scheduler.table.num_preemptions
     core.shutdown()
     assert {name for name, code in ends.items() if code == "grammar_too_complex"} == {
         "dead0",

@@ -134,8 +134,8 @@ def serve(
     scheduler.check_invariants()
     assert scheduler.kv.pool.num_used_blocks == 0
     core.shutdown()
-    outcome.num_preemptions = scheduler.num_preemptions
-    outcome.num_prefix_hits = scheduler.num_prefix_hits
+    outcome.num_preemptions = scheduler.table.num_preemptions
+    outcome.num_prefix_hits = scheduler.table.num_prefix_hits
     return outcome
 
 

@@ -101,7 +101,7 @@ def test_a_new_request_takes_the_slot_of_one_that_has_had_much_service():
     assert rows_of(driver) == {"new": 10}
     driver.serve([])
     assert driver.finish_order == ["new", "old"]
-    assert driver.scheduler.num_preemptions == 1
+    assert driver.scheduler.table.num_preemptions == 1
 
 
 def test_whoever_is_passed_over_keeps_its_kv_while_there_is_room():
@@ -117,14 +117,14 @@ def test_whoever_is_passed_over_keeps_its_kv_while_there_is_room():
     driver.step()
     assert "old" in rows_of(driver)
     assert driver.scheduler.running[0].block_ids[: len(held)] == held
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.table.num_preemptions == 0
 
 
 def test_the_lowest_queue_is_preempted_where_blocks_run_out():
     driver = driver_for(make_request("a", 500, 300), make_request("b", 20, 490, arrival=0.01), num_blocks=64)
     driver.serve([])
     assert driver.finished.keys() == {"a", "b"}
-    assert driver.scheduler.num_preemptions >= 1
+    assert driver.scheduler.table.num_preemptions >= 1
 
 
 def test_nobody_starves_while_short_ones_keep_coming():

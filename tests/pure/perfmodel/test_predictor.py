@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel
+from onbeat.core.step_time import StepTimeModel, observe_each
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor, ResidualModel
-from onbeat.perfmodel.runs import observe_each, seconds_of_each
+from onbeat.perfmodel.runs import seconds_of_each
 from onbeat.perfmodel.shapes import ShapeRange
 from tests.pure.perfmodel.shapes import (
     batch,
@@ -253,9 +253,10 @@ def test_a_time_that_cannot_be_teaches_nothing(seconds: float) -> None:
     st.lists(st.tuples(st.floats(0.2, 5.0), st.integers(1, 40)), min_size=1, max_size=12),
     st.booleans(),
     st.floats(1.0, 8.0),
+    st.sampled_from([math.inf, 0.02, 0.011]),
 )
 def test_a_run_of_steps_teaches_what_its_steps_do(
-    runs: list[tuple[float, int]], has_alarm: bool, later: float
+    runs: list[tuple[float, int]], has_alarm: bool, later: float, limit: float
 ) -> None:
     """Both models then answer alike to the last digit, whatever the pace was and wherever runs are cut."""
     alarm = (DriftAlarm(), DriftAlarm()) if has_alarm else (None, None)
@@ -268,8 +269,7 @@ def test_a_run_of_steps_teaches_what_its_steps_do(
         for step in range(num_steps):
             end += pace * (later if step % 17 == 3 else 1.0) * 0.01
             ends.append(end)
-        one.observe_run(shape, now, ends)
-        observe_each(other, same, now, ends)
+        assert one.observe_run(shape, now, ends, limit) == observe_each(other, same, now, ends, limit)
         assert shape == same
         now = end
         for q in (None, 0.5, 0.99):

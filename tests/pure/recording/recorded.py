@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
@@ -137,7 +137,7 @@ class RecordedRun:
                 self.detached[request_id] = detached
 
     def step(self) -> None:
-        now, before = self.tick(), self.scheduler.num_preemptions
+        now, before = self.tick(), self.scheduler.table.num_preemptions
         scheduled = self.scheduler.schedule(now)
         expired = self.scheduler.take_expired()
         self.note(expired)
@@ -145,7 +145,7 @@ class RecordedRun:
         self.writer.schedule(
             scheduled,
             now,
-            num_preempted=self.scheduler.num_preemptions - before,
+            num_preempted=self.scheduler.table.num_preemptions - before,
             predicted_seconds=model.step_time(scheduled.shape) if model and scheduled else None,
             expired=expired,
         )
@@ -175,7 +175,7 @@ class RecordedRun:
             available.append((place + num_tokens) % 5)
         result = ModelRunnerOutput(tokens, failed=failed or None)
         if self.scheduler.config.speculation is not None:
-            result = replace(result, num_drafted=drafted, num_available=available)
+            result = result._replace(num_drafted=drafted, num_available=available)
         if guided := [row.request_id for row in sampling if self.is_guided(row.request_id)]:
             # by the place of the token, some grammars are complete, and some cannot be followed
             ends = {name: self.num_tokens[name] % 31 for name in guided if name not in failed}
@@ -183,7 +183,7 @@ class RecordedRun:
             completed = [name for name, end in ends.items() if end == 11]
             took = {name: 0.004 * (self.num_tokens[name] % 7) for name in guided}
             rows = GuidedRows(frozenset(completed), faults, seconds=0.001 * len(guided), row_seconds=took)
-            result = replace(result, guided=rows)
+            result = result._replace(guided=rows)
         outputs = self.scheduler.update(scheduled, result, now)
         self.note(outputs)
         self.writer.update(scheduled, result, outputs, now=now, seconds=seconds)

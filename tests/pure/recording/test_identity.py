@@ -179,8 +179,8 @@ class RecordedMachine(RuleBasedStateMachine):
         assert len(reasons) + len(self.run_.refused) == self.num_requests
         scheduler = self.run_.scheduler
         scheduler.check_invariants()
-        assert replay.scheduler.num_preemptions == scheduler.num_preemptions
-        assert replay.scheduler.num_prefix_hits == scheduler.num_prefix_hits
+        assert replay.scheduler.table.num_preemptions == scheduler.table.num_preemptions
+        assert replay.scheduler.table.num_prefix_hits == scheduler.table.num_prefix_hits
         history = read_history(recording)
         assert [step.shape for step in history.steps] == [step.shape for step in self.run_.steps]
         delivered = Counter()
@@ -190,7 +190,10 @@ class RecordedMachine(RuleBasedStateMachine):
         ends = {item.record.request_id: item.record.finish_reason for item in history.requests}
         assert {name: ends[name] for name in reasons_by_id(self.run_)} == reasons_by_id(self.run_)
         if not self.run_.num_adopted:  # who moves takes the count along
-            assert sum(item.record.num_preemptions for item in history.requests) <= scheduler.num_preemptions
+            assert (
+                sum(item.record.num_preemptions for item in history.requests)
+                <= scheduler.table.num_preemptions
+            )
         # A request's release is told with the next step, which may never come.
         assert self.run_.writer.num_open_requests <= scheduler.config.max_num_seqs
 

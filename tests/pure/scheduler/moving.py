@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from onbeat.core.handover import Detached
 from onbeat.core.request import Request
@@ -87,7 +86,7 @@ class Replica(EngineLoop):
                 num_drafted.append(num_drafts)
         result = ModelRunnerOutput(sampled)
         if self.scheduler.config.speculation is not None:
-            result = replace(result, num_drafted=num_drafted)
+            result = result._replace(num_drafted=num_drafted)
         self.receive(self.scheduler.update(scheduled, result, self.now))
 
     def change_requests(self, scheduled: SchedulerOutput) -> None:

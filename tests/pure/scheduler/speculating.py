@@ -145,7 +145,7 @@ class KVRunner:
             self._run_row(row, result)
         num_drafted = result.num_drafted if scheduled.shape.num_draft_tokens else None
         num_available = result.num_available if self._available else None
-        return replace(result, num_drafted=num_drafted, num_available=num_available)
+        return result._replace(num_drafted=num_drafted, num_available=num_available)
 
     def _run_row(self, row: ScheduledRequest, result: ModelRunnerOutput) -> None:
         tokens = self._tokens[row.request_id]

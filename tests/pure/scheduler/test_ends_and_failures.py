@@ -29,7 +29,7 @@ def test_blocks_of_a_failed_request_are_not_found_again():
     assert scheduler.kv.pool.num_used_blocks == 0
     driver.add(make_request("b", 100, 2, salt="s"))
     scheduler.schedule(10.0)
-    assert scheduler.num_prefix_hits == 0
+    assert scheduler.table.num_prefix_hits == 0
 
 
 @pytest.mark.parametrize(("failing", "num_learnt"), [(["a", "b"], 0), (["a"], 1)])
@@ -88,7 +88,7 @@ class TestSharersOfAFailedRequest:
         driver, scheduled, after = self.joined(110)
         outputs = self.fail(driver, scheduled)
         assert [output.request_id for output in outputs] == ["a"]
-        assert driver.scheduler.num_preemptions == 1
+        assert driver.scheduler.table.num_preemptions == 1
         assert driver.scheduler.update(after, ModelRunnerOutput([[1]]), 10.0) == []
         again = driver.scheduler.schedule(11.0)
         assert again is not None
@@ -135,7 +135,7 @@ class TestSharersOfAFailedRequest:
             "b": FinishReason.LENGTH,
             "first": FinishReason.LENGTH,
         }
-        assert driver.scheduler.num_preemptions == 0
+        assert driver.scheduler.table.num_preemptions == 0
 
 
 class TestEndOfARequest:

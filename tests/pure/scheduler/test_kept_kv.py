@@ -122,6 +122,6 @@ def test_a_call_finds_what_the_call_before_it_left_though_others_came_between() 
         driver.add(make_request("b", 100, 2, salt="job", arrival=driver.now))
         driver.run()
         driver.scheduler.check_invariants()
-        return driver.scheduler.num_prefix_hits
+        return driver.scheduler.table.num_prefix_hits
 
     assert (cached(0.0), cached(1e6), cached(1e-6)) == (0, 64, 0)

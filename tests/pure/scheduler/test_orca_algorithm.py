@@ -101,7 +101,7 @@ def test_batches_are_those_of_the_algorithm(load, num_blocks):
         assert driver.scheduler.kv.pool.num_used_blocks * BLOCK == paper.num_reserved
     assert paper.num_reserved == 0
     assert driver.scheduler.kv.pool.num_used_blocks == 0
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.table.num_preemptions == 0
     assert all(request.num_run == request.num_output_tokens for request in requests)
 
 

@@ -114,7 +114,7 @@ def test_who_is_paused_keeps_its_kv_and_goes_on_with_one_token(policy: str) -> N
     driver.fetch("a", 3)
     driver.settle()
     assert len(driver.outputs["a"]) == WINDOW + 3
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.table.num_preemptions == 0
     assert [row.num_new_tokens for row in driver.log[-1].rows] == [1]
     assert not driver.log[-1].admitted
 
@@ -132,7 +132,7 @@ def test_who_is_paused_gives_way_to_who_waits(policy: str, lacks: str) -> None:
     driver.settle()
     driver.scheduler.check_invariants()
     assert driver.finished == {"c": FinishReason.LENGTH}
-    assert driver.scheduler.num_preemptions == 1  # as many as it takes
+    assert driver.scheduler.table.num_preemptions == 1  # as many as it takes
     aside = [
         each.request_id
         for each in driver.scheduler.table.states.values()

@@ -73,7 +73,7 @@ class TestPrefillFirst:
     def test_the_latest_is_preempted_and_comes_back_first(self):
         requests = [make_request("a", 120, 100), make_request("b", 120, 100, arrival=1.0)]
         driver = driver_with("prefill-first", *requests, num_blocks=17)
-        while not driver.scheduler.num_preemptions:
+        while not driver.scheduler.table.num_preemptions:
             driver.step()
         assert driver.scheduler.waiting.peek().request_id == "b"
         driver.add(make_request("c", 10, 2, arrival=2.0))
@@ -118,7 +118,7 @@ class TestOrca:
         requests = [make_request(f"r{i}", 30, 60, arrival=float(i)) for i in range(12)]
         driver = driver_with("orca", *requests, num_blocks=16)
         driver.run()
-        assert driver.scheduler.num_preemptions == 0
+        assert driver.scheduler.table.num_preemptions == 0
         assert driver.scheduler.kv.pool.num_used_blocks == 0
 
 
@@ -177,28 +177,28 @@ class TestPrefixCache:
         driver.run()
         first_row = next(row for step in driver.log for row in step.rows if row.request_id == "b")
         assert first_row.num_computed_tokens == 80
-        assert driver.scheduler.num_prefix_hits == 80
+        assert driver.scheduler.table.num_prefix_hits == 80
 
     def test_equal_prompt_leaves_one_token_to_compute(self):
         driver = driver_with("sarathi", make_request("a", 64, 2, salt="s"))
         driver.run()
         driver.add(make_request("b", 64, 2, salt="s"))
         driver.run()
-        assert driver.scheduler.num_prefix_hits == 48
+        assert driver.scheduler.table.num_prefix_hits == 48
 
     def test_generated_tokens_are_found_too(self):
         driver = driver_with("sarathi", make_request("a", 10, 40, salt="s"))
         driver.run()
         driver.add(make_request("b", 0, 2, prompt=[*range(10), *driver.outputs["a"], 7], salt="s"))
         driver.run()
-        assert driver.scheduler.num_prefix_hits == 48
+        assert driver.scheduler.table.num_prefix_hits == 48
 
     def test_another_salt_shares_nothing(self):
         driver = driver_with("sarathi", make_request("a", 64, 2, salt="s"))
         driver.run()
         driver.add(make_request("b", 64, 2, salt="t"))
         driver.run()
-        assert driver.scheduler.num_prefix_hits == 0
+        assert driver.scheduler.table.num_prefix_hits == 0
 
     def test_least_recently_used_prefix_is_evicted(self):
         driver = driver_with("sarathi", num_blocks=16)
@@ -209,10 +209,10 @@ class TestPrefixCache:
         driver.run()
         driver.add(make_request("big", 128, 2, salt="big"))  # needs more than the free blocks
         driver.run()
-        hits = driver.scheduler.num_prefix_hits
+        hits = driver.scheduler.table.num_prefix_hits
         driver.add(make_request("a3", 64, 2, salt="a"))
         driver.run()
-        assert driver.scheduler.num_prefix_hits == hits + 48
+        assert driver.scheduler.table.num_prefix_hits == hits + 48
 
     def test_a_preempted_request_finds_its_own_blocks(self):
         requests = [make_request("a", 120, 100), make_request("b", 120, 100, arrival=1.0)]
@@ -249,7 +249,7 @@ class TestPriority:
         requests = [make_request("a", 4, 20, priority=1), make_request("b", 4, 20, priority=1, arrival=1.0)]
         driver = driver_with("sarathi", *requests, scheduling_policy="priority", max_num_seqs=1)
         driver.run()
-        assert driver.scheduler.num_preemptions == 0
+        assert driver.scheduler.table.num_preemptions == 0
 
     def test_nobody_is_preempted_in_vain(self):
         driver = driver_with(
@@ -262,7 +262,7 @@ class TestPriority:
         driver.step()
         driver.add(make_request("high", 100, 100, priority=2, arrival=1.0))  # fits only beside nothing
         driver.step()
-        assert driver.scheduler.num_preemptions == 0
+        assert driver.scheduler.table.num_preemptions == 0
 
     def test_a_prefix_held_by_the_preempted_request_is_not_counted_twice(self):
         shared = list(range(80))

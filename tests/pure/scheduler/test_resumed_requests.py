@@ -62,14 +62,14 @@ def test_what_was_sent_is_output_that_the_prefix_cache_finds_again():
     driver.run()
     assert driver.log[0].rows[0].num_computed_tokens == 64  # of 79 computed before
     assert seen[0].num_cached_tokens == 40  # the prompt's; no answer has cached output
-    assert (driver.scheduler.num_prefix_queries, driver.scheduler.num_prefix_hits) == (80, 40)
+    assert (driver.scheduler.table.num_prefix_queries, driver.scheduler.table.num_prefix_hits) == (80, 40)
 
 
 def test_without_a_prefix_cache_nothing_is_looked_up():
     driver = Driver(make_config("sarathi", enable_prefix_caching=False))
     driver.add(make_request("r", 40, 40))
     driver.run()
-    assert driver.scheduler.num_prefix_queries == 0
+    assert driver.scheduler.table.num_prefix_queries == 0
 
 
 @pytest.mark.parametrize(("min_tokens", "expected"), [(0, 1), (13, 4), (20, 11)])

@@ -71,7 +71,7 @@ class TestSittingOut:
         """Who sits out keeps its blocks for that much longer."""
         for num_blocks, may_sit_out in ((600, True), (390, False)):  # 152 for the prompts
             driver, steps = self.serve(0.38, num_tokens=130, num_blocks=num_blocks)
-            assert driver.scheduler.num_preemptions == 0
+            assert driver.scheduler.table.num_preemptions == 0
             early = [step for step in steps if driver.planned_at[step.step_id] < 0.62]  # none has left
             assert bool(early) == may_sit_out
 
@@ -170,5 +170,5 @@ def test_prompts_are_looked_at_by_deadline_though_one_was_preempted_with_a_token
     driver.serve(
         [make_request(f"c{i}", 200, 200, slo=slos[i % 3], arrival=0.04 * i) for i in range(60)], until=20.0
     )
-    assert driver.scheduler.num_preemptions > 10
+    assert driver.scheduler.table.num_preemptions > 10
     assert all(deadlines == sorted(deadlines) for deadlines in seen)

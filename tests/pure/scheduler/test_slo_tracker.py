@@ -132,7 +132,7 @@ class TestTenants:
         tracker = SLOTracker()
         state = make_state(make_request("r", 10, 1, weight=3.0))
         tracker.on_arrival(state)
-        tracker.on_deliveries([(state, delivery(state, 4096))], 0.0)
+        tracker.on_deliveries([(state, 4096, delivery(state, 4096))], 0.0)
         assert tracker.worth(state) == 3.0
 
     def test_worth_falls_with_service_and_at_most_fourfold(self):
@@ -143,7 +143,7 @@ class TestTenants:
         assert [tracker.worth(state) for state in states] == [1.0, 1.0]
         worths = []
         for _ in range(5):
-            tracker.on_deliveries([(states[0], delivery(states[0], 4096))], 0.0)
+            tracker.on_deliveries([(states[0], 4096, delivery(states[0], 4096))], 0.0)
             worths.append(tracker.worth(states[0]))
             assert tracker.worth(states[1]) == pytest.approx(1 / worths[-1])
         assert worths == sorted(worths, reverse=True)
@@ -185,7 +185,7 @@ class TestState:
         assert list(driver.rejected) == ["refused"]
         assert state.num_rejected == {"slo_unattainable": 1, "deadline_exceeded": 1}
         assert state.num_relegated == 1
-        assert driver.scheduler.num_relegated == 1
+        assert driver.scheduler.planner.relegation.num_relegated == 1
 
     def test_gauges_are_those_of_the_next_step(self):
         driver = Watch(max_num_seqs=4)

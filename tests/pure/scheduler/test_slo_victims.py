@@ -112,7 +112,7 @@ class TestMakeRoom:
         driver.add(make_request("p", 50, 2, arrival=driver.now, slo=SLO(ttft=0.5, tbt=0.1)))
         driver.serve([])
         assert driver.times["p"][0] <= driver.requests["p"].arrival + 0.5
-        assert driver.scheduler.num_preemptions == 1
+        assert driver.scheduler.table.num_preemptions == 1
         assert all(len(tokens) == 200 for name, tokens in driver.outputs.items() if name != "p")
 
     def test_the_first_to_wait_has_no_time_to_lose_where_one_behind_it_has_none(self):
@@ -125,7 +125,7 @@ class TestMakeRoom:
             slo = SLO(ttft=ttft, tbt=1.0)
             driver.add(make_request(name, num_prompt, 3, arrival=driver.now, slo=slo, shed=ShedMode.RELEGATE))
         driver.serve([], until=3.0)
-        assert driver.scheduler.num_relegated == 0
+        assert driver.scheduler.planner.relegation.num_relegated == 0
         assert driver.times["long"][0] <= driver.requests["long"].arrival + 1.1
 
 

@@ -104,7 +104,7 @@ def test_a_preempted_request_is_read_again() -> None:
         driver.add(make_request(f"r{index}", 60, 100))
     driver.run()
     driver.check_end()
-    assert driver.scheduler.num_preemptions > 0
+    assert driver.scheduler.table.num_preemptions > 0
 
 
 def test_a_prompt_that_takes_longer_to_read_than_drafts_would_save_is_left_unread() -> None:

@@ -131,7 +131,7 @@ def test_requests_that_run_out_of_blocks_are_preempted_and_still_whole(depth):
         driver.add(make_request(f"r{index}", 60, 90))
     driver.run()
     driver.check_end()
-    assert driver.scheduler.num_preemptions > 0
+    assert driver.scheduler.table.num_preemptions > 0
 
 
 @examples(30)

@@ -72,7 +72,9 @@ def run(config, arrivals, *, at_once: bool) -> list[tuple[object, ...]]:
         assert scheduled.shape.decode_context_tokens == context
         step += num_steps
     scheduler.check_invariants()
-    log.append((scheduler.num_preemptions, scheduler.num_prefix_hits, scheduler.kv.pool.num_used_blocks))
+    log.append(
+        (scheduler.table.num_preemptions, scheduler.table.num_prefix_hits, scheduler.kv.pool.num_used_blocks)
+    )
     return log
 
 
@@ -137,8 +139,8 @@ def test_whoever_was_preempted_is_looked_at_again_before_anything_runs_on() -> N
         num_rows = sum(row.samples for row in scheduled.rows)
         scheduler.update(scheduled, ModelRunnerOutput([[0]] * num_rows), float(step))
         scheduled, steady = begun(scheduler, runs, float(step))
-        if scheduler.num_preemptions:
+        if scheduler.table.num_preemptions:
             break
-    assert scheduler.num_preemptions == 1
+    assert scheduler.table.num_preemptions == 1
     assert [row.request_id for row in scheduled.rows] == ["r0"]
     assert steady is None

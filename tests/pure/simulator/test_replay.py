@@ -74,7 +74,7 @@ def test_the_same_decisions_are_counted(path: Path) -> None:
     result = Replay(Recording(path)).run()
     assert result.is_identical
     assert result.num_steps == len(run.steps)
-    assert result.num_preemptions == run.scheduler.num_preemptions > 0
+    assert result.num_preemptions == run.scheduler.table.num_preemptions > 0
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ class Planner:
             self.policy.admission.on_plan(plan)
         states = self._table.states
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
-            states[request_id].note_hits(num_hit_tokens)
+            states[request_id].num_hit_tokens = num_hit_tokens
         if plan.infeasible or plan.overdue:
             self.relegation.commit(plan)
 

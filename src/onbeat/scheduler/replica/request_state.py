@@ -78,17 +78,16 @@ class RequestState:
         ),
         *("kept_until", "last_step_id", "max_total_tokens", "num_allocated_tokens", "num_cached_tokens"),
         *("num_computed_tokens", "num_hit_tokens", "num_in_flight_drafts", "num_in_flight_tokens"),
-        *("num_preemptions", "num_prompt_tokens", "num_registered_blocks", "num_tokens", "pause_at"),
+        *("num_preemptions", "num_prompt_tokens", "num_registered_blocks", "num_shared_blocks", "num_tokens"),
         *(
             "num_tokens_to_register",
-            "num_shared_blocks",
-            "places_to_keep",
             "output_token_ids",
+            "pause_at",
+            "places_to_keep",
             "queued_work",
             "request",
-            "request_id",
         ),
-        *("scheduled_time", "sits_out", "slo", "sort_key", "status", "stop_token_ids"),
+        *("request_id", "scheduled_time", "sits_out", "slo", "sort_key", "status", "stop_token_ids"),
     )
 
     def __init__(
@@ -199,12 +198,6 @@ class RequestState:
 
     # --- progress -------------------------------------------------------------------------------------
 
-    def advance(self, num_new: int, num_sampled: int, num_drafts: int = 0) -> None:
-        """Count a planned row: tokens that it computes, that it samples, and how many of those are drafts."""
-        self.num_computed_tokens += num_new
-        self.num_in_flight_tokens += num_sampled
-        self.num_in_flight_drafts += num_drafts
-
     def follow(self, num_tokens: int, num_computed: int, num_in_flight: int) -> None:
         """Stand where another engine's own count of the request says that it stands.
 
@@ -216,10 +209,6 @@ class RequestState:
         """
         self.num_tokens, self.num_computed_tokens = num_tokens, num_computed
         self.num_in_flight_tokens = num_in_flight
-
-    def retract(self, num_tokens: int) -> None:
-        """Count tokens as not computed: drafts that were rejected."""
-        self.num_computed_tokens -= num_tokens
 
     def deliver(
         self, sampled_ids: list[int], logprobs: list[TokenLogprobs] | None, num_drafts: int
@@ -244,30 +233,29 @@ class RequestState:
         self.output_token_ids += sampled_ids
         self.num_in_flight_tokens -= 1 + num_drafts
         self.num_in_flight_drafts -= num_drafts
-        return RequestOutput(
-            self.request_id,
-            sampled_ids,
-            finish_reason,
-            stop_token_id,
-            self.num_cached_tokens,
-            self.num_preemptions,
-            self.scheduled_time,
-            num_before - self.num_prompt_tokens,
-            None if logprobs is None else logprobs[: len(sampled_ids)],
-        )
+        output = self.output(sampled_ids, finish_reason, num_before)
+        output.stop_token_id = stop_token_id
+        output.logprobs = None if logprobs is None else logprobs[: len(sampled_ids)]
+        return output
 
-    def end_with(self, embedding: bytes | None) -> RequestOutput:
-        """Deliver what a request with pooling has come for, and end it."""
-        self.num_in_flight_tokens = 0
+    def output(
+        self, token_ids: list[int], finish_reason: FinishReason | None, num_before: int
+    ) -> RequestOutput:
+        """Return what is told of new tokens.
+
+        Parameters
+        ----------
+        num_before : tokens that it had before them, its prompt included.
+        """
         return RequestOutput(
             self.request_id,
-            [],
-            FinishReason.STOP,
+            token_ids,
+            finish_reason,
             None,
             self.num_cached_tokens,
             self.num_preemptions,
             self.scheduled_time,
-            embedding=embedding,
+            num_before - self.num_prompt_tokens,
         )
 
     def _cut_at_end(self, sampled_ids: list[int]) -> tuple[list[int], int | None]:
@@ -287,10 +275,6 @@ class RequestState:
         """Repeat the last known token from now on, whatever a step in flight has planned beyond it."""
         self.num_in_flight_tokens = self.num_in_flight_drafts = 0
         self.num_computed_tokens = self.num_tokens - 1
-
-    def note_hits(self, num_tokens: int) -> None:
-        """Take down how much of it the prefix cache was found to hold."""
-        self.num_hit_tokens = num_tokens
 
     def note_queued(self) -> None:
         """Take down the work that it brings to the queue."""

@@ -6,11 +6,10 @@ The drafts of a step are counted for metrics.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput, TokenLogprobs
+from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput
 from onbeat.core.step import (
     NOTHING_GUIDED,
     BatchShape,
@@ -27,6 +26,7 @@ from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.rows import SampledRow, correct_shape, sampled_rows
 from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.speculation.drafting import Drafting
+from onbeat.scheduler.replica.tracker import Delivered
 
 
 def draft_stats(
@@ -80,9 +80,6 @@ def _count(counts: list[int], index: int) -> None:
         counts += [0] * (index + 1 - len(counts))
     counts[index] += 1
 
-
-Delivered = list[tuple[RequestState, RequestOutput]]
-"""What a step gave to whom."""
 
 _ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
 """Of requests that get no more tokens."""
@@ -207,6 +204,8 @@ class StepResults:
     ----------
     drafting : told what became of drafts; None where nothing is speculated.
     drafts : what speculation did in the last step that came back; None where it had no part in it.
+    silent : ids of requests whose row brought them one more token of many, of which nothing else is to be
+        told: they have no output. None where whoever takes the outputs waits for each token.
     """
 
     def __init__(
@@ -214,6 +213,7 @@ class StepResults:
     ) -> None:
         self.drafting = drafting
         self.drafts: DraftStats | None = None
+        self.silent: list[str] | None = None
         self._table = table
         self._policy = policy
         self._feedback = feedback
@@ -238,7 +238,7 @@ class StepResults:
         if self._policy.slo is not None:
             self._policy.slo.tracker.on_deliveries(delivered, now)
         elif self._policy.known.keeps_deadlines:
-            for state, _ in delivered:
+            for state, _, _ in delivered:
                 state.slo.note_delivery(now)
         if self.drafting is not None:
             self.drafts = draft_stats(scheduled, result, outputs, expected_tokens=step.expected_tokens)
@@ -261,43 +261,77 @@ class StepResults:
         """
         guided = result.guided or NOTHING_GUIDED
         failed = {**(result.failed or {}), **guided.faults}
-        deliver = partial(_deliver_or_end, guided.completed) if guided.completed else RequestState.deliver
-        drafting, keeps_deadlines = self.drafting, self._policy.known.keeps_deadlines
+        is_plain = self.drafting is None and result.logprobs is None and not (failed or guided.completed)
+        keeps_deadlines, step_id = self._policy.known.keeps_deadlines, step.step_id
+        silent = self.silent = None if self.silent is None else []
         delivered: Delivered = []
         sampled = sampled_rows(result)
         running = RequestStatus.RUNNING  # to look a member up takes as long as a call
         for state, row in zip(step.states, scheduled.rows, strict=True):
-            samples = row.samples
-            if samples:
-                got = next(sampled)
-            is_running = state.status is running
-            if not is_running and state.status in _ENDED:
-                continue
-            if failed and state.request_id in failed:
+            got = next(sampled) if row.samples else None
+            num_before = state.num_tokens
+            if (
+                got is not None
+                and is_plain
+                and state.num_prompt_tokens < num_before < state.max_total_tokens - 1
+                and state.status is running
+                and state.admitted_step_id <= step_id
+                and got[0][0] not in state.stop_token_ids
+            ):  # one token of many, as `_take_row` would take it
+                output, token_ids = None, got[0]
+                state.num_tokens = num_before + 1
+                state.num_in_flight_tokens -= 1
+                state.output_token_ids += token_ids
+                if silent is None:
+                    output = state.output(token_ids, None, num_before)
+                    outputs.append(output)
+                else:
+                    silent.append(state.request_id)
+                if keeps_deadlines:
+                    delivered.append((state, 1, output))
+                if num_before >= state.num_tokens_to_register:
+                    self._table.kv.register_full_blocks(state, num_before)
+            elif failed and state.request_id in failed and state.status not in _ENDED:
                 end = _end_at_fault if state.request_id in guided.faults else _fail
                 outputs.append(end(state, failed[state.request_id], self._table))
-                continue
-            # Not those of a row planned before a preemption: they belong to others by now.
-            holds_blocks = is_running and state.admitted_step_id <= step.step_id
-            finished = False
-            if samples:
-                output = deliver(state, got[0], got[1], row.num_draft_tokens)
-                if drafting is not None:
-                    self._note_drafts(state, row, output, got, holds_blocks=holds_blocks)
-                outputs.append(output)
-                finished = output.finish_reason is not None
-                if keeps_deadlines:
-                    delivered.append((state, output))
-                # All but the last token sampled; a row planned behind drafts does not know its place itself.
-                num_valid = state.num_tokens - 1
-            else:
-                num_valid = row.num_computed_tokens + row.num_new_tokens
-                finished = _gets_embedding(state, num_valid, result, outputs, delivered)
-            if holds_blocks and num_valid >= state.num_tokens_to_register:
-                self._table.kv.register_full_blocks(state, num_valid)
-            if finished:
-                self._finish(state, now)
+            elif state.status not in _ENDED:
+                output = self._take_row(state, row, got, result, step_id)
+                if output is not None:
+                    outputs.append(output)
+                    delivered.append((state, len(output.new_token_ids), output))
+                    if output.finish_reason is not None:
+                        self._finish(state, now)
         return delivered
+
+    def _take_row(
+        self,
+        state: RequestState,
+        row: ScheduledRequest,
+        got: SampledRow | None,
+        result: ModelRunnerOutput,
+        step_id: int,
+    ) -> RequestOutput | None:
+        """Give a request what its row brought; return its output, if it has one."""
+        # Not those of a row planned before a preemption: they belong to others by now.
+        holds_blocks = state.status is RequestStatus.RUNNING and state.admitted_step_id <= step_id
+        output = None
+        if got is not None:
+            output = state.deliver(got[0], got[1], row.num_draft_tokens)
+            if result.guided is not None and state.request_id in result.guided.completed:
+                output.finish_reason = FinishReason.STOP
+            if self.drafting is not None:
+                self._note_drafts(state, row, output, got, holds_blocks=holds_blocks)
+            # All but the last token sampled; a row planned behind drafts does not know its place itself.
+            num_valid = state.num_tokens - 1
+        else:
+            num_valid = row.num_computed_tokens + row.num_new_tokens
+            if state.request.pooling is not None and num_valid >= state.num_tokens:
+                state.num_in_flight_tokens = 0
+                output = state.output([], FinishReason.STOP, state.num_tokens)
+                output.embedding = (result.embeddings or {}).get(state.request_id)
+        if holds_blocks and num_valid >= state.num_tokens_to_register:
+            self._table.kv.register_full_blocks(state, num_valid)
+        return output
 
     def _note_drafts(
         self,
@@ -317,7 +351,7 @@ class StepResults:
         output.num_drafted_tokens, output.num_accepted_tokens = draft.num_drafted, draft.num_accepted
         if holds_blocks and row.num_draft_tokens:
             # What is behind the first rejected draft counts as not computed; its KV slots are used again.
-            state.retract(1 + row.num_draft_tokens - len(token_ids))
+            state.num_computed_tokens -= 1 + row.num_draft_tokens - len(token_ids)
         self.drafting.observe(
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
@@ -336,55 +370,10 @@ class StepResults:
             self._table.drop(state)
 
 
-def _gets_embedding(
-    state: RequestState,
-    num_valid: int,
-    result: ModelRunnerOutput,
-    outputs: list[RequestOutput],
-    delivered: Delivered,
-) -> bool:
-    """Give a request with pooling its embedding, if its prompt is computed; return whether it has ended.
-
-    Parameters
-    ----------
-    num_valid : tokens of it that are computed.
-    outputs, delivered : get what it got.
-    """
-    if state.request.pooling is None or num_valid < state.num_tokens:
-        return False
-    output = state.end_with((result.embeddings or {}).get(state.request_id))
-    outputs.append(output)
-    delivered.append((state, output))
-    return True
-
-
 def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutput:
     """Return the output that ends a request without another token."""
-    return RequestOutput(
-        state.request_id,
-        [],
-        finish_reason,
-        None,
-        state.num_cached_tokens,
-        state.num_preemptions,
-        state.scheduled_time,
-        num_drafted_tokens=state.draft.num_drafted,
-        num_accepted_tokens=state.draft.num_accepted,
-        num_previous_tokens=state.num_output_tokens,
-    )
-
-
-def _deliver_or_end(
-    completed: Container[str],
-    state: RequestState,
-    sampled_ids: list[int],
-    logprobs: list[TokenLogprobs] | None,
-    num_drafts: int,
-) -> RequestOutput:
-    """Deliver what a row sampled; end the request if its grammar is complete."""
-    output = state.deliver(sampled_ids, logprobs, num_drafts)
-    if state.request_id in completed:
-        output.finish_reason = FinishReason.STOP
+    output = state.output([], finish_reason, state.num_tokens)
+    output.num_drafted_tokens, output.num_accepted_tokens = state.draft.num_drafted, state.draft.num_accepted
     return output
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import repeat
-from typing import NamedTuple
 
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
@@ -27,25 +26,19 @@ new_tuple = tuple.__new__
 """Makes a named tuple without the call of its own constructor: `new_tuple(ScheduledRequest, (...))`."""
 
 
-class CommittedRows(NamedTuple):
-    """What a plan has become."""
-
-    rows: list[ScheduledRequest]
-    states: list[RequestState]
-    """Of each row."""
-    admitted: list[AdmittedRequest]
-    """Whom the model runner must hear of."""
-
-
 def commit_rows(
     plan: StepPlan, table: RequestTable, shape: BatchShape, *, now: float, step_id: int
-) -> CommittedRows:
+) -> tuple[list[ScheduledRequest], list[RequestState], list[AdmittedRequest]]:
     """Advance the requests of a step, and admit those that join the batch with it.
 
     Parameters
     ----------
     shape : gets the rows.
     now : when the step is planned, seconds.
+
+    Returns
+    -------
+    The rows, the request of each, and whom the model runner must hear of.
     """
     admitted = table.take_unannounced()
     states = plan.decodes.copy()
@@ -71,7 +64,7 @@ def commit_rows(
                 state.last_step_id = step_id
     if table.num_pooled:
         rows = [_pooled_row(row, state, shape) for row, state in zip(rows, states, strict=True)]
-    return new_tuple(CommittedRows, (rows, states, admitted))
+    return rows, states, admitted
 
 
 def _pooled_row(row: ScheduledRequest, state: RequestState, shape: BatchShape) -> ScheduledRequest:
@@ -102,7 +95,7 @@ def decode_rows(states: list[RequestState], kv: KVCacheManager, shape: BatchShap
         if num_computed >= state.num_allocated_tokens:
             block_ids = kv.grow(state, num_computed + 1)
         samples = state.status is running
-        if samples:  # as `advance` does, without a call for each; a padding row runs its last token again
+        if samples:  # a padding row runs its last token again
             state.num_computed_tokens = num_computed + 1
             state.num_in_flight_tokens += 1
             num_sampling += 1
@@ -120,7 +113,8 @@ def advance_chunk(state: RequestState, num_new: int, shape: BatchShape) -> Sched
     """Plan a chunk or a new request's row; the blocks were reserved at admission, so it takes none."""
     num_computed = state.num_computed_tokens
     samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
-    state.advance(num_new, samples)
+    state.num_computed_tokens += num_new
+    state.num_in_flight_tokens += samples
     shape.add(num_computed, num_new, samples=num_new if state.scores_prompt else samples)
     return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)
 
@@ -156,7 +150,9 @@ def advance_with_drafts(
             block_ids = kv.grow(state, num_computed + num_new)
         samples = state.status is running
         if samples:
-            state.advance(num_new, num_new, num)
+            state.num_computed_tokens += num_new
+            state.num_in_flight_tokens += num_new
+            state.num_in_flight_drafts += num
             num_sampling += num_new
         context += num_computed
         num_verifying += num > 0

@@ -180,25 +180,6 @@ class Scheduler:
         """Requests that are waiting or running and will deliver more."""
         return len(self._states)
 
-    @property
-    def num_preemptions(self) -> int:
-        return self.table.num_preemptions
-
-    @property
-    def num_relegated(self) -> int:
-        """Requests so far that have become best effort because their first token could not be in time."""
-        return self.planner.relegation.num_relegated
-
-    @property
-    def num_prefix_queries(self) -> int:
-        """Prompt tokens looked up in the prefix cache so far."""
-        return self.table.num_prefix_queries
-
-    @property
-    def num_prefix_hits(self) -> int:
-        """Of these, tokens found."""
-        return self.table.num_prefix_hits
-
     def add(self, request: Request, now: float | None = None) -> None:
         """Queue a request.
 

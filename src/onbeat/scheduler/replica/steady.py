@@ -9,30 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from math import inf
-from typing import Protocol, runtime_checkable
 
-from onbeat.core.step import BatchShape, SchedulerOutput
+from onbeat.core.step import SchedulerOutput
+from onbeat.core.step_time import observe_each
 from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.request_state import NEVER, RequestState, RequestStatus
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.slo.deadlines import TOLERANCE, SLOState
-
-
-@runtime_checkable
-class RunLearner(Protocol):
-    """A step-time model that learns from several steps at once in less time."""
-
-    def observe_run(self, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
-        """Learn from steps that followed one another, in each of which every row read a token more.
-
-        Parameters
-        ----------
-        shape : of the step before the first of them; afterwards that of the last.
-        begun : when the first began, seconds.
-        ends : when each of them ended, which is when the next began.
-        """
-        ...
 
 
 class SteadyRuns:
@@ -46,8 +31,6 @@ class SteadyRuns:
     def __init__(self, scheduler: Scheduler, token_id: int) -> None:
         self._scheduler = scheduler
         self._token_id = token_id
-        model = scheduler.step_time_model
-        self._learner = model if isinstance(model, RunLearner) else None
 
     def begin(self, scheduled: SchedulerOutput) -> SteadyRun | None:
         """Return the run that begins with a step that was just planned; None where it has no other step."""
@@ -69,7 +52,7 @@ class SteadyRuns:
         states, max_steps = _rows_and_steps(scheduler.running, scheduler.kv)
         if max_steps <= 1:
             return None
-        return SteadyRun(scheduler, scheduled, states, limit, max_steps, self._token_id, self._learner)
+        return SteadyRun(scheduler, scheduled, states, limit, max_steps, self._token_id)
 
 
 def _rows_and_steps(running: Sequence[RequestState], kv: KVCacheManager) -> tuple[list[RequestState], int]:
@@ -113,11 +96,11 @@ class SteadyRun:
 
     Attributes
     ----------
-    max_steps : how often it may be run; fewer where `goes_on` says so.
-    is_bound : whether `goes_on` is to be asked before each step but the first.
+    max_steps : how often it may be run; fewer where `num_followed` says so.
+    is_bound : whether `num_followed` is to be asked of each step but the last.
     """
 
-    def __init__(  # noqa: PLR0913 (what the finder has found out)
+    def __init__(
         self,
         scheduler: Scheduler,
         scheduled: SchedulerOutput,
@@ -125,7 +108,6 @@ class SteadyRun:
         limit: float,
         max_steps: int,
         token_id: int,
-        learner: RunLearner | None,
     ) -> None:
         self.max_steps = max_steps
         self.is_bound = limit < inf
@@ -133,29 +115,21 @@ class SteadyRun:
         self._states = states
         self._limit = limit
         self._token_id = token_id
-        self._learner = learner
         self._planned_at = scheduler.in_flight[0].planned_at
         self._num_rows = scheduled.shape.num_lm_head_rows
         self._learnt = scheduled.shape.copy()
         """The shape of the last step whose time was learnt; before, of the one ahead of the first."""
         self._learnt.decode_context_tokens -= self._num_rows
 
-    def goes_on(self, end: float) -> bool:
-        """Learn from the last step that was not learnt from; return whether it would be planned once more.
+    def num_followed(self, ends: Sequence[float]) -> int:
+        """Learn from the next steps, up to one that would not be planned once more; return how many would.
 
         Parameters
         ----------
-        end : when it ended, seconds.
+        ends : when each of them ended, seconds.
         """
-        scheduler, shape, num_rows = self._scheduler, self._learnt, self._num_rows
-        model = scheduler.step_time_model
-        assert model is not None
-        shape.decode_context_tokens += num_rows
-        scheduler.feedback.observe(shape, self._planned_at, end)
-        shape.decode_context_tokens += num_rows
-        seconds = model.step_time(shape, scheduler.quantile)
-        shape.decode_context_tokens -= num_rows
-        return seconds <= self._limit
+        num_learnt, goes_on = self._learn(ends, self._limit)
+        return num_learnt if goes_on else num_learnt - 1
 
     def advance(self, ends: Sequence[float]) -> None:
         """Take the results of steps; the next one is under way.
@@ -165,7 +139,7 @@ class SteadyRun:
         ends : when each of them ended, seconds; at least one.
         """
         num_steps, scheduler = len(ends), self._scheduler
-        self._learn(ends)
+        self._learn(ends[bisect_right(ends, scheduler.feedback.last_end) :], inf)
         kv, token_ids = scheduler.kv, [self._token_id] * num_steps
         for state in self._states:
             num_computed = state.num_computed_tokens = state.num_computed_tokens + num_steps
@@ -182,29 +156,24 @@ class SteadyRun:
         if scheduler.policy.slo is not None and scheduler.step_time_model is not None:
             in_flight.busy_until = ends[-1] + scheduler.step_time_model.step_time(shape)
 
-    def _learn(self, ends: Sequence[float]) -> None:
-        """Learn from the steps that were not learnt from yet, as `StepFeedback.observe` of each."""
-        feedback, shape = self._scheduler.feedback, self._learnt
+    def _learn(self, ends: Sequence[float], limit: float) -> tuple[int, bool]:
+        """Learn from steps, as `StepFeedback.observe` of each; see `observe_each`."""
+        feedback, quantile = self._scheduler.feedback, self._scheduler.quantile
         if feedback.model is None:
-            feedback.last_end = ends[-1]
-            return
-        ends = ends[bisect_right(ends, feedback.last_end) :]
-        rules, learner = feedback.rules, self._learner
-        while ends:
-            some = (
-                ends if rules is None else ends[: rules.cost_model.num_left]
-            )  # no more than until costs are taken anew
-            ends = ends[len(some) :]
-            if learner is None:
-                for end in some:
-                    shape.decode_context_tokens += self._num_rows
-                    feedback.observe(shape, self._planned_at, end)
-                continue
+            feedback.last_end = ends[-1] if ends else feedback.last_end
+            return len(ends), True
+        observe_run = getattr(feedback.model, "observe_run", None) or partial(observe_each, feedback.model)
+        rules, num, goes_on = feedback.rules, 0, True
+        while goes_on and num < len(ends):
+            # No more than until costs are taken anew.
+            some = ends[num:] if rules is None else ends[num : num + rules.cost_model.num_left]
             begun = max(self._planned_at, feedback.last_end)
-            learner.observe_run(shape, begun, some)
-            feedback.last_end = some[-1]
+            num_learnt, goes_on = observe_run(self._learnt, begun, some, limit, quantile)
+            num += num_learnt
+            feedback.last_end = ends[num - 1]
             if rules is not None:
-                rules.note_steps(begun, some)
+                rules.note_steps(begun, some[:num_learnt])
+        return num, goes_on
 
     def _note_deliveries(self, ends: Sequence[float]) -> None:
         """Hold deliveries against their deadlines; see `SLOTracker.on_deliveries`."""

@@ -30,7 +30,9 @@ class StepReporter:
         """Return what planning has done since this was asked last."""
         scheduler, before = self._scheduler, self._reported
         self._reported = now = Planned(
-            scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits
+            scheduler.table.num_preemptions,
+            scheduler.table.num_prefix_queries,
+            scheduler.table.num_prefix_hits,
         )
         return Planned(*(after - each for after, each in zip(now, before, strict=True)))
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import ceil, inf
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
 from onbeat.scheduler.replica.request_state import RequestState
+
+Delivered = list[tuple[RequestState, int, RequestOutput | None]]
+"""What a step gave to whom: a request, its new tokens, and the output that tells of them, if one does."""
 
 MIN_SAMPLES = 16
 """Requests that must have been longer before their history is asked."""
@@ -22,6 +26,20 @@ _MARGIN = 1.5
 
 _PRIOR_MEAN = 512.0
 """Tokens; with shape 2, half of the answers end within 212 and nine in ten within 1,107."""
+
+
+class _Lengths:
+    """The last lengths of some requests, in their order and ascending."""
+
+    def __init__(self, window: int) -> None:
+        self._latest: deque[int] = deque(maxlen=window)
+        self.ascending: list[int] = []
+
+    def add(self, length: int) -> None:
+        if len(self._latest) == self._latest.maxlen:
+            del self.ascending[bisect_left(self.ascending, self._latest[0])]
+        self._latest.append(length)
+        insort(self.ascending, length)
 
 
 class OutputLengths:
@@ -55,8 +73,8 @@ class OutputLengths:
                 f"a window of output lengths must hold at least {MIN_SAMPLES} requests: {window}"
             )
         self._window = window
-        self._all: deque[int] = deque(maxlen=window)
-        self._by_class: dict[str | None, deque[int]] = {}
+        self._all = _Lengths(window)
+        self._by_class: dict[str | None, _Lengths] = {}
 
     def observe(self, slo_class: str | None, num_output_tokens: int) -> None:
         """Learn how long a request was that has ended by itself or by `max_tokens`.
@@ -65,12 +83,12 @@ class OutputLengths:
         ----------
         slo_class : name of its class of objectives; None is a class of its own.
         """
-        self._all.append(num_output_tokens)
+        self._all.add(num_output_tokens)
         history = self._by_class.get(slo_class)
         if history is None and len(self._by_class) < MAX_CLASSES:
-            history = self._by_class[slo_class] = deque(maxlen=self._window)
+            history = self._by_class[slo_class] = _Lengths(self._window)
         if history is not None:
-            history.append(num_output_tokens)
+            history.add(num_output_tokens)
 
     def remaining(self, slo_class: str | None, num_output_tokens_so_far: int, *, q: float, limit: int) -> int:
         """Return the q-quantile of the tokens that a request will still generate.
@@ -112,10 +130,11 @@ class OutputLengths:
 
     def _longer(self, slo_class: str | None, so_far: int) -> list[int]:
         """Return lengths beyond that of a request so far, ascending; none where too few are known."""
-        for history in (self._by_class.get(slo_class, ()), self._all):
-            longer = [length for length in history if length > so_far]
-            if len(longer) >= MIN_SAMPLES:
-                return sorted(longer)
+        for history in (self._by_class.get(slo_class), self._all):
+            if history is not None:
+                first = bisect_right(history.ascending, so_far)
+                if len(history.ascending) - first >= MIN_SAMPLES:
+                    return history.ascending[first:]
         return []
 
 
@@ -252,7 +271,7 @@ class SLOTracker:
         self.on_arrival(state)
         self.tenants.on_leave(state.request.tenant)
 
-    def on_deliveries(self, delivered: Iterable[tuple[RequestState, RequestOutput]], now: float) -> None:
+    def on_deliveries(self, delivered: Delivered, now: float) -> None:
         """Count what a step delivered, and tell the callers what has become of their objectives.
 
         Parameters
@@ -260,22 +279,21 @@ class SLOTracker:
         now : when the step ended, seconds.
         """
         has_tenants = self.has_tenants
-        for state, output in delivered:
+        for state, num_tokens, output in delivered:
             slo = state.slo
             if slo.tbt == slo.next_deadline == inf and slo.last_delivery > -inf:
                 slo.last_delivery = now  # no token of it will ever be due, and it had its first one
             else:
-                num_tokens = len(output.new_token_ids)
                 if slo.end == inf:
                     has_missed = slo.note_delivery(now, num_tokens)
                 else:
                     has_missed = self.note_paced(state, num_tokens, (now,))
                 self.num_missed += has_missed
-                if slo.predicted_ttft is not None:
+                if slo.predicted_ttft is not None and output is not None:
                     output.predicted_ttft, slo.predicted_ttft = slo.predicted_ttft, None  # told once
             if has_tenants:
-                self.tenants.on_output(state.request.tenant, len(output.new_token_ids))
-            if slo.is_best_effort:
+                self.tenants.on_output(state.request.tenant, num_tokens)
+            if slo.is_best_effort and output is not None:
                 output.fate = Fate.RELEGATED
 
     def tokens_left(self, state: RequestState, num_more: int = 0) -> int:

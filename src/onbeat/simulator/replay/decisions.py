@@ -142,8 +142,8 @@ class Replay:
             self.result.num_calls += 1
             if outputs:
                 yield ReplayedDelivery(call.now, outputs)
-        self.result.num_preemptions = self.scheduler.num_preemptions
-        self.result.num_prefix_hits = self.scheduler.num_prefix_hits
+        self.result.num_preemptions = self.scheduler.table.num_preemptions
+        self.result.num_prefix_hits = self.scheduler.table.num_prefix_hits
 
     def _add(self, call: AddCall) -> None:
         self._ids[call.request] = call.request_id

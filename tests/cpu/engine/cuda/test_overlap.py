@@ -213,7 +213,7 @@ def serve(forward: ForwardPass, depth: int, make: Callable[[int], SamplingParams
             assert output.error is None, output.error
             tokens[output.request_id] += output.new_token_ids
     core.shutdown()
-    assert scheduler.num_preemptions
+    assert scheduler.table.num_preemptions
     return list(tokens.values())
 
 

@@ -298,7 +298,7 @@ class SLOComposer(Composer):
         cost_model, tracker = self.cost_model, self.tracker
         if not plan.running:
             cost_model.catch_up()
-        state.note_hits(len(plan.kv.match(state)) * plan.kv.block_size)
+        state.num_hit_tokens = len(plan.kv.match(state)) * plan.kv.block_size
         if not state.slo.has_objective:
             return
         limit = state.max_total_tokens - state.num_tokens
