@@ -143,14 +143,34 @@ Group quantize(const float* values, int64_t count) {
     return group;
 }
 
+// Likewise in 4 bits, from the least number on.
+Group quantize_to_codes(const float* values, int64_t count) {
+    float least = values[0], largest = values[0];
+    for (int64_t i = 1; i < count; ++i) {
+        least = fminf(least, values[i]);
+        largest = fmaxf(largest, values[i]);
+    }
+    const float minimum = from_half(to_half(least)), scale = from_half(to_half((largest - minimum) / 15.0f));
+    Group group = {{}, 0, scale, minimum};
+    for (int64_t i = 0; i < count; ++i) {
+        const long nearest = scale > 0 ? lrintf((values[i] - minimum) / scale) : 0;
+        group.numbers[i] = (uint8_t)(nearest > 15 ? 15 : nearest < 0 ? 0 : nearest);
+    }
+    return group;
+}
+
 void pack_plain(ob_matrix& matrix, int64_t output, int32_t source_type, const uint8_t* row) {
     for (int64_t first = 0; first < matrix.num_inputs; first += matrix.group) {
         float values[kMostInputs] = {};  // zeros beyond the last input
         for (int64_t i = 0; i < matrix.group && first + i < matrix.num_inputs; ++i) {
             values[i] = plain_at(source_type, row, first + i);
         }
-        const Group group = quantize(values, matrix.group);
-        write_q8(Place(matrix, output, first / matrix.group), group, 0, matrix.group);
+        const Place place(matrix, output, first / matrix.group);
+        if (matrix.store == OB_STORE_Q4) {
+            write_q4(place, quantize_to_codes(values, matrix.group));
+        } else {
+            write_q8(place, quantize(values, matrix.group), 0, matrix.group);
+        }
     }
 }
 
@@ -163,7 +183,7 @@ int64_t quantized_panel_bytes(int32_t store, int64_t padded_inputs, int32_t grou
 
 bool quantized_takes(const ob_matrix& matrix, int32_t source_type) {
     if (layout_of(matrix.store, matrix.group).inputs == 0) return false;
-    if (is_plain(source_type)) return matrix.store == OB_STORE_Q8;
+    if (is_plain(source_type)) return matrix.store == OB_STORE_Q8 || matrix.store == OB_STORE_Q4;
     const SourceType* source = find_source(source_type);
     if (source == nullptr || source->group < matrix.group) return false;
     if (matrix.store == OB_STORE_Q4 || matrix.store == OB_STORE_E2M1) return source->four_bits == matrix.store;

@@ -21,7 +21,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float64"]
 DTYPES: tuple[str, ...] = get_args(DTypeName)
 BackendName = Literal["auto", "native", "cuda", "vllm", "torch"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
-Quantization = Literal["auto", "none", "int8", "fp8"]
+Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 ActivationQuantization = Literal["auto", "none", "int8"]
 LORA_FORM = "NAME=PATH"
@@ -153,8 +153,9 @@ class EngineConfig:
     quantization: Quantization = _model(
         "auto",
         help="format of the weights; auto: as in the file, which the torch backend dequantizes; none: all in "
-        "--dtype; int8: all matrices in 8 bits, with a scale for 32 neighbours (native backend only); fp8: "
-        "matrices of the layers in 8 bits, with a scale a row (GPU engine only; not run on a GPU yet)",
+        "--dtype; int8: all matrices in 8 bits, with a scale for 32 neighbours (native backend only); int4: "
+        "those of the layers in 4 bits, with a scale and an offset, embedding and head in 8 (native backend "
+        "only); fp8: likewise in 8 bits, with a scale a row (GPU engine only; not run on a GPU yet)",
     )
     activation_quantization: ActivationQuantization = _engine(
         "auto",

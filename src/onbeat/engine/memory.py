@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -175,12 +175,15 @@ class Footprint:
         num_tokens = given if isinstance(given, int) else LARGEST_BUDGET
         return self._work_bytes(num_tokens, limits.max_num_seqs)
 
-    def check_weights(self, free: FreeMemory, *, kv_cache_bytes: int = 0) -> None:
+    def check_weights(
+        self, free: FreeMemory, *, kv_cache_bytes: int = 0, savings: Iterable[tuple[str, int]] = ()
+    ) -> None:
         """Check that the weights fit.
 
         Parameters
         ----------
         kv_cache_bytes : that are asked for beside them; they count where it is said how many replicas fit.
+        savings : flags with which they would take less, and by how much; the least first.
 
         Raises
         ------
@@ -189,10 +192,16 @@ class Footprint:
         work = self._work_bytes(0, 0)
         if self.weight_bytes + work >= free.num_bytes:
             fitting = free.replicas_that_fit(self.weight_bytes + work + kv_cache_bytes)
+            cure = "use a smaller model, dtype or quantization, or give onbeat more memory"
+            for flag, saved in savings:
+                size = _size(self.weight_bytes - saved)
+                if self.weight_bytes - saved + work < free.num_bytes:
+                    cure = f"with {flag} they take {size}, which fits"
+                    break
+                cure = f"even with {flag} they take {size}: give onbeat more memory, or GPUs (--backend vllm)"
             raise ConfigError(
                 f"the weights take {_size(self.weight_bytes)}, and loading them {_size(work)} more, but "
-                f"{free.limit} leaves {_size(free.num_bytes)}; use a smaller model, dtype or "
-                f"quantization, or give onbeat more memory{fitting}"
+                f"{free.limit} leaves {_size(free.num_bytes)}; {cure}{fitting}"
             )
 
     def check_fits(self, free: FreeMemory, *, num_blocks: int, num_tokens: int, num_rows: int) -> None:

@@ -35,6 +35,16 @@ def test_weights_need_room_to_be_loaded() -> None:
         FOOTPRINT.check_weights(free(120))
 
 
+def test_weights_that_do_not_fit_name_the_flag_with_which_they_would() -> None:
+    savings = [("--quantization int8", 10 * MIB), ("--quantization int4", 50 * MIB)]
+    with pytest.raises(ConfigError, match="with --quantization int4 they take 50 MiB, which fits"):
+        FOOTPRINT.check_weights(free(220), savings=savings)
+    with pytest.raises(
+        ConfigError, match=r"even with --quantization int4 they take 50 MiB: .*--backend vllm"
+    ):
+        FOOTPRINT.check_weights(free(180), savings=savings)
+
+
 def test_what_is_too_much_names_need_limit_and_what_fits() -> None:
     def check(num_blocks: int) -> None:
         FOOTPRINT.check_fits(free(1024), num_blocks=num_blocks, num_tokens=1024, num_rows=32)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.backends import base
+from onbeat.engine.container import FreeMemory
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.start import build_engine, prepare
 from onbeat.engine.step_time_spec import model_spec_of
@@ -75,6 +77,14 @@ def test_what_a_state_cannot_do_is_refused(tmp_path: Path) -> None:
         prepare(config(tmp_path, kv_cache_memory_bytes=STATE_BYTES))
     with pytest.raises(ConfigError, match="speculative-config"):
         prepare(config(tmp_path, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3)))
+
+
+def test_weights_that_do_not_fit_are_named_before_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "free_for", lambda _share, _device: FreeMemory(0, "the sandbox"))
+    with pytest.raises(ConfigError, match=r"weights take .* the sandbox leaves 0 MiB; even with .*int4"):
+        prepare(config(tmp_path))
 
 
 def test_step_times_know_the_states(tmp_path: Path) -> None:

@@ -184,10 +184,15 @@ def test_activations_are_quantized_unless_told_otherwise(
 
 
 def test_quantized_weights_leave_more_memory(native_library: NativeLibrary, config: EngineConfig) -> None:
-    plain, int8 = (
-        needs(change(config, quantization=quantization)).weight_bytes for quantization in ("none", "int8")
+    plain, int8, int4 = (
+        needs(change(config, quantization=quantization)).weight_bytes
+        for quantization in ("none", "int8", "int4")
     )
     assert int8 < 0.4 * plain
+    assert int4 < int8
+    loader = prepare(change(config, quantization="int4", load_format="dummy"))
+    assert start_sentence(loader).endswith("(int4 weights)")
+    assert loader.backend.embedding_format == "int8"
 
 
 def test_narrow_heads_are_counted_with_their_padding(

@@ -15,6 +15,7 @@ import torch
 from onbeat.core.errors import ConfigError, EngineError
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.engine_config import Quantization
 from onbeat.engine.input_batch import InputBatch, StepInputs
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.native.forward import NativeForward
@@ -89,10 +90,14 @@ def test_threads_change_nothing_but_rounding(
         assert relative_error(logits, one) < (1e-5 if dtype == torch.float32 else 0.01)
 
 
-def test_int8_weights_come_near_the_plain_ones(native_library: NativeLibrary) -> None:
+def test_weights_of_few_bits_come_near_the_plain_ones(native_library: NativeLibrary) -> None:
     exact = first_logits(on_torch(tiny_model("llama3", torch.float32).weights))
-    quantized = first_logits(on_native(native_library, checkpoint_of("llama3"), quantization="int8"))
-    assert relative_error(quantized, exact) < 0.05
+    bounds: dict[Quantization, float] = {"int8": 0.05, "int4": 0.4}
+    for quantization, most in bounds.items():
+        quantized = first_logits(
+            on_native(native_library, checkpoint_of("llama3"), quantization=quantization)
+        )
+        assert relative_error(quantized, exact) < most
 
 
 def test_activations_in_8_bits_are_the_same_everywhere(native_library: NativeLibrary) -> None:

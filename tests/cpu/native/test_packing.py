@@ -18,7 +18,7 @@ from onbeat.engine.engine_config import Quantization
 from onbeat.engine.model_config import ModelConfig, head_order, model_config_from_hf
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, Store
-from onbeat.engine.native.packing import GatedWeights, NativeWeights
+from onbeat.engine.native.packing import ExpertWeights, GatedWeights, NativeWeights
 from onbeat.engine.torch.types import numpy_dtype
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
 from onbeat.engine.weights.parameters import LAYER_NORMS
@@ -280,3 +280,13 @@ def test_a_large_embedding_does_not_name_the_format_of_the_layers(form: str, exp
     config = replace(model_config_from_hf(gguf_models.FAMILIES["mixtral"]().to_dict()), vocab_size=1 << 17)
     layouts = WeightLayouts(DummyCheckpoint(config, form=form), dtype=BFLOAT16, quantization="auto")
     assert (layouts.number_format(), layouts.embedding_format()) == (expected, "bf16")
+
+
+def test_int4_keeps_experts_in_mxfp4_and_rounds_the_rest(native_library: NativeLibrary) -> None:
+    config = model_config_from_hf(gguf_models.FAMILIES["mixtral"]().to_dict())
+    weights = pack(native_library, DummyCheckpoint(config, form="MXFP4"), quantization="int4")
+    layer = weights.layers[0]
+    assert isinstance(layer.feed_forward, ExpertWeights)
+    assert layer.feed_forward.experts[0].down.layout.store == Store.E2M1
+    assert {matrix.layout.store for matrix in (*layer.qkv, layer.o)} == {Store.Q4}
+    assert weights.embedding.layout.store == Store.Q8

@@ -119,7 +119,6 @@ def test_what_would_be_quantized_a_second_time_is_refused(kernels: Kernels) -> N
         ("Q8_MIN", 32, "F32"),
         ("Q4", 32, "Q8_0"),
         ("Q4", 32, "Q5_0"),
-        ("Q4", 32, "F32"),
         ("Q4", 16, "Q4_1"),
         ("E2M1", 32, "E2M1_16"),  # has a scale for 16
         ("E2M1", 32, "Q4_0"),
@@ -127,6 +126,19 @@ def test_what_would_be_quantized_a_second_time_is_refused(kernels: Kernels) -> N
         ("Q8", 64, "Q8_0"),
     ):
         assert not kernels.takes(store, group, kind), (store, group, kind)
+
+
+def test_plain_numbers_become_4_bits_within_half_a_step(kernels: Kernels) -> None:
+    rng = np.random.default_rng(3)
+    values = (rng.standard_normal((37, 64)) * 10.0 ** rng.integers(-2, 2, (37, 1))).astype(np.float32)
+    values[3], values[4] = 0.0, 2.0
+    packed = kernels.pack("Q4", 32, "F32", values, 64).values()[:37]
+    groups = values.reshape(37, 2, 32)
+    step = (groups.max(axis=2) - groups.min(axis=2)) / 15
+    rounding = np.abs(groups).max(axis=2) / 1000  # of scale and least number to half precision
+    error = np.abs(packed[:, :64].reshape(groups.shape) - groups).max(axis=2)
+    assert (error <= 0.5 * step + rounding).all()
+    assert (packed[3:5, :64] == values[3:5]).all()
 
 
 @each_case("num_inputs", [1, 31, 64, 100])

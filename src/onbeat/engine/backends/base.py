@@ -187,7 +187,8 @@ class CheckpointBackend(ForwardBackend):
         if draft is not None:
             footprint = footprint.beside(draft.needs(block_size))
         free = free_for(config.memory_share, self.device.device)
-        footprint.check_weights(free, kv_cache_bytes=config.kv_cache_memory_bytes or 0)
+        kv_cache_bytes = config.kv_cache_memory_bytes or 0
+        footprint.check_weights(free, kv_cache_bytes=kv_cache_bytes, savings=self.savings())
         state_bytes = config.limits.max_num_seqs * footprint.state_bytes
         budget = self._kv_bytes(config, footprint, free)
         num_snapshots = None
@@ -203,6 +204,10 @@ class CheckpointBackend(ForwardBackend):
             num_rows=limits.max_num_seqs,
         )
         return limits
+
+    def savings(self) -> Iterator[tuple[str, int]]:
+        """Yield flags with which the weights would take less memory, and by how much: the least first."""
+        return iter(())
 
     def _kv_bytes(self, config: EngineConfig, footprint: Footprint, free: FreeMemory) -> int:
         """Return what KV blocks and states take together."""
@@ -225,7 +230,9 @@ class CheckpointBackend(ForwardBackend):
                 f"{self.name} keeps a state of each request, which cannot go back behind a draft that is not "
                 "accepted; leave --speculative-config out"
             )
-        budget = self._kv_bytes(config, footprint, free_for(config.memory_share, self.device.device))
+        free = free_for(config.memory_share, self.device.device)
+        footprint.check_weights(free, savings=self.savings())  # or nothing would be left for states
+        budget = self._kv_bytes(config, footprint, free)
         most = footprint.most_states(budget)
         return with_states(limits, most)[0]
 

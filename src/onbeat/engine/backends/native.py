@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from onbeat.core.errors import ConfigError
@@ -62,6 +63,13 @@ class NativeBackend(CheckpointBackend):
     def plain_names(self) -> list[str]:
         """Return what is not multiplied as the file has it."""
         return self._layouts.plain_names()
+
+    def savings(self) -> Iterator[tuple[str, int]]:
+        """Yield them; see `CheckpointBackend.savings`."""
+        for quantization in ("int8", "int4"):
+            layouts = WeightLayouts(self.checkpoint, dtype=self.device.dtype, quantization=quantization)
+            if (saved := self._layouts.num_bytes() - layouts.num_bytes()) > 0:
+                yield f"--quantization {quantization}", saved
 
     def needs(self, block_size: int) -> Footprint:
         """Return the memory of packed weights and padded heads."""

@@ -27,7 +27,7 @@ def open_weights(config: EngineConfig) -> Checkpoint:
     """
     served_len = config.limits.max_model_len
     if config.load_format == "dummy":
-        form = usual_form(config.model)
+        form = usual_form(config.model) or ("Q4_1" if config.quantization == "int4" else None)
         return DummyCheckpoint(
             read_model_config(config.model, served_len=served_len), seed=config.seed, form=form
         )

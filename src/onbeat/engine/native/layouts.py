@@ -19,7 +19,7 @@ PLAIN_LAYOUTS: Mapping[np.dtype[Any], MatrixLayout] = {
     FLOAT32: MatrixLayout(Store.F32),
     BFLOAT16: MatrixLayout(Store.BF16),
 }
-INT8_LAYOUT = MatrixLayout(Store.Q8, 32)
+INT8_LAYOUT, INT4_LAYOUT = MatrixLayout(Store.Q8, 32), MatrixLayout(Store.Q4, 32)
 NATURAL_LAYOUTS: Mapping[str, MatrixLayout] = {
     "Q8_0": MatrixLayout(Store.Q8, 32),
     "Q5_0": MatrixLayout(Store.Q8, 32),
@@ -50,7 +50,7 @@ class WeightLayouts:
     checkpoint : what will be packed.
     dtype : of matrices that are not quantized: float32 or bfloat16.
     quantization : `auto` leaves numbers that the file quantizes as they are, `none` turns them into plain
-        ones, `int8` quantizes all matrices.
+        ones, `int8` quantizes all matrices, `int4` those of the layers that the file has in more than 4 bits.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, dtype: np.dtype[Any], quantization: Quantization) -> None:
@@ -59,7 +59,7 @@ class WeightLayouts:
         self._source = checkpoint
         self._config = checkpoint.config
         # Rows of 16 gates and 16 ups lie in turn, and a scale is shared by 32 inputs of the next matrix.
-        multiple = INT8_LAYOUT.group if quantization == "int8" else 16
+        multiple = INT8_LAYOUT.group if quantization in ("int8", "int4") else 16
         experts = self._config.experts
         self.intermediate_size = -(-self._config.intermediate_size // multiple) * multiple
         """Width of the feed-forward layer, padded with zeros."""
@@ -74,9 +74,9 @@ class WeightLayouts:
         rows = self._source.quantized_rows(name)
         if rows is None or rows.type_name not in NATURAL_LAYOUTS:
             return None
-        if self.quantization == "int8" and NATURAL_LAYOUTS[rows.type_name] != INT8_LAYOUT:
-            return None
-        return rows
+        natural = NATURAL_LAYOUTS[rows.type_name]
+        is_wide = self.quantization == "int4" and natural.store not in (Store.Q4, Store.E2M1)
+        return None if is_wide or (self.quantization == "int8" and natural != INT8_LAYOUT) else rows
 
     def layouts(self, names: Sequence[str]) -> tuple[MatrixLayout, ...]:
         """Return how a matrix of some parameters may be kept, best first.
@@ -87,10 +87,12 @@ class WeightLayouts:
         """
         if names[0].endswith(ROUTER):
             return (self.plain,)  # small, and a coarse number would choose another expert
-        if self.quantization == "int8":
+        if self.quantization == "int8" or (self.quantization == "int4" and names[0] in (EMBEDDING, LM_HEAD)):
             return (INT8_LAYOUT,)
         rows = [self.quantized_rows(name) for name in names]
         found = {NATURAL_LAYOUTS[part.type_name] for part in rows if part is not None}
+        if self.quantization == "int4" and (None in rows or len(found) > 1):
+            return (INT4_LAYOUT,)
         if None in rows or not found:
             return (self.plain,)
         if len(found) == 1:

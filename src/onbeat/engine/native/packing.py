@@ -306,7 +306,8 @@ class WeightPacker:
         try:
             return PackedMatrix(self._library, layout, num_outputs=num_outputs, num_inputs=num_inputs)
         except ModelLoadError as error:
-            cure = "; serve without quantization int8" if self._layouts.quantization == "int8" else ""
+            given = self._layouts.quantization
+            cure = f"; serve without quantization {given}" if given.startswith("int") else ""
             raise ModelLoadError(f"{', '.join(names)}: {error}{cure}") from error
 
     def _pack_part(self, matrix: PackedMatrix, part: MatrixPart) -> bool:
@@ -314,12 +315,14 @@ class WeightPacker:
         if matrix.layout != self._layouts.plain:
             quantized = self._layouts.quantized_rows(part.name)
         if quantized is not None:
-            return matrix.pack(
+            is_packed = matrix.pack(
                 quantized.read(),
                 Source[quantized.type_name],
                 part.to_outputs[quantized.to_rows],
                 num_threads=self._num_threads,
             )
+            if is_packed or self._layouts.quantization != "int4":
+                return is_packed
         return self._pack_numbers(matrix, self._numbers(matrix, part.name), part.to_outputs)
 
     def _pack_padding(self, matrix: PackedMatrix, parts: Sequence[MatrixPart]) -> bool:
