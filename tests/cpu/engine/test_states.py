@@ -125,8 +125,8 @@ def test_a_replayed_run_decides_as_the_live_one(tmp_path: Path, policy: str) -> 
     replay = Replay(recording, learning_model(recording.header))
     result = replay.run()
     assert result.difference is None
-    assert result.num_prefix_hits == scheduler.num_prefix_hits > 60
-    assert result.num_preemptions == scheduler.num_preemptions
+    assert result.num_prefix_hits == scheduler.table.num_prefix_hits > 60
+    assert result.num_preemptions == scheduler.table.num_preemptions
     assert result.num_preemptions or policy == "slo"
     assert scheduler.kv.snapshots.num_used
     assert replay.scheduler.kv.snapshots.num_used == scheduler.kv.snapshots.num_used
