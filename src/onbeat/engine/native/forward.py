@@ -203,13 +203,13 @@ class NativeForward(ForwardPass):
 
 
 def first_layers(
-    config: ModelConfig, weights: NativeWeights, num_layers: int, first: int = 0
+    config: ModelConfig, weights: NativeWeights, num_layers: int
 ) -> tuple[ModelConfig, NativeWeights]:
-    """Return a model of some layers alone, from `first` on; it shares their weights."""
-    return (
-        config.some_layers(first, first + num_layers),
-        replace(weights, layers=weights.layers[first : first + num_layers]),
-    )
+    """Return a model of some layers alone, the first of which one attends; it shares their weights."""
+    attends = next(index for index in range(config.num_layers) if not config.is_linear(index))
+    first = max(attends + 1 - num_layers, 0)
+    end = first + num_layers
+    return config.some_layers(first, end), replace(weights, layers=weights.layers[first:end])
 
 
 class _FirstLayer:
@@ -221,13 +221,14 @@ class _FirstLayer:
     def __init__(
         self, library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions
     ) -> None:
-        first = next(index for index in range(config.num_layers) if not config.is_linear(index))
-        layer = weights.layers[first]
+        config, weights = first_layers(config, weights, 1)
+        layer = weights.layers[0]
         self.flops_per_row = 2.0 * layer.numbers_per_token
         self.num_bytes = sum(matrix.num_bytes for matrix in layer.matrices)
         self._forward = NativeForward(
             library,
-            *first_layers(config, weights, 1, first),
+            config,
+            weights,
             replace(options, num_blocks=_PRODUCT_SEQUENCES, block_size=_PRODUCT_TOKENS),
         )
 
