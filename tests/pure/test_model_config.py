@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import runpy
 import subprocess
 import sys
@@ -9,8 +10,14 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ModelLoadError, NeedsVllm
+from onbeat.engine.dtypes import BFLOAT16
+from onbeat.engine.memory import KVCacheSpec
 from onbeat.engine.model_config import RopeConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
 from onbeat.engine.model_config.families import FAMILIES, GGUF_FAMILIES
+from onbeat.engine.step_time_spec import model_spec_of
+from onbeat.engine.weights import parameter_shapes
+from onbeat.perfmodel.model_spec import find_model_spec, packaged_configs
+from onbeat.perfmodel.precision import Precision
 from tests.many_cases import each_case
 
 LLAMA: dict[str, Any] = {
@@ -191,6 +198,32 @@ def test_gemma3_transformers_5_spelling() -> None:
     assert model_config_from_hf(scaled).layer_rope(0) == RopeConfig(theta=10000.0)
 
 
+@pytest.mark.parametrize("name", ["gemma-4-E2B", "gemma-4-E4B", "gemma-4-26B-A4B", "gemma-4-31B"])
+def test_sizes_of_gemma4_are_those_that_step_times_know(name: str) -> None:
+    known = packaged_configs()[name]
+    text = {**known, "final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision"}
+    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    config, spec = model_config_from_hf(whole), find_model_spec(name)
+    assert model_spec_of(config, name) == spec
+    duplicates = spec.num_layers * 2 * spec.hidden_size  # norms, which a specification counts by two a layer
+    num_parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    assert num_parameters == pytest.approx(spec.num_parameters, abs=4 * duplicates)
+    kv = KVCacheSpec.of_model(config, dtype=BFLOAT16, block_size=16)
+    assert kv.block_bytes == 16 * spec.kv_bytes_per_token(Precision())
+    assert config.layer_rope(0) == RopeConfig(theta=10_000.0)
+    assert config.rope.frequency_factors == (1.0,) * 64 + (math.inf,) * 192
+    full = {index: {"head_dim": 512} for index in range(config.num_layers) if not config.is_sliding(index)}
+    heads = known.get("num_global_key_value_heads")
+    saved = {key: value for key, value in known.items() if "global" not in key}
+    each = {index: one | ({"num_key_value_heads": heads} if heads else {}) for index, one in full.items()}
+    again = model_config_from_hf({**whole, "text_config": {**text, **saved, "per_layer_config": each}})
+    assert again == config
+    with pytest.raises(ModelLoadError, match="per_layer_config"):
+        model_config_from_hf(
+            {**whole, "text_config": {**saved, "per_layer_config": each | {"5": {"head_dim": 8}}}}
+        )
+
+
 def test_the_documents_list_the_families_that_run() -> None:
     page = Path(__file__).parents[2] / "docs/models.md"
     assert page.read_text() == runpy.run_path(str(page.parents[1] / "scripts/families"))["page"]()
@@ -288,6 +321,16 @@ def test_texts_of_other_multimodal_models(name: str, model_type: str, architectu
         ),
         ({"num_key_value_heads": 5}, r"32 .* 5"),
         ({"head_dim": 31}, "head_dim is 31"),
+        ({"architectures": ["Gemma4ForCausalLM"], "use_bidirectional_attention": "all"}, "'all'"),
+        ({"architectures": ["Gemma4ForCausalLM"], "vocab_size_per_layer_input": 9}, "per_layer_input to 9"),
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 6, "num_kv_shared_layers": 2}
+            | {
+                "vocab_size_per_layer_input": 128256,
+                "layer_types": ["full_attention"] * 4 + ["sliding_attention"] * 2,
+            },
+            "layer 4 shares",
+        ),
         ({"rms_norm_eps": True}, "rms_norm_eps is True"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),

@@ -14,18 +14,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from onbeat.cli import outputs
 from onbeat.cli.answers import promise_text
 from onbeat.cli.args import INFEASIBLE, INTERRUPTED
 from onbeat.cli.capacity_output import CapacityReport, capacity_result
 from onbeat.cli.options import add_options, read_options, read_value
-from onbeat.cli.outputs import (
-    StudyOptions,
-    check_writable,
-    deliver,
-    files_of,
-    progress_bar,
-    shown_settings,
-)
 from onbeat.cli.simulate_options import add_simulation_arguments
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
@@ -247,7 +240,7 @@ class CapacityOptions:
         "good requests; distserve:0.9: this share within TTFT and TPOT",
     )
     search: SearchOptions = part(SearchOptions)
-    study: StudyOptions = part(StudyOptions)
+    study: outputs.StudyOptions = part(outputs.StudyOptions)
     vary: tuple[str, ...] = option(
         (),
         group="comparison",
@@ -270,7 +263,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     options = read_options(args, CapacityOptions)
     output = options.output
-    check_writable(files_of(output))
+    outputs.check_writable(outputs.files_of(output))
     planned = plan_cases(args, options.vary, objective=options.objective, repeats=options.study.repeats)
     lead = _lead(args, planned)
     console.print(lead, markup=False, soft_wrap=True)
@@ -282,7 +275,7 @@ def run(args: argparse.Namespace) -> int:
         capacities=capacities,
         promises={each.case.labels: promise_text(each.objective, each.objectives) for each in planned},
     )
-    deliver(capacity_result(report), console, json=output.json, report=output.report)
+    outputs.deliver(capacity_result(report), console, json=output.json, report=output.report)
     if report.is_interrupted:
         return INTERRUPTED
     return INFEASIBLE if report.is_infeasible else 0
@@ -302,7 +295,7 @@ def _search(options: CapacityOptions, planned: Sequence[PlannedCase], console: C
         for repeat, load in enumerate(each.loads)
         if not each.error
     ]
-    bar = progress_bar(console, is_quiet=options.output.disable_tqdm or not console.is_terminal)
+    bar = outputs.progress_bar(console, is_quiet=options.output.disable_tqdm or not console.is_terminal)
     row = bar.add_task("searching", total=len(tasks), note="")
 
     def on_trial(index: int, trial: Trial) -> None:
@@ -355,7 +348,7 @@ def _settings(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> dict[
     """Return the flags that were given, and what became of the load."""
     load = planned[0].loads[0]
     return {
-        "flags": shown_settings(args, hidden=("json", "report", "config")),
+        "flags": outputs.shown_settings(args, hidden=("json", "report", "config")),
         "load": {
             "name": load.name,
             "num_requests": len(load),

@@ -30,18 +30,8 @@ from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.profile import profile_path, profiles_dir, write_profile
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
+from onbeat.report import plot
 from onbeat.report.page import write_page
-from onbeat.report.plot import (
-    QUEUE_COLOUR,
-    STREAM_COLOUR,
-    WAIT_COLOUR,
-    Figure,
-    Trace,
-    axis,
-    figure,
-    log_scale,
-    trace,
-)
 from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table, show
 from onbeat.report.units import exact_percent, whole_percent
 
@@ -185,41 +175,45 @@ def _work(step: MeasuredStep) -> int:
     return step.shape.query_key_pairs + step.shape.decode_context_tokens
 
 
-def _scatter(result: ProfileResult) -> Figure:
+def _scatter(result: ProfileResult) -> plot.Figure:
     times = [step.seconds * 1e3 for step in result.profile.steps]
     ends = [min(times), max(times)]
     data = [
         _points(name, colour, steps, [step.seconds * 1e3 for step in steps], _predicted(result, steps, 1e3))
         for name, colour, steps in _parts(result)
     ]
-    data.append(trace("exact", ends, ends, line={"dash": "dot", "color": QUEUE_COLOUR}))
-    scale = log_scale(ends)
-    axes = axis("measured (ms)", **scale), axis("predicted (ms)", **{**scale, "range": None})
-    return figure("Predicted against measured", data, *axes, height=FIGURE_HEIGHT)
+    data.append(plot.trace("exact", ends, ends, line={"dash": "dot", "color": plot.QUEUE_COLOUR}))
+    scale = plot.log_scale(ends)
+    axes = plot.axis("measured (ms)", **scale), plot.axis("predicted (ms)", **{**scale, "range": None})
+    return plot.figure("Predicted against measured", data, *axes, height=FIGURE_HEIGHT)
 
 
 def _parts(result: ProfileResult) -> tuple[tuple[str, str, Sequence[MeasuredStep]], ...]:
     """Return the steps that were fitted and those that were held back, each with a colour."""
-    return ("fitted", STREAM_COLOUR, result.fitted_steps), ("held back", WAIT_COLOUR, result.held_back)
+    return ("fitted", plot.STREAM_COLOUR, result.fitted_steps), (
+        "held back",
+        plot.WAIT_COLOUR,
+        result.held_back,
+    )
 
 
 def _points(
     name: str, colour: str, steps: Sequence[MeasuredStep], x: Sequence[float], y: Sequence[float]
-) -> Trace:
+) -> plot.Trace:
     marker = {"color": colour, "size": 6, "opacity": 0.8}
-    return trace(name, x, y, "markers", text=[describe(step.shape) for step in steps], marker=marker)
+    return plot.trace(name, x, y, "markers", text=[describe(step.shape) for step in steps], marker=marker)
 
 
-def _error_figure(result: ProfileResult) -> Figure:
+def _error_figure(result: ProfileResult) -> plot.Figure:
     """Return how far off each step was, over its new tokens: a pattern is what the fit cannot express."""
     data = []
     for name, colour, steps in _parts(result):
         pairs = zip(_predicted(result, steps), steps, strict=True)
         errors = [100 * (seconds / step.seconds - 1) for seconds, step in pairs]
         data.append(_points(name, colour, steps, [step.shape.num_new_tokens for step in steps], errors))
-    sizes = log_scale([step.shape.num_new_tokens for step in result.profile.steps])
-    axes = axis("new tokens of the step", **sizes), axis("predicted too much (%)", zeroline=True)
-    return figure("Error by size", data, *axes, height=FIGURE_HEIGHT)
+    sizes = plot.log_scale([step.shape.num_new_tokens for step in result.profile.steps])
+    axes = plot.axis("new tokens of the step", **sizes), plot.axis("predicted too much (%)", zeroline=True)
+    return plot.figure("Error by size", data, *axes, height=FIGURE_HEIGHT)
 
 
 def _predicted(result: ProfileResult, steps: Sequence[MeasuredStep], unit: float = 1.0) -> list[float]:

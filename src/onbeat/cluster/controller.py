@@ -26,44 +26,9 @@ from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
 from onbeat.core.handover import Detached, MoveTask, MoveVerb, TaskAnswer
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Request
+from onbeat.engine import messages
 from onbeat.engine.kv_access import KVSource
-from onbeat.engine.messages import (
-    AbortRequests,
-    AdapterAnswer,
-    AddRequest,
-    AskMove,
-    Died,
-    FromEngine,
-    Heartbeat,
-    Hello,
-    Leaving,
-    MoveAnswer,
-    OpenKV,
-    Progress,
-    Ready,
-    Rejected,
-    StartFailed,
-    Stepped,
-    ToEngine,
-)
-from onbeat.scheduler.cluster.events import (
-    DrainAsked,
-    EventDispatcher,
-    FleetEvent,
-    Joined,
-    Lost,
-    MoveStep,
-    Refuse,
-    Reported,
-    Rescale,
-    ScaleAsked,
-    ScalingAsked,
-    Send,
-    Start,
-    Stop,
-    Tick,
-    Withdraw,
-)
+from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.move_executor import MoveExecutor, OpenMove
@@ -87,7 +52,7 @@ class LiveMoves:
         self.tell = replicas.tell
         self.block_size = replicas.block_size
 
-    def do(self, step: MoveStep) -> None:
+    def do(self, step: events.MoveStep) -> None:
         """Carry out a step."""
         move = self._executor.moves.get(step.move)
         if step.verb is MoveVerb.RELEASE and move is not None:
@@ -112,7 +77,7 @@ class LiveMoves:
 
     def send(self, replica: ReplicaId, task: MoveTask[KVSource]) -> None:
         """Send a task to a replica."""
-        self._replicas.send(replica, AskMove(task))
+        self._replicas.send(replica, messages.AskMove(task))
 
     def whereabouts(self, request: OpenRequest) -> tuple[ReplicaId, str]:
         """Return the replica that has a request, and its name there."""
@@ -210,7 +175,7 @@ class FleetController:
         self._moves_kv = moves_kv
         self._kv_key = secrets.token_bytes(32)
         self._moves = LiveMoves(self, streams)
-        self._dispatcher = EventDispatcher(fleet.on_event, self)
+        self._dispatcher = events.EventDispatcher(fleet.on_event, self)
         self._open_wire: Wire | None = None
         self._look: asyncio.Task[None] | None = None
         self._first_info: EngineInfo | None = None
@@ -254,40 +219,40 @@ class FleetController:
 
     # --- events and actions ---------------------------------------------------------------------------
 
-    def tell(self, event: FleetEvent) -> None:
+    def tell(self, event: events.FleetEvent) -> None:
         """Tell the fleet what happened, and do what it wants done."""
         self._dispatcher.dispatch(event, time.monotonic())
 
-    def do_send(self, action: Send, now: float) -> None:
+    def do_send(self, action: events.Send, now: float) -> None:
         """Send a request to a replica."""
         self._streams.before_send(action, now)
         self._send_request(action.replica, self._streams.open[action.request_id], stops=action.stops)
 
-    def do_withdraw(self, action: Withdraw, now: float) -> None:  # noqa: ARG002
+    def do_withdraw(self, action: events.Withdraw, now: float) -> None:  # noqa: ARG002
         """Take a request from a replica."""
         open_request = self._streams.open[action.request_id]
         open_request.replica = None
-        self.send(action.replica, AbortRequests([open_request.name]))
+        self.send(action.replica, messages.AbortRequests([open_request.name]))
 
-    def do_refuse(self, action: Refuse, now: float) -> None:  # noqa: ARG002
+    def do_refuse(self, action: events.Refuse, now: float) -> None:  # noqa: ARG002
         """End a request."""
         self._streams.on_refused(action)
 
-    def do_move_step(self, action: MoveStep, now: float) -> None:  # noqa: ARG002
+    def do_move_step(self, action: events.MoveStep, now: float) -> None:  # noqa: ARG002
         """Have a step of a move taken."""
         self._moves.do(action)
 
-    def do_rescale(self, action: Rescale, now: float) -> None:  # noqa: ARG002
+    def do_rescale(self, action: events.Rescale, now: float) -> None:  # noqa: ARG002
         """Say that there is to be another number of replicas."""
         logger.info("the fleet now wants %s", action)
         direction = "up" if action.num_replicas > action.num_before else "down"
         self._streams.counts.rescales[direction, action.why] += 1
 
-    def do_start(self, action: Start, now: float) -> None:  # noqa: ARG002
+    def do_start(self, action: events.Start, now: float) -> None:  # noqa: ARG002
         """Start a replica."""
         self.processes.start(action.replica, action.delay)
 
-    def do_stop(self, action: Stop, now: float) -> None:  # noqa: ARG002
+    def do_stop(self, action: events.Stop, now: float) -> None:  # noqa: ARG002
         """End a replica."""
         self.processes.stop(action.replica)
         self.changed.set()
@@ -298,11 +263,11 @@ class FleetController:
         if offset := self.clock_offset(replica):
             attempt = by_their_clock(attempt, offset)
         self._streams.on_sent(open_request)
-        if not self._wire.send(life.name, AddRequest(attempt, stops)):
+        if not self._wire.send(life.name, messages.AddRequest(attempt, stops)):
             # After this round: the fleet has sent it more, perhaps, and must hear of the loss once.
             asyncio.get_running_loop().call_soon(self._lose, life, "it has no connection any more")
 
-    def send(self, replica: ReplicaId, message: ToEngine) -> None:
+    def send(self, replica: ReplicaId, message: messages.ToEngine) -> None:
         """Send a message to a replica; it is lost with the replica."""
         if (life := self.lives.get(replica)) is not None:
             self._wire.send(life.name, message)
@@ -323,7 +288,7 @@ class FleetController:
             for life in ready:
                 if not life.shares_kv:
                     life.shares_kv = True
-                    self._wire.send(life.name, OpenKV(self._kv_key))
+                    self._wire.send(life.name, messages.OpenKV(self._kv_key))
 
     # --- lives ----------------------------------------------------------------------------------------
 
@@ -336,7 +301,7 @@ class FleetController:
         self._streams.before_loss(life.replica)
         self._streams.on_lost(life.replica)
         self.processes.kill(life)
-        self.tell(Lost(life.replica, why, life.num_taken))
+        self.tell(events.Lost(life.replica, why, life.num_taken))
         self.changed.set()
 
     async def _look_after(self) -> None:
@@ -348,56 +313,58 @@ class FleetController:
             if self.fleet.next_duty <= now:
                 self._tell_deliveries()
             if self.fleet.next_time <= now:
-                self.tell(Tick())
+                self.tell(events.Tick())
             self.processes.check(now)
 
     # --- messages -------------------------------------------------------------------------------------
 
-    def _hear(self, name: bytes, message: FromEngine) -> None:
+    def _hear(self, name: bytes, message: messages.FromEngine) -> None:
         life = self.processes.by_name[name]
         life.heard = now = time.monotonic()
         if offset := self._launcher.clock_offset(life.replica, life.number):
             message = by_our_clock(message, offset, now)
         self._on_message(life, message)
 
-    def _on_message(self, life: Life, message: FromEngine) -> None:
+    def _on_message(self, life: Life, message: messages.FromEngine) -> None:
         match message:
-            case Stepped(outputs):
+            case messages.Stepped(outputs):
                 self._streams.hand_out.hear(outputs.now, life.heard)
                 life.pulse = EnginePulse(outputs.now)
                 if outputs.load is not None:
                     life.load = self._streams.before_report(life.replica, outputs.load)
-                    self.tell(Reported(life.replica, life.load))
+                    self.tell(events.Reported(life.replica, life.load))
                 self._streams.on_stepped(life, outputs)
-            case Heartbeat(pulse, num_taken):
+            case messages.Heartbeat(pulse, num_taken):
                 self._streams.hand_out.hear(pulse.time, life.heard)
                 life.pulse, life.num_taken = pulse, num_taken
-            case Rejected() as rejected:
+            case messages.Rejected() as rejected:
                 self._streams.on_rejected(life, rejected)
-            case Hello() | Progress() | Ready() | StartFailed():
+            case messages.Hello() | messages.Progress() | messages.Ready() | messages.StartFailed():
                 self._on_start_message(life, message)
-            case MoveAnswer():
+            case messages.MoveAnswer():
                 self._moves.on_answer(life.replica, message.answer)
-            case AdapterAnswer():
+            case messages.AdapterAnswer():
                 self.adapters.hear(life, message)
-            case Leaving():
+            case messages.Leaving():
                 asyncio.get_running_loop().call_later(GROUP_SIGNAL_SECONDS, self._let_leave, life)
-            case Died(text):
+            case messages.Died(text):
                 life.last_words = text
                 self._lose(life, text)
 
-    def _on_start_message(self, life: Life, message: Hello | Progress | Ready | StartFailed) -> None:
+    def _on_start_message(
+        self, life: Life, message: messages.Hello | messages.Progress | messages.Ready | messages.StartFailed
+    ) -> None:
         match message:
-            case Hello(version):
+            case messages.Hello(version):
                 life.version = version
                 self._may_join(life, other_version(life))
-            case Progress(text):
+            case messages.Progress(text):
                 self._on_progress(text if life.replica == "r0" else f"{life.replica}: {text}")
-            case Ready(info) if self._may_join(life, other_version(life)):
+            case messages.Ready(info) if self._may_join(life, other_version(life)):
                 self._first_info = first = self._first_info or info
                 if self._may_join(life, other_files(life.replica, info.file_digests, first.file_digests)):
                     self._on_ready(life, message)
-            case StartFailed(text, is_user_error):
+            case messages.StartFailed(text, is_user_error):
                 error = ConfigError(text) if is_user_error else EngineDead(text)
                 self.processes.fail_start(life, error)
 
@@ -407,7 +374,7 @@ class FleetController:
             self.processes.fail_start(life, ConfigError(why))
         return why is None
 
-    def _on_ready(self, life: Life, message: Ready) -> None:
+    def _on_ready(self, life: Life, message: messages.Ready) -> None:
         self.processes.on_ready(life, message.info)
         life.kv_layout = message.kv_layout
         is_first = life.replica == "r0" and not life.number  # which the server's own line says
@@ -418,7 +385,7 @@ class FleetController:
         if (difference := other_blocks(life, self.lives.values())) is not None:
             logger.warning("streams do not move to %s or from it; %s", life.replica, difference)
         may_move = limits.moves_streams and self._moves_kv and difference is None
-        self.tell(Joined(life.replica, replace(limits, moves_streams=may_move)))
+        self.tell(events.Joined(life.replica, replace(limits, moves_streams=may_move)))
         self.changed.set()
 
     def check_capacity(self, num_replicas: int) -> None:
@@ -429,7 +396,7 @@ class FleetController:
                 f"{num_replicas} replicas do not fit: at most {most} have room here ({limit}); ask for fewer"
             )
 
-    def ask(self, event: ScaleAsked | ScalingAsked) -> None:
+    def ask(self, event: events.ScaleAsked | events.ScalingAsked) -> None:
         """Ask for a number of replicas, or let the fleet decide on it between two."""
         self._tell_deliveries()
         self.tell(event)
@@ -487,4 +454,4 @@ class FleetController:
     def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
         """End a replica without loss; what runs there may take so long."""
         self._streams.before_loss(replica)
-        self.tell(DrainAsked(replica, seconds, restarts))
+        self.tell(events.DrainAsked(replica, seconds, restarts))

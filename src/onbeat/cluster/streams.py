@@ -11,14 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from onbeat.cluster.life import Life
-from onbeat.core.errors import (
-    EngineError,
-    OnbeatError,
-    Overloaded,
-    PromptTooLong,
-    RequestRejected,
-    SLOUnattainable,
-)
+from onbeat.core import errors
 from onbeat.core.fleet import ReplicaId, ReplicaLoad
 from onbeat.core.protocols import Delivery, StepObserver
 from onbeat.core.request import Placement, Request, RequestOutput, TokenLogprobs, overdue_error
@@ -52,8 +45,8 @@ class OpenRequest:
     """One request, whichever replicas it has been on."""
 
     request: Request
-    stream: asyncio.Queue[Delivery | OnbeatError] = field(default_factory=asyncio.Queue)
-    waiting: deque[Delivery | OnbeatError] = field(default_factory=deque)
+    stream: asyncio.Queue[Delivery | errors.OnbeatError] = field(default_factory=asyncio.Queue)
+    waiting: deque[Delivery | errors.OnbeatError] = field(default_factory=deque)
     """What `HandOut` has yet to put there."""
     since: float = 0.0
     """When it took its place in the line of its caller, seconds."""
@@ -84,7 +77,7 @@ class OpenRequest:
     """`last_token_time` before it was moved; None once there were tokens since."""
     placement: Placement | None = None
     """Where it was sent last, until its client is told."""
-    rejection: RequestRejected | None = None
+    rejection: errors.RequestRejected | None = None
     """Why the last replica that refused it did."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """What its present replica has said of them; they come in parts, before its first token."""
@@ -187,7 +180,7 @@ class HandOut:
         if not self._is_due:
             self._round = 0.0
 
-    def put(self, open_request: OpenRequest, item: Delivery | OnbeatError) -> None:
+    def put(self, open_request: OpenRequest, item: Delivery | errors.OnbeatError) -> None:
         """Put an item into a request's stream, now or in one of the next rounds."""
         if not self._is_due:
             self._go_on()
@@ -232,43 +225,45 @@ LOSSES = ("replica_lost", "too_many_lives")
 """The reasons of a refusal that are deaths of replicas."""
 
 
-def refusal(action: Refuse, open_request: OpenRequest) -> OnbeatError:
+def refusal(action: Refuse, open_request: OpenRequest) -> errors.OnbeatError:
     """Return what a request's client gets to know."""
     rejection = open_request.rejection
     match action.reason:
         case "overloaded" | "invalid" if rejection is not None:
-            if isinstance(rejection, Overloaded | SLOUnattainable) and not never_fits(rejection):
+            if isinstance(rejection, errors.Overloaded | errors.SLOUnattainable) and not never_fits(
+                rejection
+            ):
                 rejection.retry_after = action.retry_after or rejection.retry_after
             return rejection
         case "too_long":
-            return PromptTooLong("no replica that is ready takes a prompt as long; shorten it")
+            return errors.PromptTooLong("no replica that is ready takes a prompt as long; shorten it")
         case "unattainable":
             wait = action.retry_after or 0.0
-            return SLOUnattainable(
+            return errors.SLOUnattainable(
                 f"the TTFT objective cannot be met: a replica is starting, which takes another {wait:.0f} s",
                 predicted_ttft=wait,
                 retry_after=wait,
             )
         case "no_replica" if action.retry_after is not None:
-            return Overloaded(
+            return errors.Overloaded(
                 "no replica takes requests at present; the next one is expected in "
                 f"{action.retry_after:.0f} s, later than this request may wait: try again then",
                 code="no_replica",
                 retry_after=action.retry_after,
             )
         case "no_replica" | "overloaded":
-            return Overloaded(
+            return errors.Overloaded(
                 "no replica takes requests at present; try again later",
                 code="no_replica" if action.reason == "no_replica" else "server_overloaded",
                 retry_after=action.retry_after,
                 reason="no_replica",
             )
         case "replica_lost":
-            return EngineError(
+            return errors.EngineError(
                 "the engine process that had the request has ended, and the request was not to be resumed; "
                 "send it again"
             )
-    return EngineError(
+    return errors.EngineError(
         f"{MOST_LIVES} replicas in a row ended while they had the request, before its next token; it may be "
         "the cause, and is not tried again"
     )
@@ -411,7 +406,9 @@ class Streams:
             return open_request.take(output, now)
         except OutOfPlace as error:
             logger.exception("the deliveries of %s do not fit together", open_request.name)
-            self.hand_out.put(open_request, EngineError(f"the deliveries do not fit together: {error}"))
+            self.hand_out.put(
+                open_request, errors.EngineError(f"the deliveries do not fit together: {error}")
+            )
             self._tell(Aborted(open_request.request.request_id))
             return None
 
@@ -432,7 +429,7 @@ class Streams:
         error = rejected.error()
         if open_request.rejection is None or not never_fits(error):  # another replica may be faster
             open_request.rejection = error
-        is_for_load = isinstance(error, Overloaded | SLOUnattainable)
+        is_for_load = isinstance(error, errors.Overloaded | errors.SLOUnattainable)
         retry_after = rejected.details.get("retry_after")
         self._tell_refusal(open_request, life.replica, is_for_load=is_for_load, retry_after=retry_after)
 

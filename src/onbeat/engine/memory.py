@@ -14,7 +14,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import Device, free_memory
 from onbeat.engine.engine_config import MemoryShare
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config import KVHeads, ModelConfig
 from onbeat.engine.weights import parameter_shapes
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
 from onbeat.scheduler.scheduler_config import SchedulerLimits
@@ -40,9 +40,8 @@ class KVCacheSpec:
     ConfigError : a block size that is no positive multiple of 16.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    heads: tuple[KVHeads, ...]
+    """Of each layer that keeps keys and values."""
     dtype: np.dtype[Any]
     block_size: int
 
@@ -57,10 +56,9 @@ class KVCacheSpec:
         cls, config: ModelConfig, *, dtype: np.dtype[Any], block_size: int, head_dim_multiple: int = 1
     ) -> KVCacheSpec:
         """Return the cache shape of a model; heads may be padded to a multiple of some width."""
+        multiple = head_dim_multiple
         return cls(
-            num_layers=config.num_kv_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=-(-config.head_dim // head_dim_multiple) * head_dim_multiple,
+            heads=tuple(KVHeads(num, -(-width // multiple) * multiple) for num, width in config.kept_heads),
             dtype=dtype,
             block_size=block_size,
         )
@@ -68,7 +66,8 @@ class KVCacheSpec:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, keys and values of all layers."""
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        numbers = sum(num * width for num, width in self.heads)
+        return 2 * numbers * self.block_size * self.dtype.itemsize
 
 
 def num_blocks_in(budget_bytes: int, block_bytes: int, block_size: int) -> int:
@@ -117,13 +116,15 @@ class Footprint:
     def of(cls, config: ModelConfig, kv_cache: KVCacheSpec, weight_bytes: int) -> Footprint:
         """Return what a model takes whose KV cache and weights take so much."""
         largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
-        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + config.gate_width
+        heads = max((config.num_heads + 2 * num) * width for num, width in config.kept_heads)
+        heads += config.gate_width
         if config.linear is not None:
             heads = max(heads, config.linear.conv_size + config.linear.value_size)
         experts = config.experts
         # What an expert's rows are is kept for all experts of a token at once.
         width = 0 if experts is None else experts.num_per_token * experts.intermediate_size
-        numbers = 3 * config.hidden_size + 2 * heads + 2 * max(config.intermediate_size, width)
+        numbers = 3 * config.hidden_size + 2 * heads + 2 * max(config.mlp_size(config.num_layers - 1), width)
+        numbers += 3 * config.num_layers * config.layer_input_size
         return cls(
             kv_cache=kv_cache,
             draft_block_bytes=0,

@@ -28,33 +28,12 @@ from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.step import StepOutputs
+from onbeat.engine import messages
 from onbeat.engine.core import EngineCore
 from onbeat.engine.grammar_port import CompilingRequests
 from onbeat.engine.kv_access import KVSource
 from onbeat.engine.kv_transfer import TcpTransport
-from onbeat.engine.messages import (
-    AbortRequests,
-    AdapterAnswer,
-    AddRequest,
-    AskMove,
-    Died,
-    Fetched,
-    FromEngine,
-    Heartbeat,
-    Hello,
-    Leaving,
-    LoadAdapter,
-    MoveAnswer,
-    OpenKV,
-    Progress,
-    Ready,
-    Rejected,
-    Shutdown,
-    StartFailed,
-    decode_to_engine,
-    encode,
-    in_portions,
-)
+from onbeat.engine.messages import encode
 from onbeat.engine.progress import Detail
 from onbeat.output import unblocked_output
 from onbeat.scheduler.replica.move_agent import MoveAgent
@@ -200,24 +179,24 @@ def _say(socket: zmq.Socket[bytes], text: str) -> None:
     if isinstance(text, Detail):
         logger.debug("%s", text)
     else:
-        socket.send(encode(Progress(text)))
+        socket.send(encode(messages.Progress(text)))
 
 
 def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
     """Run an engine from its start to its end; return whether whoever it served is gone."""
     context = zmq.Context()
     socket = _connect(context, link)
-    socket.send(encode(Hello(__version__)))
+    socket.send(encode(messages.Hello(__version__)))
     try:
         core, info = build(partial(_say, socket))
     except OnbeatError as error:
-        socket.send(encode(StartFailed(str(error), is_user_error=True)))
+        socket.send(encode(messages.StartFailed(str(error), is_user_error=True)))
     except Exception as error:
         logger.exception("the engine could not start")
-        socket.send(encode(StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
+        socket.send(encode(messages.StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
     else:
         with settled_memory():
-            socket.send(encode(Ready(info, core.kv_layout)))
+            socket.send(encode(messages.Ready(info, core.kv_layout)))
             if info.generates:
                 core.grammars.warm_up()  # while whoever it serves has yet to hear that it is ready
             _serve(core, socket, link)
@@ -259,7 +238,7 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], link: EngineLink) -> Non
     try:
         loop.run()
     except EngineDead as error:
-        socket.send(encode(Died(str(error))))
+        socket.send(encode(messages.Died(str(error))))
         sys.exit(1)
     finally:
         core.shutdown()
@@ -288,7 +267,7 @@ class _EngineLoop:
 
     def _open_moves(self) -> MoveAgent[KVSource]:
         return MoveAgent(
-            self._core.kv, answer=lambda answer: self._say(MoveAnswer(answer)), ring=self._wait.ring
+            self._core.kv, answer=lambda answer: self._say(messages.MoveAnswer(answer)), ring=self._wait.ring
         )
 
     def run(self) -> None:
@@ -330,7 +309,7 @@ class _EngineLoop:
         """Say that the engine lives, if it has said nothing for a while, and pass a signal on."""
         if self._wants_to_leave:
             self._wants_to_leave = False
-            self._say(Leaving())
+            self._say(messages.Leaving())
         self._moves.look()
         self._add_compiled()
         if time.monotonic() - self._last_word >= HEARTBEAT_SECONDS:
@@ -339,27 +318,27 @@ class _EngineLoop:
 
     def _say_alive(self) -> None:
         self._last_word = time.monotonic()
-        self._say(Heartbeat(self._core.pulse(), self._num_taken))
+        self._say(messages.Heartbeat(self._core.pulse(), self._num_taken))
 
     def _read_inbox(self) -> None:
         """Take every message that is there; say how many requests came, before one of them runs."""
         num_before = self._num_taken
         while (data := self._next_message()) is not None:
-            message = decode_to_engine(data)
+            message = messages.decode_to_engine(data)
             match message:
-                case AddRequest():
+                case messages.AddRequest():
                     self._add(message)
-                case AbortRequests():
+                case messages.AbortRequests():
                     self._abort(message.request_ids)
-                case Fetched():
+                case messages.Fetched():
                     self._core.on_fetched(message.num_tokens)
-                case AskMove():
+                case messages.AskMove():
                     self._move(message.task)
-                case OpenKV():
+                case messages.OpenKV():
                     self._open_kv(message)
-                case LoadAdapter():
+                case messages.LoadAdapter():
                     self._load_adapter(message)
-                case Shutdown():
+                case messages.Shutdown():
                     self._stopped = True
         if self._num_taken > num_before:
             self._say_alive()
@@ -384,7 +363,7 @@ class _EngineLoop:
         if outputs:
             self._send(self._core.message(outputs))
 
-    def _add(self, message: AddRequest) -> None:
+    def _add(self, message: messages.AddRequest) -> None:
         self._num_taken += 1
         try:
             if not self._compiling.takes(message):
@@ -403,16 +382,16 @@ class _EngineLoop:
             except Exception as error:
                 self._turn_away(message, error)
 
-    def _queue(self, message: AddRequest) -> None:
+    def _queue(self, message: messages.AddRequest) -> None:
         self._core.add(message.request)
         if message.stops:
             self._moves.stop_after_first(message.request.request_id)
 
-    def _turn_away(self, message: AddRequest, error: Exception) -> None:
+    def _turn_away(self, message: messages.AddRequest, error: Exception) -> None:
         """Tell why a request is not served: it is refused, or it fails. The engine goes on."""
         request = message.request
         if isinstance(error, RequestRejected):
-            self._say(Rejected.by(request.request_id, error))
+            self._say(messages.Rejected.by(request.request_id, error))
             self._send(self._core.take_load())
             return
         logger.error("request %s could not be taken", request.request_id, exc_info=error)
@@ -426,24 +405,24 @@ class _EngineLoop:
         )
         self._send(self._core.message([end]))
 
-    def _open_kv(self, message: OpenKV) -> None:
+    def _open_kv(self, message: messages.OpenKV) -> None:
         try:
             self._core.open_kv(TcpTransport(message.key, host=self._address))
         except OSError as error:
             logger.warning("streams cannot be moved to this engine or from it: %s", error)
         self._moves = self._open_moves()
 
-    def _load_adapter(self, message: LoadAdapter) -> None:
+    def _load_adapter(self, message: messages.LoadAdapter) -> None:
         """Load a LoRA adapter while nothing else is done; requests behind the message find it loaded."""
         assert self._core.adapters is not None, "whoever asks has looked at EngineInfo.max_loras"
         loading = self._core.adapters.load_adapter(message.adapter, message.others)
         while not wait((loading,), HEARTBEAT_SECONDS).done:
-            self._say(Heartbeat(EnginePulse(time.monotonic()), self._num_taken))
+            self._say(messages.Heartbeat(EnginePulse(time.monotonic()), self._num_taken))
         if (error := loading.exception()) is not None and not isinstance(error, OnbeatError):
             logger.error("the LoRA adapter %r cannot be loaded", message.adapter.name, exc_info=error)
-        self._say(AdapterAnswer(message.adapter.number, None if error is None else str(error)))
+        self._say(messages.AdapterAnswer(message.adapter.number, None if error is None else str(error)))
 
-    def _say(self, message: FromEngine) -> None:
+    def _say(self, message: messages.FromEngine) -> None:
         self._socket.send(encode(message))
 
     def _send(self, outputs: StepOutputs | None) -> None:
@@ -454,5 +433,5 @@ class _EngineLoop:
                     if output.new_token_ids or is_finished:
                         self._moves.on_first_token(output.request_id, is_finished=is_finished)
             self._last_word = time.monotonic()
-            for message in in_portions(outputs):
+            for message in messages.in_portions(outputs):
                 self._say(message)

@@ -35,15 +35,10 @@ from onbeat.engine.step_times import StepTime, choose_step_time
 from onbeat.engine.weights.digests import unchanged
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
+from onbeat.scheduler import scheduler_config
 from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.scheduler.replica.policies import composition, settle
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.scheduler_config import (
-    DEFAULT_BLOCK_SIZE,
-    SchedulerConfig,
-    SchedulerLimits,
-    SpeculationConfig,
-)
 from onbeat.text.sampling_defaults import sampling_defaults
 from onbeat.version import __version__
 
@@ -201,7 +196,7 @@ class ModelLoader:
     config: EngineConfig
     backend: Backend
     proposer: ProposerBuilder | None
-    limits: SchedulerConfig
+    limits: scheduler_config.SchedulerConfig
     settle: SettleLimits
 
     def load(self, say: OnProgress) -> LoadedModel:
@@ -283,7 +278,7 @@ def _choose(config: EngineConfig) -> Backend:
         return vllm_backend(config, device, f"not by onbeat's own engines: {why}")
 
 
-def _say_limits(limits: SchedulerConfig, say: OnProgress) -> None:
+def _say_limits(limits: scheduler_config.SchedulerConfig, say: OnProgress) -> None:
     """Say how much room there is, and by which rules it is used."""
     say(
         f"KV cache: room for {limits.num_blocks * limits.block_size:,} tokens; one request may have "
@@ -298,12 +293,12 @@ def _say_limits(limits: SchedulerConfig, say: OnProgress) -> None:
 
 
 def _settle(
-    limits: SchedulerLimits,
+    limits: scheduler_config.SchedulerLimits,
     model_len: int,
     step_time: StepTimeModel | None,
-    speculation: SpeculationConfig | None,
+    speculation: scheduler_config.SpeculationConfig | None,
     num_blocks: int,
-) -> SchedulerConfig:
+) -> scheduler_config.SchedulerConfig:
     """Return limits that go with a number of KV blocks, or with fewer.
 
     Parameters
@@ -311,7 +306,7 @@ def _settle(
     step_time : derives how many tokens the largest step has; None where nothing is known of the device yet.
     """
     wanted_len = limits.max_model_len or model_len
-    block_size = limits.block_size or DEFAULT_BLOCK_SIZE
+    block_size = limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE
     if speculation is not None:
         wanted_len += speculation.num_lookahead_tokens
     return settle(
@@ -325,14 +320,14 @@ def _settle(
 
 
 def _propose(
-    proposer: ProposerBuilder, say: OnProgress, forward: ForwardPass, limits: SchedulerConfig
+    proposer: ProposerBuilder, say: OnProgress, forward: ForwardPass, limits: scheduler_config.SchedulerConfig
 ) -> Proposer:
     """Build what proposes drafts, and say what it is."""
     say(_describe_proposer(proposer, limits))
     return proposer.build(forward, limits)
 
 
-def _describe_proposer(proposer: ProposerBuilder, limits: SchedulerConfig) -> str:
+def _describe_proposer(proposer: ProposerBuilder, limits: scheduler_config.SchedulerConfig) -> str:
     """Say what proposes drafts, how many, and what memory it takes of its own."""
     assert limits.speculation is not None
     most = limits.speculation.num_speculative_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import numpy as np
 from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.weights import parameter_shapes
 from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device, known_device
 from onbeat.perfmodel.model_spec import ModelSpec, sizes_with_states
 from onbeat.perfmodel.models import StepTimeDescription
@@ -16,6 +19,7 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, ProfileKey
 
+_ATTENDS = re.compile(r"self_attn|per_layer_(model_)?(projection|input_gate)")
 FORMATS = {FLOAT32: "fp32", BFLOAT16: "bf16"}
 """Step-time models know no float64, which is for tests of exactness."""
 QUANTIZED_GROUP = 32
@@ -42,21 +46,44 @@ def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
         num_experts=0 if experts is None else experts.num_experts,
         num_experts_per_token=0 if experts is None else experts.num_per_token,
         moe_intermediate_size=0 if experts is None else experts.intermediate_size,
-        shared_intermediate_size=0 if experts is None else experts.shared_size,
+        shared_intermediate_size=_shared_size(config),
         num_moe_layers=config.num_expert_layers,
-        **_linear_sizes(config),
+        **_own_sizes(config),
     )
 
 
-def _linear_sizes(config: ModelConfig) -> dict[str, int]:
-    linear = config.linear
-    if linear is None:
+def _shared_size(config: ModelConfig) -> int:
+    """Return the width of what every token passes in a layer with experts."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    return experts.shared_size + (config.intermediate_size if experts.is_beside else 0)
+
+
+def _own_sizes(config: ModelConfig) -> dict[str, int]:
+    """Return sums over layers of attention that is not that of the heads alone."""
+    linear, layers, num_heads = config.linear, range(config.num_layers), config.num_heads
+    if linear is not None:
+        attention = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
+        heads = linear.num_key_heads, linear.num_value_heads
+        sizes = *attention, *heads, linear.key_dim, linear.value_dim, linear.conv_width
+        num_layers = config.num_kv_layers, config.num_linear_layers
+        return sizes_with_states(sizes, *num_layers, is_gated=config.gates_attention)
+    if config.full_heads is None:
         return {}
-    attention = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
-    heads = linear.num_key_heads, linear.num_value_heads
-    sizes = *attention, *heads, linear.key_dim, linear.value_dim, linear.conv_width
-    layers = config.num_kv_layers, config.num_linear_layers
-    return sizes_with_states(sizes, *layers, is_gated=config.gates_attention)
+    sliding = [index for index in layers if config.is_sliding(index)]
+    kept = (config.kv_heads(index) for index in sliding if config.kv_layer(index) == index)
+    named = ((name, math.prod(shape)) for name, shape in parameter_shapes(config).items() if len(shape) > 1)
+    wider = sum(config.mlp_size(index) - config.intermediate_size for index in layers)
+    return {
+        "attention_weights": sum(number for name, number in named if _ATTENDS.search(name))
+        + 3 * config.hidden_size * wider,
+        "kv_width": sum(2 * num * width for num, width in config.kept_heads),
+        "sliding_kv_width": sum(2 * num * width for num, width in kept),
+        "pair_width": sum(2 * num_heads * config.kv_heads(index).width for index in layers),
+        "sliding_pair_width": 2 * num_heads * config.head_dim * len(sliding),
+        "lookup_parameters": config.vocab_size * config.num_layers * config.layer_input_size,
+    }
 
 
 def precision_of(

@@ -72,6 +72,8 @@ class ModelSpec:
     sliding_pair_width: Count = 0
     decode_pair_width: Count = 0
     state_bytes: Count = 0
+    lookup_parameters: Count = 0
+    """Weights of tables beside the embedding, of which a token reads one row."""
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -150,13 +152,13 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """All weights, tied ones counted once."""
-        return self.layer_parameters + self.embedding_parameters * (1 if self.ties_embeddings else 2)
+        embeddings = self.embedding_parameters * (1 if self.ties_embeddings else 2)
+        return self.layer_parameters + embeddings + self.lookup_parameters
 
     @property
     def num_active_parameters(self) -> int:
         """Weights that one token uses, both embeddings included."""
-        inactive = self.layer_parameters - self.active_layer_parameters
-        return self.num_parameters - inactive
+        return self.embedding_parameters * (2 - self.ties_embeddings) + self.active_layer_parameters
 
     def dense_bytes(self, precision: Precision) -> float:
         """Return the bytes of the layers' weights, experts apart: 16 bits each beside experts in mxfp4."""
@@ -169,7 +171,7 @@ class ModelSpec:
 
     def weight_bytes(self, precision: Precision) -> float:
         """Return the bytes of all weights."""
-        embeddings = self.embedding_parameters * (1 if self.ties_embeddings else 2)
+        embeddings = self.embedding_parameters * (1 if self.ties_embeddings else 2) + self.lookup_parameters
         layers = self.dense_bytes(precision) + self.expert_bytes(precision)
         return layers + embeddings * precision.embedding_bytes
 
@@ -390,20 +392,23 @@ def sizes_with_states(sizes: Sequence[int], full: int, linear: int, *, is_gated:
 def two_widths(read: SizeReader) -> dict[str, int]:
     """Return the sizes of attention whose heads are wider in layers without a window (Gemma 4).
 
-    Values may be the keys there, and the last layers may use the KV of earlier ones.
+    Values may be the keys there. The last layers may use the KV of earlier ones, with a wider feed-forward.
+    Its additional weights, and those of per-layer embeddings, count as the attention's.
     """
     kinds, (hidden, heads) = read.layers(), read.sizes("hidden_size", "num_attention_heads")
-    own = len(kinds) - read.size("num_kv_shared_layers", default=0)
-    sizes: Counter[str] = Counter()
+    own = len(kinds) - (shared := read.size("num_kv_shared_layers", default=0))
+    per_layer = len(kinds) * read.size("hidden_size_per_layer_input", default=256)
+    wider = shared * read.size("intermediate_size") if read.config.get("use_double_wide_mlp") else 0
+    sizes = Counter(attention_weights=3 * hidden * (per_layer + wider))
+    sizes["lookup_parameters"] = read.size("vocab_size") * per_layer
     for layer, kind in enumerate(kinds):
-        is_full = kind == FULL
-        prefix = "global_" if is_full else ""
+        prefix = "global_" if kind == FULL else ""
         dim = read.size(f"{prefix}head_dim", "head_dim")
         kv_heads = (layer < own) * read.size(f"num_{prefix}key_value_heads", "num_key_value_heads")
-        projections = 1 if is_full and read.config.get("attention_k_eq_v") else 2
+        projections = 1 if prefix and read.config.get("attention_k_eq_v") else 2
         widths = {"kv_width": 2 * kv_heads * dim, "pair_width": 2 * heads * dim}
         sizes.update(widths, attention_weights=hidden * dim * (2 * heads + projections * kv_heads))
-        if not is_full:
+        if not prefix:
             sizes.update({f"sliding_{name}": width for name, width in widths.items()})
     return dict(sizes)
 

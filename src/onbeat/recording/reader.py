@@ -8,22 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError, quoted
+from onbeat.recording import log
 from onbeat.recording.lines import gzip_lines
-from onbeat.recording.log import (
-    FILE_KIND,
-    READABLE_VERSIONS,
-    AbortCall,
-    AddCall,
-    Call,
-    HandoverCall,
-    RecordHeader,
-    ScheduleCall,
-    Trailer,
-    UpdateCall,
-)
 from onbeat.typed import convert, decode
 
-_LINE: Any = Call | Trailer
+_LINE: Any = log.Call | log.Trailer
 _HINT = "; give a file that `onbeat serve --record FILE` has written"
 
 
@@ -62,18 +51,18 @@ class Recording:
         """Return the hashes of a request's full blocks, prompt and output, as far as they were recorded."""
         return tuple(self._block_hashes.get(request, ()))
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[log.Call]:
         """Read the calls in the order in which they were made."""
         lines = enumerate(gzip_lines(self.path), 1)
         next(lines)
         for number, line in lines:
-            if isinstance(call := self._parse(number, line), Trailer):
+            if isinstance(call := self._parse(number, line), log.Trailer):
                 return
             yield call
 
     def _check(self, *, allow_partial: bool) -> None:
         lines = gzip_lines(self.path)
-        trailer: Trailer | None = None
+        trailer: log.Trailer | None = None
         consistency = Consistency()
         number = 0
         for number, line in enumerate(lines, 1):
@@ -81,7 +70,7 @@ class Recording:
                 self.header = self._parse_header(line)
                 continue
             call = self._parse(number, line)
-            if isinstance(call, Trailer):
+            if isinstance(call, log.Trailer):
                 trailer = call
                 break
             self.num_calls += 1
@@ -104,30 +93,30 @@ class Recording:
                 "server was killed or could not write on; give --allow-partial to use what is there"
             )
 
-    def _note(self, call: Call) -> None:
-        if isinstance(call, AddCall):
+    def _note(self, call: log.Call) -> None:
+        if isinstance(call, log.AddCall):
             self._block_hashes[call.request] = list(call.block_hashes)
-        elif isinstance(call, UpdateCall):
+        elif isinstance(call, log.UpdateCall):
             self.num_steps += 1
             for request, hashes in call.block_hashes.items():
                 self._block_hashes[request] += hashes
 
-    def _parse_header(self, line: bytes) -> RecordHeader:
+    def _parse_header(self, line: bytes) -> log.RecordHeader:
         where = f"{self.path}, line 1"
         values = decode(dict[str, Any], line, where, hint=_HINT)
         kind, version = values.pop("file", None), values.pop("schema_version", None)
-        if kind != FILE_KIND:
+        if kind != log.FILE_KIND:
             raise ConfigError(f"{where}: file is {quoted(kind)}{_HINT}")
         self._remedy = f"{_HINT}, or replay it with onbeat {quoted(values.get('onbeat_version'))}"
-        if version not in READABLE_VERSIONS:
+        if version not in log.READABLE_VERSIONS:
             raise ConfigError(
                 f"{where}: the record has schema version {quoted(version)}, this onbeat reads "
-                f"{READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}{self._remedy}"
+                f"{log.READABLE_VERSIONS[0]} to {log.READABLE_VERSIONS[-1]}{self._remedy}"
             )
-        return convert(RecordHeader, values, where, hint=self._remedy)
+        return convert(log.RecordHeader, values, where, hint=self._remedy)
 
-    def _parse(self, number: int, line: bytes) -> Call | Trailer:
-        found: Call | Trailer = decode(_LINE, line, f"{self.path}, line {number}", hint=self._remedy)
+    def _parse(self, number: int, line: bytes) -> log.Call | log.Trailer:
+        found: log.Call | log.Trailer = decode(_LINE, line, f"{self.path}, line {number}", hint=self._remedy)
         return found
 
 
@@ -137,9 +126,9 @@ class Consistency:
     def __init__(self) -> None:
         self._ids: list[str] = []
         self._open: set[str] = set()
-        self._steps: deque[ScheduleCall] = deque()
+        self._steps: deque[log.ScheduleCall] = deque()
 
-    def check(self, call: Call) -> None:
+    def check(self, call: log.Call) -> None:
         """Check the next call.
 
         Raises
@@ -147,19 +136,19 @@ class Consistency:
         ValueError : says what it speaks of in vain.
         """
         match call:
-            case AddCall():
+            case log.AddCall():
                 self._add(call)
-            case AbortCall():
+            case log.AbortCall():
                 self._end(call.requests)
-            case ScheduleCall():
+            case log.ScheduleCall():
                 self._schedule(call)
-            case UpdateCall():
+            case log.UpdateCall():
                 self._update(call)
-            case HandoverCall():
+            case log.HandoverCall():
                 if call.verb == "free":
                     self._open.discard(call.id)
 
-    def _add(self, call: AddCall) -> None:
+    def _add(self, call: log.AddCall) -> None:
         if call.request != len(self._ids):
             raise ValueError(f"request is {call.request}, the next is {len(self._ids)}")
         if call.request_id in self._open:
@@ -168,7 +157,7 @@ class Consistency:
         if call.refused is None:
             self._open.add(call.request_id)
 
-    def _schedule(self, call: ScheduleCall) -> None:
+    def _schedule(self, call: log.ScheduleCall) -> None:
         self._end(call.expired)
         self._known(row.request for row in call.rows)
         self._known(each.request for each in call.admitted)
@@ -180,7 +169,7 @@ class Consistency:
         if call.step_id is not None:
             self._steps.append(call)
 
-    def _update(self, call: UpdateCall) -> None:
+    def _update(self, call: log.UpdateCall) -> None:
         if not self._steps:
             raise ValueError(f"step {call.step_id} is not in flight")
         step = self._steps.popleft()

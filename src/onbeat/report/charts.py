@@ -12,22 +12,8 @@ from numpy.typing import NDArray
 
 from onbeat.metrics.distribution import Array
 from onbeat.metrics.summary import collect_samples
+from onbeat.report import plot
 from onbeat.report.objectives import limits_of
-from onbeat.report.plot import (
-    COLOURS,
-    MISSED_COLOUR,
-    QUEUE_COLOUR,
-    RIGHT,
-    STREAM_COLOUR,
-    WAIT_COLOUR,
-    Figure,
-    axis,
-    figure,
-    log_scale,
-    rounded,
-    trace,
-    with_limits,
-)
 from onbeat.report.run import AnyRun, ReportedRequest
 
 VISIBLE_SECONDS = 1e-3
@@ -45,21 +31,24 @@ TIME = "seconds since start"
 CDF_LEVELS = np.concatenate([np.linspace(0, 90, 91), np.linspace(90.5, 99, 18), np.linspace(99.1, 100, 10)])
 
 
-def cdf_figure(results: Sequence[AnyRun], metric: str, title: str) -> Figure | None:
+def cdf_figure(results: Sequence[AnyRun], metric: str, title: str) -> plot.Figure | None:
     """Return the cumulative distribution of a metric, one curve a run; None where no run has a value."""
     curves = []
     hover = "%{y:.1f} % within %{x:.1f} ms"
     for position, result in enumerate(results):
         values = collect_samples(result.records)[metric] * 1e3
         if values.size:
-            xs, colour = rounded(np.percentile(values, CDF_LEVELS)), _level_colour(position, len(results))
+            xs, colour = (
+                plot.rounded(np.percentile(values, CDF_LEVELS)),
+                _level_colour(position, len(results)),
+            )
             curves.append(
-                trace(result.header.level.name, xs, CDF_LEVELS.tolist(), hover=hover, colour=colour)
+                plot.trace(result.header.level.name, xs, CDF_LEVELS.tolist(), hover=hover, colour=colour)
             )
     if not curves:
         return None
     limits = limits_of(results[0].summary, metric)
-    scale = log_scale([*(value for curve in curves for value in curve["x"]), *limits])
+    scale = plot.log_scale([*(value for curve in curves for value in curve["x"]), *limits])
     # Along its line: a legend would take the room of the curves.
     place = {"y": 4, "textangle": -90, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
     names = [
@@ -71,17 +60,20 @@ def cdf_figure(results: Sequence[AnyRun], metric: str, title: str) -> Figure | N
         }
         for limit, who in limits.items()
     ]
-    look = {"color": MISSED_COLOUR, "width": 1.5, "dash": "dash"}
+    look = {"color": plot.MISSED_COLOUR, "width": 1.5, "dash": "dash"}
     lines = [
-        trace("", [limit, limit], [0, 101], line=look, hoverinfo="skip", showlegend=False) for limit in limits
+        plot.trace("", [limit, limit], [0, 101], line=look, hoverinfo="skip", showlegend=False)
+        for limit in limits
     ]
-    share = axis("% of requests" if metric != "itl" else "% of gaps", range=[0, 101])
+    share = plot.axis("% of requests" if metric != "itl" else "% of gaps", range=[0, 101])
     is_several = len(curves) > 1
-    ms = axis("ms", **scale)
-    return figure(title, [*curves, *lines], ms, share, height=320, showlegend=is_several, annotations=names)
+    ms = plot.axis("ms", **scale)
+    return plot.figure(
+        title, [*curves, *lines], ms, share, height=320, showlegend=is_several, annotations=names
+    )
 
 
-def timeline_figure(result: AnyRun, num_runs: int = 1) -> Figure | None:
+def timeline_figure(result: AnyRun, num_runs: int = 1) -> plot.Figure | None:
     """Return a Gantt chart: each request's wait in the client, wait for the first token, and stream.
 
     Parameters
@@ -95,10 +87,10 @@ def timeline_figure(result: AnyRun, num_runs: int = 1) -> Figure | None:
     if not records:
         return None
     segments: dict[str, tuple[str, list[float | None], list[float | None]]] = {
-        "waiting in the client": (QUEUE_COLOUR, [], []),
-        "sent, no token yet": (WAIT_COLOUR, [], []),
-        "streaming": (STREAM_COLOUR, [], []),
-        "not completed": (MISSED_COLOUR, [], []),
+        "waiting in the client": (plot.QUEUE_COLOUR, [], []),
+        "sent, no token yet": (plot.WAIT_COLOUR, [], []),
+        "streaming": (plot.STREAM_COLOUR, [], []),
+        "not completed": (plot.MISSED_COLOUR, [], []),
     }
     for row, record in enumerate(records):
         for name, begin, end in _spans(record):
@@ -107,14 +99,14 @@ def timeline_figure(result: AnyRun, num_runs: int = 1) -> Figure | None:
             ys += [row, row, None]
     width = 8 if len(records) <= 50 else 4 if len(records) <= 120 else 2
     data = [
-        trace(name, xs, ys, hover="%{x:.2f} s", colour=colour, width=width)
+        plot.trace(name, xs, ys, hover="%{x:.2f} s", colour=colour, width=width)
         for name, (colour, xs, ys) in segments.items()
         if xs
     ]
     shown = "" if len(records) == len(result.records) else f" ({len(records)} of {len(result.records)} shown)"
-    rows = axis("request, by arrival", autorange="reversed", zeroline=False)
+    rows = plot.axis("request, by arrival", autorange="reversed", zeroline=False)
     height = min(700, 200 + 8 * len(records))
-    return figure(f"Timeline of requests{shown}", data, TIME, rows, showlegend=True, height=height)
+    return plot.figure(f"Timeline of requests{shown}", data, TIME, rows, showlegend=True, height=height)
 
 
 def _spans(record: ReportedRequest) -> list[tuple[str, float, float]]:
@@ -132,7 +124,7 @@ def _share_of(most: int, num_runs: int) -> int:
     return max(50, min(most, MANY_RUNS * most // num_runs))
 
 
-def gaps_figure(result: AnyRun, num_runs: int = 1) -> Figure | None:
+def gaps_figure(result: AnyRun, num_runs: int = 1) -> plot.Figure | None:
     """Return the gaps between deliveries over time: the points, and median and P99 of each time slice.
 
     Parameters
@@ -147,21 +139,25 @@ def gaps_figure(result: AnyRun, num_runs: int = 1) -> Figure | None:
     edges = np.linspace(0, end, min(NUM_TIME_BINS, max(2, times.size // 50)) + 1)
     bins = np.digitize(times, edges) - 1
     centres = (edges[:-1] + edges[1:]) / 2
-    dots = {"color": STREAM_COLOUR, "size": 3, "opacity": 0.35}
+    dots = {"color": plot.STREAM_COLOUR, "size": 3, "opacity": 0.35}
     told = "%{y:.1f} ms at %{x:.2f} s"
-    data = [trace("gap", rounded(times[shown]), rounded(gap_ms[shown]), "markers", hover=told, marker=dots)]
-    for level, name, colour in ((50, "median", COLOURS[2]), (99, "P99", MISSED_COLOUR)):
+    data = [
+        plot.trace(
+            "gap", plot.rounded(times[shown]), plot.rounded(gap_ms[shown]), "markers", hover=told, marker=dots
+        )
+    ]
+    for level, name, colour in ((50, "median", plot.COLOURS[2]), (99, "P99", plot.MISSED_COLOUR)):
         ys = [_percentile(gap_ms[bins == index], level) for index in range(centres.size)]
-        data.append(trace(name, rounded(centres), ys, colour=colour))
-    drawn = figure("Gaps between deliveries (TBT) over time", data, TIME, "ms", height=340)
+        data.append(plot.trace(name, plot.rounded(centres), ys, colour=colour))
+    drawn = plot.figure("Gaps between deliveries (TBT) over time", data, TIME, "ms", height=340)
     most = MOST_OF_LIMIT * gap_ms.max()
     near = {limit: who for limit, who in limits_of(result.summary, "itl").items() if limit <= most}
-    return with_limits(drawn, near)
+    return plot.with_limits(drawn, near)
 
 
 def _percentile(gap_ms: Array, level: int) -> float | None:
     """Return a percentile; None of no gap, where a line has a hole."""
-    return rounded([np.percentile(gap_ms, level)])[0] if gap_ms.size else None
+    return plot.rounded([np.percentile(gap_ms, level)])[0] if gap_ms.size else None
 
 
 def _gap_series(result: AnyRun) -> tuple[Array, Array]:
@@ -184,7 +180,7 @@ def _most_telling(times: Array, gap_ms: Array, most: int) -> NDArray[np.int64]:
     return np.union1d(longest, others)
 
 
-def load_figure(result: AnyRun) -> Figure | None:
+def load_figure(result: AnyRun) -> plot.Figure | None:
     """Return open requests and output tokens per second over time."""
     records = [record for record in result.records if record.is_completed]
     if not records:
@@ -204,17 +200,17 @@ def load_figure(result: AnyRun) -> Figure | None:
     fill: dict[str, Any] = {
         "fill": "tozeroy",
         "fillcolor": "rgba(76,141,255,0.15)",
-        "colour": COLOURS[0],
+        "colour": plot.COLOURS[0],
         "width": 1.5,
     }
-    steps: dict[str, Any] = {"yaxis": "y2", "colour": COLOURS[1], "line": {"shape": "hv"}}
-    xs = rounded(centres)
+    steps: dict[str, Any] = {"yaxis": "y2", "colour": plot.COLOURS[1], "line": {"shape": "hv"}}
+    xs = plot.rounded(centres)
     data = [
-        trace("output tokens/s", xs, rounded(tokens / width), **fill),
-        trace("open requests", xs, open_requests.tolist(), **steps),
+        plot.trace("output tokens/s", xs, plot.rounded(tokens / width), **fill),
+        plot.trace("open requests", xs, open_requests.tolist(), **steps),
     ]
-    right = axis("open requests", **RIGHT, rangemode="tozero")
-    return figure("Load over time", data, TIME, "output tokens/s", height=340, yaxis2=right)
+    right = plot.axis("open requests", **plot.RIGHT, rangemode="tozero")
+    return plot.figure("Load over time", data, TIME, "output tokens/s", height=340, yaxis2=right)
 
 
 def _thinned(records: Sequence[ReportedRequest], limit: int) -> list[ReportedRequest]:
@@ -226,5 +222,5 @@ def _thinned(records: Sequence[ReportedRequest], limit: int) -> list[ReportedReq
 def _level_colour(position: int, count: int) -> str:
     """Return a step from blue (the first, lowest level) over violet to red: all readable on any ground."""
     if count == 1:
-        return COLOURS[0]
+        return plot.COLOURS[0]
     return f"hsl({round(205 + 155 * position / (count - 1))}, 72%, 60%)"

@@ -12,19 +12,8 @@ from typing import Any, Literal
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
 from onbeat.metrics.distribution import percentile_name
 from onbeat.metrics.summary import METRICS, LatencyStatistic
-from onbeat.report import charts, sweep_charts
+from onbeat.report import charts, plot, sweep_charts
 from onbeat.report.objectives import limits_of, run_text
-from onbeat.report.plot import (
-    MISSED_COLOUR,
-    RIGHT,
-    STREAM_COLOUR,
-    WAIT_COLOUR,
-    Figure,
-    axis,
-    figure,
-    trace,
-    with_limits,
-)
 from onbeat.report.result import Beside, Column, Facts, Lines, Plots, Result, Section, Table
 from onbeat.report.run import CLIENT_QUEUE, AnyRun, outcome_values, run_facts
 from onbeat.report.units import duration, exact_percent, number, percent, short, whole_percent
@@ -45,7 +34,7 @@ def breakdown_sections(breakdown: Breakdown, limits: Mapping[float, str]) -> lis
     """
     sections = []
     if line := worst_decile_line(breakdown):
-        drawn = with_limits(decile_figure(breakdown), limits, unit=1e3, axis="y2")
+        drawn = plot.with_limits(decile_figure(breakdown), limits, unit=1e3, axis="y2")
         rows = [{"span": prompt_span(own), **outcome_values(own)} for own in breakdown.deciles]
         beside = Beside([Plots([drawn], per_row=1), Table("", (SPAN, *OUTCOMES), rows)])
         sections.append(Section("Objectives by length of prompt (times in ms)", [beside, Lines([line])]))
@@ -84,14 +73,14 @@ def _tenant_name(own: TenantOutcome) -> str:
     return own.tenant or "(nobody named)"
 
 
-def decile_figure(breakdown: Breakdown) -> Figure | None:
+def decile_figure(breakdown: Breakdown) -> plot.Figure | None:
     """Return attainment and longest wait of each decile of prompt length; None of fewer than two."""
     deciles = breakdown.deciles
     if len(deciles) < 2:
         return None
     spans = [prompt_span(own) for own in deciles]
     is_worst = [own == breakdown.worst_decile and own.attainment < 1 for own in deciles]
-    colours = [MISSED_COLOUR if worst else STREAM_COLOUR for worst in is_worst]
+    colours = [plot.MISSED_COLOUR if worst else plot.STREAM_COLOUR for worst in is_worst]
     good = {
         "type": "bar",
         "name": "good",
@@ -103,20 +92,22 @@ def decile_figure(breakdown: Breakdown) -> Figure | None:
     }
     look = {
         "yaxis": "y2",
-        "colour": WAIT_COLOUR,
+        "colour": plot.WAIT_COLOUR,
         "marker": {"size": 9, "line": {"color": "#fff", "width": 1}},
     }
     waits = [round(own.longest_wait, 4) for own in deciles]
-    lines = trace("longest wait", spans, waits, "lines+markers", hover="%{y:.2f} s at %{x} tokens", **look)
+    lines = plot.trace(
+        "longest wait", spans, waits, "lines+markers", hover="%{y:.2f} s at %{x} tokens", **look
+    )
     ticks = {"tickvals": spans, "ticktext": [span.replace(" to ", " to<br>") for span in spans]}
-    prompts = axis("prompt tokens", type="category", tickfont={"size": 10}, showgrid=False, **ticks)
-    return figure(
+    prompts = plot.axis("prompt tokens", type="category", tickfont={"size": 10}, showgrid=False, **ticks)
+    return plot.figure(
         "Good requests and longest wait, by length of prompt",
         [good, lines],
         prompts,
-        axis("% of requests good", range=[0, 102]),
+        plot.axis("% of requests good", range=[0, 102]),
         height=380,
-        yaxis2=axis("longest wait, s", **RIGHT, rangemode="tozero"),
+        yaxis2=plot.axis("longest wait, s", **plot.RIGHT, rangemode="tozero"),
     )
 
 

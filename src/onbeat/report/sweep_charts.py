@@ -9,22 +9,8 @@ from typing import Any
 
 from onbeat.metrics.attainment import USUAL_SHARE
 from onbeat.metrics.summary import LatencyStatistic, RunSummary
+from onbeat.report import plot
 from onbeat.report.objectives import limits_of_all
-from onbeat.report.plot import (
-    MISSED_COLOUR,
-    Figure,
-    Trace,
-    axis,
-    figure,
-    height_with_legend,
-    latency_axis,
-    level_line,
-    line_name,
-    rounded,
-    series,
-    trace,
-    with_limits,
-)
 from onbeat.report.run import AnyRun
 
 KEPT_TITLE = "Share of requests within their objectives"
@@ -33,25 +19,28 @@ SHARES = [0, 20, 40, 60, 80, 100]
 """That an axis of percents marks."""
 
 
-def tradeoff_figure(runs: Sequence[AnyRun], latency: LatencyStatistic, title: str) -> Figure | None:
+def tradeoff_figure(runs: Sequence[AnyRun], latency: LatencyStatistic, title: str) -> plot.Figure | None:
     """Return a latency statistic against output throughput, per GPU of several; None where no run has it."""
     points = [(run, value) for run in runs if (value := latency.of(run.summary)) is not None]
     if not points:
         return None
-    xs, ys = rounded([run.output_throughput_per_gpu for run, _ in points]), rounded([y for _, y in points])
+    xs, ys = (
+        plot.rounded([run.output_throughput_per_gpu for run, _ in points]),
+        plot.rounded([y for _, y in points]),
+    )
     levels = [run.header.level.name for run, _ in points]
     labels = [level.removeprefix("c=") for level in levels]
     text = {"text": labels, "textposition": "top center", "textfont": {"size": 10}, "cliponaxis": False}
     hover = "%{x:.1f} tok/s, %{y:.1f} ms (%{customdata})"
-    line = series("", 0, xs, ys, hover=hover, customdata=levels) | text | {"mode": "lines+markers+text"}
+    line = plot.series("", 0, xs, ys, hover=hover, customdata=levels) | text | {"mode": "lines+markers+text"}
     is_one = all(run.num_gpus == 1 for run in runs)
     limits = limits_of_all((run.summary for run in runs), latency.metric)
-    ms = axis("ms", **latency_axis([*ys, *limits]))
-    drawn = figure(title, [line], "output tokens/s" if is_one else "output tokens/s per GPU", ms)
-    return with_limits(drawn, limits)
+    ms = plot.axis("ms", **plot.latency_axis([*ys, *limits]))
+    drawn = plot.figure(title, [line], "output tokens/s" if is_one else "output tokens/s per GPU", ms)
+    return plot.with_limits(drawn, limits)
 
 
-def kept_figure(runs: Sequence[AnyRun]) -> Figure | None:
+def kept_figure(runs: Sequence[AnyRun]) -> plot.Figure | None:
     """Return the share of the requests that were good over the load; None where nothing was asked of them.
 
     The highest load that keeps the usual share is marked.
@@ -74,8 +63,8 @@ def kept_figure(runs: Sequence[AnyRun]) -> Figure | None:
 
 
 def with_promise(
-    drawn: Figure, share: float, highest: Sequence[tuple[float, float]], name: str = "promised"
-) -> Figure:
+    drawn: plot.Figure, share: float, highest: Sequence[tuple[float, float]], name: str = "promised"
+) -> plot.Figure:
     """Return a figure of shares, %, over the load with the share that is to be kept, and how far it is kept.
 
     Parameters
@@ -84,22 +73,25 @@ def with_promise(
     """
     layout, level = drawn["layout"], share * 100
     data = [*drawn["data"], *([capacity_marks(highest)] if highest else [])]
-    layout["yaxis"] = axis("% of requests good", range=[0, 109], tickvals=SHARES)
-    layout |= {"shapes": [level_line(level)], "annotations": [line_name(f"{level:g} % {name}", level)]}
-    layout |= {"showlegend": len(data) > 1, "height": height_with_legend(data)}
+    layout["yaxis"] = plot.axis("% of requests good", range=[0, 109], tickvals=SHARES)
+    layout |= {
+        "shapes": [plot.level_line(level)],
+        "annotations": [plot.line_name(f"{level:g} % {name}", level)],
+    }
+    layout |= {"showlegend": len(data) > 1, "height": plot.height_with_legend(data)}
     return drawn | {"data": data}
 
 
-def capacity_marks(highest: Sequence[tuple[float, float]]) -> Trace:
+def capacity_marks(highest: Sequence[tuple[float, float]]) -> plot.Trace:
     """Return marks, named by their loads, where lines still keep what is asked."""
     loads, kept = [load for load, _ in highest], [share for _, share in highest]
-    marker = {"symbol": "diamond", "size": 11, "color": MISSED_COLOUR}
+    marker = {"symbol": "diamond", "size": 11, "color": plot.MISSED_COLOUR}
     look: dict[str, Any] = {"textposition": "bottom left", "textfont": {"size": 11}, "marker": marker}
     text = [f"{load:.3g}" for load in loads]
-    return trace("capacity", loads, kept, "markers+text", hover="%{x:.4g}", text=text, **look)
+    return plot.trace("capacity", loads, kept, "markers+text", hover="%{x:.4g}", text=text, **look)
 
 
-def goodput_figure(runs: Sequence[AnyRun]) -> Figure | None:
+def goodput_figure(runs: Sequence[AnyRun]) -> plot.Figure | None:
     """Return the good requests per second over the load; None where nothing was asked of them.
 
     Parameters
@@ -113,7 +105,7 @@ def goodput_figure(runs: Sequence[AnyRun]) -> Figure | None:
 
 def over_load_figure(
     runs: Sequence[AnyRun], value_of: Callable[[RunSummary], float | None], title: str, *, unit: str
-) -> Figure | None:
+) -> plot.Figure | None:
     """Return a number of each run over its load; None where no run has it."""
     load = "requests at once" if any(run.header.level.is_closed for run in runs) else "requests/s"
     levels = [(run.header.level.load, value_of(run.summary)) for run in runs]
@@ -121,5 +113,7 @@ def over_load_figure(
     if not drawn:
         return None
     xs, ys = zip(*drawn, strict=True)
-    line = series("measured", 0, rounded(xs), rounded(ys), hover=f"%{{y:.4g}} {unit} at %{{x:g}} {load}")
-    return figure(title, [line], load, unit)
+    line = plot.series(
+        "measured", 0, plot.rounded(xs), plot.rounded(ys), hover=f"%{{y:.4g}} {unit} at %{{x:g}} {load}"
+    )
+    return plot.figure(title, [line], load, unit)

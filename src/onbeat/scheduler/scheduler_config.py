@@ -7,16 +7,9 @@ from functools import partial
 from math import inf
 from typing import Literal, get_args
 
+from onbeat.core import slo
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
-from onbeat.core.slo import (
-    DEFAULT_QUEUE_SECONDS,
-    DEFAULT_SHED_ORDER,
-    OBJECTIVES,
-    ShedOrder,
-    SLOMode,
-    slo_mode_option,
-)
 
 SERVING_POLICIES = ("static", "orca", "prefill-first", "sarathi", "slo")
 BASELINES = ("hybrid-only", "chunk-only", "edf")
@@ -126,12 +119,12 @@ class SchedulerLimits:
         at_least=0,
         below=inf,
         help="longest predicted wait of best effort; beyond it a request gets 503 with Retry-After; 0 or "
-        f"none: no limit (default: {DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
+        f"none: no limit (default: {slo.DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
     )
-    slo_mode: SLOMode = slo_mode_option()
-    shed_order: ShedOrder = option(
-        DEFAULT_SHED_ORDER,
-        group=OBJECTIVES,
+    slo_mode: slo.SLOMode = slo.slo_mode_option()
+    shed_order: slo.ShedOrder = option(
+        slo.DEFAULT_SHED_ORDER,
+        group=slo.OBJECTIVES,
         help="which prompts slo leaves behind if not all can be in time; most: those with the most work, so "
         "that most requests are in time; longest-wait: those that came last, so that long prompts keep "
         "their turn",

@@ -16,15 +16,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong, counted
 from onbeat.core.request import Request
-from onbeat.server.answer_report import (
-    AnswerTokens,
-    SLOReport,
-    counts_of,
-    counts_up_to,
-    slo_report,
-    usage_of,
-    worst_report,
-)
+from onbeat.server import answer_report
 from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
 from onbeat.server.connection import FLOW
 from onbeat.server.errors import ClientGone, ErrorReply, error_reply, predicted_ttft_header
@@ -132,7 +124,7 @@ class AnswerResponse(Response):
         context.max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
         try:
             if context.allowance is not None:
-                num_prompt_tokens = counts_of(self._choices).prompt
+                num_prompt_tokens = answer_report.counts_of(self._choices).prompt
                 context.allowance.take_answers(
                     num_prompt_tokens, context.max_tokens, is_stated=self._body.bounds_answer
                 )
@@ -287,7 +279,7 @@ class _AnswerWriter:
         self.ticket: CallTicket | None = None
         """Of a call of a job."""
         self._num_open = len(choices)
-        self._slo_reports: list[SLOReport] = []
+        self._slo_reports: list[answer_report.SLOReport] = []
         """Of the choices that have ended."""
         num_columns = len(pen.columns([]))
         self._whole = [] if body.stream else [WholeChoice(choice, num_columns) for choice in choices]
@@ -308,7 +300,7 @@ class _AnswerWriter:
         is_last = self._num_open == 0 and not self._has_usage_event
         extras = self._no_extras
         if self._has_usage_so_far:
-            extras = self._extras(counts_up_to(delta))
+            extras = self._extras(answer_report.counts_up_to(delta))
         if is_last:
             extras = extras._replace(slo=self._slo_report() or UNSET)
         return event_bytes(self._pen.events(delta, extras))
@@ -323,18 +315,18 @@ class _AnswerWriter:
 
     def judge(self, choice: Choice) -> None:
         """Judge a choice that has ended: all of them at once could take long."""
-        if (report := slo_report(choice, self._slo_mode)) is not None:
+        if (report := answer_report.slo_report(choice, self._slo_mode)) is not None:
             self._slo_reports.append(report)
 
     def _final_extras(self) -> Extras:
-        return self._extras(counts_of(self._choices))._replace(slo=self._slo_report() or UNSET)
+        return self._extras(answer_report.counts_of(self._choices))._replace(slo=self._slo_report() or UNSET)
 
-    def _extras(self, counts: AnswerTokens) -> Extras:
-        return Extras(counts, usage_of(counts))
+    def _extras(self, counts: answer_report.AnswerTokens) -> Extras:
+        return Extras(counts, answer_report.usage_of(counts))
 
-    def _slo_report(self) -> SLOReport | None:
+    def _slo_report(self) -> answer_report.SLOReport | None:
         """Return how the objectives were kept: those of the worst choice, and of the job if there is one."""
-        worst = worst_report(self._slo_reports)
+        worst = answer_report.worst_report(self._slo_reports)
         return worst if self.ticket is None else self.ticket.report(worst)
 
 
@@ -346,7 +338,7 @@ def prediction_header(choices: Sequence[Choice]) -> Mapping[str, str]:
 
 def note_choices(choices: Sequence[Choice], context: HttpContext) -> None:
     """Tell the log of the request what has come of it."""
-    counts = counts_of(choices)
+    counts = answer_report.counts_of(choices)
     context.num_prompt_tokens, context.num_output_tokens = counts.prompt, counts.output
     records = [choice.record for choice in choices if choice.record is not None]
     if firsts := [record.first_token for record in records if record.first_token is not None]:

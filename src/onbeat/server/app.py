@@ -16,6 +16,7 @@ from starlette.types import Scope
 
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
+from onbeat.server import middleware
 from onbeat.server.chat import chat_routes
 from onbeat.server.completions import completion_routes
 from onbeat.server.embeddings import embedding_routes
@@ -26,17 +27,6 @@ from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.jobs import JobCalls
 from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.messages import message_routes
-from onbeat.server.middleware import (
-    DOCS_FILES,
-    OPEN_PATHS,
-    Checks,
-    RateLimits,
-    RequestLog,
-    RootPath,
-    check_host,
-    check_key,
-    check_path,
-)
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.rate_limits import RATE_HEADERS
@@ -55,7 +45,7 @@ from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.grammar.guard import GrammarGuard
 from onbeat.version import __version__
 
-ENDPOINTS = OPEN_PATHS | {
+ENDPOINTS = middleware.OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
@@ -143,7 +133,7 @@ def create_app(
         lifespan=lifespan,
         redirect_slashes=False,
         redoc_url=None,
-        static_url=DOCS_FILES,
+        static_url=middleware.DOCS_FILES,
         servers=[{"url": prefix}] if prefix else None,
     )
     app.state.lifecycle = lifecycle
@@ -180,15 +170,17 @@ def create_app(
 def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) -> None:
     """Wrap the application, from the inside out."""
     if limits := {key: its.limits for key, its in config.slo.keys.items() if its.limits != NO_LIMITS}:
-        app.add_middleware(RateLimits, limits=limits, on_limited=telemetry.exporter.server.count_rate_limited)
-    checks: list[Callable[[Scope], None]] = [check_path]
+        app.add_middleware(
+            middleware.RateLimits, limits=limits, on_limited=telemetry.exporter.server.count_rate_limited
+        )
+    checks: list[Callable[[Scope], None]] = [middleware.check_path]
     if (names := config.answered_hosts) is not None:
-        checks.insert(0, partial(check_host, names=names))
+        checks.insert(0, partial(middleware.check_host, names=names))
     if config.guarding_keys:
-        checks.append(partial(check_key, keys=config.guarding_keys))
-    app.add_middleware(Checks, checks=checks)
+        checks.append(partial(middleware.check_key, keys=config.guarding_keys))
+    app.add_middleware(middleware.Checks, checks=checks)
     app.add_middleware(
-        RequestLog,
+        middleware.RequestLog,
         endpoints=ENDPOINTS,
         on_done=telemetry.on_http,
         log_requests=config.log_requests,
@@ -202,4 +194,4 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
             expose_headers=EXPOSED_HEADERS,
         )
     if config.prefix:
-        app.add_middleware(RootPath, prefix=config.prefix)
+        app.add_middleware(middleware.RootPath, prefix=config.prefix)

@@ -14,16 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server import embedding_request
 from onbeat.server.answer import prediction_header
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import TOKEN_IDS_SCHEMA, checked_prompts
-from onbeat.server.embedding_request import (
-    Embedded,
-    TextsAnswer,
-    check_texts,
-    embed,
-    encode_options,
-)
 from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.generation_request import EngineFields, read_request
 from onbeat.server.openapi import Routes
@@ -68,7 +62,7 @@ class Embedding(Struct, tag_field="object", tag="embedding"):
     embedding: list[float] | str
 
 
-class EmbeddingList(TextsAnswer, kw_only=True, tag_field="object", tag="list"):
+class EmbeddingList(embedding_request.TextsAnswer, kw_only=True, tag_field="object", tag="list"):
     created: int
     data: list[Embedding]
 
@@ -87,7 +81,9 @@ def embedding_routes(services: Services) -> Routes:
     return router
 
 
-async def _embedded(body: EmbeddingRequest, request: Request, services: Services) -> Embedded:
+async def _embedded(
+    body: EmbeddingRequest, request: Request, services: Services
+) -> embedding_request.Embedded:
     """Return the embeddings that a request asks for.
 
     Raises
@@ -107,13 +103,15 @@ async def _embedded(body: EmbeddingRequest, request: Request, services: Services
     texts, param = body.input, "input"
     if texts is None:
         texts, param = [await render_chat(body, request, services)], "messages"
-    check_texts(texts, param)
-    options = encode_options(body, info.max_model_len, param=param, special=param == "input")
-    return await embed(services, request, body, texts, options)
+    embedding_request.check_texts(texts, param)
+    options = embedding_request.encode_options(
+        body, info.max_model_len, param=param, special=param == "input"
+    )
+    return await embedding_request.embed(services, request, body, texts, options)
 
 
 async def _answer(
-    embedded: Embedded, body: EmbeddingRequest, head: AnswerHead, services: Services
+    embedded: embedding_request.Embedded, body: EmbeddingRequest, head: AnswerHead, services: Services
 ) -> Response:
     """Return the answer, written in pieces, one for each embedding."""
     write = _base64 if body.encoding_format == "base64" else _numbers

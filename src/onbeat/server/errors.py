@@ -35,14 +35,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onbeat.core.errors import (
-    EngineDead,
-    EngineError,
-    InvalidRequest,
-    Overloaded,
-    RequestRejected,
-    SLOUnattainable,
-)
+from onbeat.core import errors
 from onbeat.core.slo import SLO
 
 CLIENT_GONE = 499
@@ -60,7 +53,7 @@ LONGEST_RETRY_SECONDS = 24 * 3600
 """Stands for every longer wait, and for one that nobody can tell the end of."""
 
 
-class ApiError(RequestRejected):
+class ApiError(errors.RequestRejected):
     """A refusal that only HTTP knows, with its status.
 
     Parameters
@@ -136,9 +129,9 @@ class ErrorReply(NamedTuple):
     headers: dict[str, str]
 
 
-def unsupported(message: str, param: str) -> InvalidRequest:
+def unsupported(message: str, param: str) -> errors.InvalidRequest:
     """Return the error for a field that onbeat knows and cannot honour."""
-    return InvalidRequest(message, param=param, code="unsupported_parameter")
+    return errors.InvalidRequest(message, param=param, code="unsupported_parameter")
 
 
 def error_reply(error: Exception) -> ErrorReply:
@@ -151,18 +144,18 @@ def error_reply(error: Exception) -> ErrorReply:
         case ApiError():
             status, code, param = error.status, error.code or "", error.param
             headers, details = error.headers, error.details
-        case Overloaded():
+        case errors.Overloaded():
             status, code, param = 503, error.code or "server_overloaded", error.param
             if error.retry_after is None:
                 headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             else:
                 headers = retry_headers(error.retry_after)
-        case RequestRejected():
+        case errors.RequestRejected():
             status, code, param = 400, error.code or "invalid_value", error.param
-        case EngineDead():
+        case errors.EngineDead():
             status, code = 503, "engine_dead"
             headers = {"Retry-After": str(RETRY_AFTER_RESTART_SECONDS)}
-        case EngineError():
+        case errors.EngineError():
             status, code = 500, "engine_error"
         case HTTPException():
             status, headers = error.status_code, dict(error.headers or {})
@@ -210,7 +203,7 @@ _REASONS = {"deadline_exceeded": "ttft_out_of_reach_after_waiting", "server_over
 """Code of an error of objectives -> why."""
 
 
-def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
+def unattainable(error: errors.SLOUnattainable, request: HasObjectives) -> ApiError:
     """Return what a caller gets to know whose objectives cannot be kept: 429 at once, 504 after a wait."""
     has_waited = error.code == "deadline_exceeded"
     predicted = error.predicted_ttft if math.isfinite(error.predicted_ttft) else None
@@ -234,7 +227,7 @@ def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
     )
 
 
-def job_unattainable(error: SLOUnattainable) -> ApiError:
+def job_unattainable(error: errors.SLOUnattainable) -> ApiError:
     """Return what a caller gets to know whose job cannot end in time: 429 at its first call."""
     return ApiError(
         429,

@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest, counted, first_of, quoted
 from onbeat.core.protocols import EngineInfo
+from onbeat.server import server_config
 from onbeat.server.body import read_body
 from onbeat.server.choices import TextOptions
 from onbeat.server.errors import ApiError
@@ -24,13 +25,6 @@ from onbeat.server.middleware import context_of
 from onbeat.server.objectives import ObjectiveFields
 from onbeat.server.pen import AnswerHead, new_head
 from onbeat.server.prompts import EncodeOptions, EncodingFields, TokenId, check_token_ids
-from onbeat.server.server_config import (
-    MAX_BAD_WORDS,
-    MAX_BIASES,
-    MAX_LISTED_TOKENS,
-    MAX_STOP_STRINGS,
-    ServerConfig,
-)
 from onbeat.server.services import Services
 from onbeat.server.structured import StructureFields
 
@@ -38,7 +32,7 @@ _INT64 = 2**63
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 BadWord = Annotated[str, Field(min_length=1, max_length=100, pattern=r"\S")]
-TokenIds = Annotated[list[TokenId], Field(max_length=MAX_LISTED_TOKENS, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=server_config.MAX_LISTED_TOKENS, fail_fast=True)]
 
 _BIAS = {"type": "number", "minimum": -100, "maximum": 100}
 _BIAS_SCHEMA = WithJsonSchema(
@@ -62,8 +56,10 @@ def _checked_bias(value: Any) -> dict[int, float] | None:
         return None
     if not isinstance(value, dict):
         raise ValueError(f"logit_bias is {quoted(value)}; it should be an object")  # noqa: TRY004 - what pydantic takes
-    if len(value) > MAX_BIASES:
-        raise ValueError(f"logit_bias has {len(value)} entries; at most {MAX_BIASES} are taken. Send fewer")
+    if len(value) > server_config.MAX_BIASES:
+        raise ValueError(
+            f"logit_bias has {len(value)} entries; at most {server_config.MAX_BIASES} are taken. Send fewer"
+        )
     keys = [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 20)]
     if keys:
         raise ValueError(
@@ -104,7 +100,7 @@ class EngineFields(ObjectiveFields, EncodingFields):
     """Lower is earlier; needs the priority scheduling policy unless 0."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
 
-    def check(self, config: ServerConfig, info: EngineInfo) -> None:  # noqa: ARG002 -- others need the configuration
+    def check(self, config: server_config.ServerConfig, info: EngineInfo) -> None:  # noqa: ARG002 -- others need the configuration
         """Check what no single field's type can say.
 
         Raises
@@ -174,9 +170,13 @@ class GenerationRequest(EngineFields, StructureFields):
     repetition_penalty: Annotated[float, Field(gt=0, le=100), NUMBER] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64), WHOLE] | None = None
     stop: (
-        StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None
+        StopString
+        | Annotated[list[StopString], Field(max_length=server_config.MAX_STOP_STRINGS, fail_fast=True)]
+        | None
     ) = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    bad_words: (
+        Annotated[list[BadWord], Field(max_length=server_config.MAX_BAD_WORDS, fail_fast=True)] | None
+    ) = None
     """Words that the answer must not contain, with and without a space before them."""
     stop_token_ids: TokenIds | None = None
     ignore_eos: Flag | None = None
@@ -268,7 +268,7 @@ class GenerationRequest(EngineFields, StructureFields):
             max_tokens=default if asked is None else asked,
         )
 
-    def check(self, config: ServerConfig, info: EngineInfo) -> None:
+    def check(self, config: server_config.ServerConfig, info: EngineInfo) -> None:
         if not info.generates:
             raise ApiError(
                 400,
@@ -301,12 +301,12 @@ class GenerationRequest(EngineFields, StructureFields):
         lists = {name: getattr(self, name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
         num_listed = sum(len(listed or ()) for listed in lists.values())
         num_choices = self.num_prompts * self.num_choices
-        if num_listed * num_choices > MAX_LISTED_TOKENS:
+        if num_listed * num_choices > server_config.MAX_LISTED_TOKENS:
             longest = max(lists, key=lambda name: len(lists[name] or ()))
             raise InvalidRequest(
                 f"{longest} and the like list {num_listed} tokens for {counted(num_choices, 'choice')}; of "
-                f"all choices together at most {MAX_LISTED_TOKENS} are taken. List fewer, or ask for fewer "
-                "choices",
+                f"all choices together at most {server_config.MAX_LISTED_TOKENS} are taken. List fewer, or "
+                "ask for fewer choices",
                 param=longest,
             )
         for name, listed in (*lists.items(), ("logprob_token_ids", self.logprob_token_ids)):
@@ -318,7 +318,9 @@ class GenerationRequest(EngineFields, StructureFields):
             )
 
 
-def check_num_logprobs(asked: int | None, param: str, config: ServerConfig, info: EngineInfo) -> None:
+def check_num_logprobs(
+    asked: int | None, param: str, config: server_config.ServerConfig, info: EngineInfo
+) -> None:
     """Check a number of alternatives against the server's cap; -1 asks for the whole vocabulary.
 
     Raises

@@ -21,14 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.request import Grammar
 from onbeat.jobs.call import JobCall
+from onbeat.server import errors
 from onbeat.server.connection import refusal_of
-from onbeat.server.errors import (
-    CLIENT_GONE,
-    IGNORED_FIELDS_HEADER,
-    ApiError,
-    ClientGone,
-    error_response,
-)
 from onbeat.server.rate_limits import KeyAllowance, KeyMeter
 from onbeat.server.server_config import MAX_QUOTED
 from onbeat.server.slo_defaults import KeyLimits, key_digest
@@ -176,19 +170,19 @@ class RequestLog:
                 headers = MutableHeaders(scope=message)
                 headers[_REQUEST_ID] = context.request_id
                 if context.ignored_fields:
-                    headers[IGNORED_FIELDS_HEADER] = ", ".join(map(_printable, context.ignored_fields))
+                    headers[errors.IGNORED_FIELDS_HEADER] = ", ".join(map(_printable, context.ignored_fields))
                 if not headers.get("content-type", "").startswith("text/event-stream"):
                     headers["openai-processing-ms"] = str(round(context.elapsed * 1000))
             await send(message)
 
         try:
             await self._app(scope, receive, send_named)
-        except ClientGone:
+        except errors.ClientGone:
             context.finish = "client_gone"  # while its request was still coming
         except Exception as error:
             logger.exception("%s %s failed", context.request_id, context.endpoint)
             if context.status == 0:
-                await error_response(error, scope["path"])(scope, receive, send_named)
+                await errors.error_response(error, scope["path"])(scope, receive, send_named)
             else:
                 raise  # half an answer is out: only closing the connection tells the client
         finally:
@@ -205,7 +199,7 @@ class RequestLog:
         if (refusal := refusal_of(scope)) is not None:
             context.status, context.error_code, context.finish = refusal.status, refusal.reason, None
         elif context.status == 0:
-            context.status = CLIENT_GONE
+            context.status = errors.CLIENT_GONE
         self._on_done(context)
         if self._log_requests:
             is_routine = context.endpoint in _ROUTINE and context.status < 400
@@ -259,7 +253,7 @@ class Checks:
                     check(scope)
             except RequestRejected as error:
                 context_of(scope).error_code = error.code
-                await error_response(error, scope["path"])(scope, receive, send)
+                await errors.error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -291,7 +285,7 @@ def check_host(scope: Scope, *, names: frozenset[str]) -> None:
     """
     name = _PORT.sub("", Headers(scope=scope).get("host", "")).strip("[]").rstrip(".").lower()
     if not (_OURS.fullmatch(name) or name in names):
-        raise ApiError(
+        raise errors.ApiError(
             403,
             f"this server does not answer for the host {name[:MAX_QUOTED]!r}; ask for localhost, or start it "
             "with --allowed-hosts and that name (or *), or with an API key",
@@ -335,7 +329,7 @@ def bearer_key(headers: Headers, keys: Sequence[str], *, name: str) -> str:
         matches = [hmac.compare_digest(given, known.encode()) for known in keys]
         if any(matches):
             return key
-    raise ApiError(
+    raise errors.ApiError(
         401,
         f"the {name} is missing or wrong; send it as 'Authorization: Bearer KEY'",
         code="invalid_api_key",
@@ -389,9 +383,9 @@ class RateLimits:
         try:
             announced = int(length) if length.isdecimal() else 0
             allowance = context.allowance = KeyAllowance(meter, announced, self._clock)
-        except ApiError as error:
+        except errors.ApiError as error:
             context.error_code = error.code
-            await error_response(error, scope["path"])(scope, receive, send_told)
+            await errors.error_response(error, scope["path"])(scope, receive, send_told)
             return
         try:
             await self._app(scope, receive, send_told)

@@ -13,14 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server import embedding_request
 from onbeat.server.answer import prediction_header
-from onbeat.server.embedding_request import (
-    Embedded,
-    TextsAnswer,
-    check_texts,
-    embed,
-    encode_options,
-)
 from onbeat.server.fair_threads import Turns
 from onbeat.server.fields import WHOLE, Flag
 from onbeat.server.generation_request import EngineFields, read_request
@@ -93,7 +87,7 @@ class RankedDocument(Struct):
     document: RankedText | UnsetType = UNSET
 
 
-class Ranking(TextsAnswer, kw_only=True):
+class Ranking(embedding_request.TextsAnswer, kw_only=True):
     results: list[RankedDocument]
 
 
@@ -102,7 +96,7 @@ class Score(Struct, tag_field="object", tag="score"):
     score: float
 
 
-class ScoreList(TextsAnswer, kw_only=True, tag_field="object", tag="list"):
+class ScoreList(embedding_request.TextsAnswer, kw_only=True, tag_field="object", tag="list"):
     created: int
     data: list[Score]
 
@@ -138,15 +132,15 @@ def score_routes(services: Services) -> Routes:
 
 async def _embed(
     services: Services, request: Request, body: EngineFields, fields: Mapping[str, Sequence[str]]
-) -> Embedded:
+) -> embedding_request.Embedded:
     """Return the embeddings of the texts of some fields, one field after the other."""
     for param, texts in fields.items():
-        check_texts(texts, param)
+        embedding_request.check_texts(texts, param)
     *_, last = fields
     together = [text for texts in fields.values() for text in texts]
     names = [f"{param}[{index}]" for param, texts in fields.items() for index in range(len(texts))]
-    options = encode_options(body, services.info.max_model_len, param=last)
-    return await embed(services, request, body, together, options, names)
+    options = embedding_request.encode_options(body, services.info.max_model_len, param=last)
+    return await embedding_request.embed(services, request, body, together, options, names)
 
 
 def _num_first(sides: dict[str, list[str]]) -> int:
@@ -166,7 +160,7 @@ def _num_first(sides: dict[str, list[str]]) -> int:
     return len(first)
 
 
-async def _cosines(embedded: Embedded, num_first: int) -> list[float]:
+async def _cosines(embedded: embedding_request.Embedded, num_first: int) -> list[float]:
     """Return how near each later text is to the first one, or to its own of the first ones: -1 to 1."""
     choices, turns, cosines = embedded.choices, Turns(), list[float]()
     for first, last in zip(cycle(choices[:num_first]), choices[num_first:], strict=False):
@@ -183,6 +177,8 @@ def _results(body: RerankRequest, cosines: Sequence[float]) -> Iterator[RankedDo
         yield RankedDocument(index, cosines[index], document)
 
 
-async def _answer(answer: TextsAnswer, embedded: Embedded, services: Services) -> Response:
+async def _answer(
+    answer: embedding_request.TextsAnswer, embedded: embedding_request.Embedded, services: Services
+) -> Response:
     pieces = await gathered(answer)
     return PiecesResponse(pieces, services.slow_readers, prediction_header(embedded.choices))

@@ -18,17 +18,9 @@ from onbeat.server.errors import ApiError
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
 from onbeat.server.fields import Closed, Flag
 from onbeat.server.middleware import HttpContext
+from onbeat.text.grammar import source
 from onbeat.text.grammar.guard import GrammarGuard
 from onbeat.text.grammar.limits import MOST_LEVELS, TooComplex, check_size
-from onbeat.text.grammar.source import (
-    WHITE_SPACE,
-    JsonStyle,
-    Schema,
-    choice_grammar,
-    json_grammar,
-    lark_grammar,
-    regex_grammar,
-)
 from onbeat.text.grammar.translate import closed, lark_of
 
 MOST_CHOICES = 10_000
@@ -37,7 +29,7 @@ JsonSchema = dict[str, Any] | bool
 SchemaOrText = JsonSchema | str
 Choices = Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
 
-_ANY_OBJECT: Schema = {"type": "object"}
+_ANY_OBJECT: source.Schema = {"type": "object"}
 
 
 class JsonSchemaFormat(Closed):
@@ -124,7 +116,7 @@ def _of_response_format(given: ResponseFormat | None) -> Iterator[Constraint]:
         return
     name = "response_format"
     if given.type == "json_object":
-        yield Constraint(name, partial(json_grammar, _ANY_OBJECT, JsonStyle(is_lenient=True)))
+        yield Constraint(name, partial(source.json_grammar, _ANY_OBJECT, source.JsonStyle(is_lenient=True)))
     else:
         asked = given.json_schema
         if asked is None:
@@ -133,7 +125,7 @@ def _of_response_format(given: ResponseFormat | None) -> Iterator[Constraint]:
                 param=f"{name}.json_schema",
                 code="missing_required_parameter",
             )
-        style = JsonStyle(is_lenient=not asked.strict)
+        style = source.JsonStyle(is_lenient=not asked.strict)
         make = partial(_of_schema, asked.schema_, style, is_closed=bool(asked.strict))
         yield Constraint(f"{name}.json_schema.schema", make)
 
@@ -142,7 +134,7 @@ def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
     given, name = body.structured_outputs, "structured_outputs"
     if given is None:
         return
-    white_space = None if given.disable_any_whitespace else given.whitespace_pattern or WHITE_SPACE
+    white_space = None if given.disable_any_whitespace else given.whitespace_pattern or source.WHITE_SPACE
     stated = {
         "json": given.json_,
         "json_object": given.json_object or None,
@@ -152,7 +144,7 @@ def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
         _named(
             stated,
             f"{name}.",
-            JsonStyle(white_space=white_space),
+            source.JsonStyle(white_space=white_space),
             is_closed=bool(given.disable_additional_properties),
         )
     )
@@ -166,12 +158,12 @@ def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
 
 def _of_older_names(body: StructureFields) -> Iterator[Constraint]:
     names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    style = JsonStyle(white_space=body.guided_whitespace_pattern or WHITE_SPACE)
+    style = source.JsonStyle(white_space=body.guided_whitespace_pattern or source.WHITE_SPACE)
     return _named({name: getattr(body, name) for name in names}, "", style)
 
 
 def _named(
-    stated: Mapping[str, Any], where: str, style: JsonStyle, *, is_closed: bool = False
+    stated: Mapping[str, Any], where: str, style: source.JsonStyle, *, is_closed: bool = False
 ) -> Iterator[Constraint]:
     """Yield what fields state, each by its name; null and an empty text state nothing."""
     for name, value in stated.items():
@@ -181,25 +173,25 @@ def _named(
             case "json":
                 make = partial(_of_schema, value, style, is_closed=is_closed)
             case "json_object":
-                make = partial(json_grammar, _ANY_OBJECT, style)
+                make = partial(source.json_grammar, _ANY_OBJECT, style)
             case "regex":
-                make = partial(regex_grammar, value)
+                make = partial(source.regex_grammar, value)
             case "choice":
-                make = partial(choice_grammar, value)
+                make = partial(source.choice_grammar, value)
             case _:
                 make = partial(_of_text, value)
         yield Constraint(where + name, make)
 
 
-def _of_schema(given: SchemaOrText | Schema, style: JsonStyle, *, is_closed: bool) -> Grammar:
+def _of_schema(given: SchemaOrText | source.Schema, style: source.JsonStyle, *, is_closed: bool) -> Grammar:
     schema = _parsed(given) if isinstance(given, str) else given
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("it is no JSON schema; it must be an object")
-    return json_grammar(closed(schema) if is_closed else schema, style)
+    return source.json_grammar(closed(schema) if is_closed else schema, style)
 
 
 def _of_text(text: str) -> Grammar:
-    return lark_grammar(lark_of(text))
+    return source.lark_grammar(lark_of(text))
 
 
 def _parsed(text: str) -> Any:

@@ -18,16 +18,10 @@ from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by_weights
 from onbeat.perfmodel.speculative import SpeculativeStepTime
+from onbeat.scheduler import scheduler_config
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.replica.policies import check_policy, composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
-from onbeat.scheduler.scheduler_config import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_POLICY,
-    SchedulerConfig,
-    SchedulerLimits,
-    with_states,
-)
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.simulation_config import FleetTerms, KVLink, ReplicaKind, SimulationConfig
@@ -146,14 +140,14 @@ def _resolve(said: Deployment) -> Resolved:
     if num_blocks is None:
         most = limits.max_num_batched_tokens  # of a step, for the memory of its activations
         if not isinstance(most, int):
-            is_bound_by_time = composition(limits.policy or DEFAULT_POLICY).is_bound_by_time
+            is_bound_by_time = composition(limits.policy or scheduler_config.DEFAULT_POLICY).is_bound_by_time
             most = largest_step(target_time, limits.max_num_seqs) if is_bound_by_time else LARGEST_BUDGET
         holds = partial(
             kv_capacity,
             device=device,
             parallelism=parallelism,
             precision=precision,
-            block_size=limits.block_size or DEFAULT_BLOCK_SIZE,
+            block_size=limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE,
             max_num_batched_tokens=most,
             gpu_memory_utilization=said.gpu_memory_utilization,
             least_tokens=least,
@@ -201,8 +195,11 @@ def _resolve(said: Deployment) -> Resolved:
 
 
 def _with_states(
-    limits: SchedulerLimits, memory: KVCapacity | None, model: ModelSpec, precision: Precision
-) -> tuple[SchedulerLimits, int, KVCapacity | None]:
+    limits: scheduler_config.SchedulerLimits,
+    memory: KVCapacity | None,
+    model: ModelSpec,
+    precision: Precision,
+) -> tuple[scheduler_config.SchedulerLimits, int, KVCapacity | None]:
     """Return limits, states that are kept for prefix hits, and the memory left for KV, as an engine has them.
 
     Parameters
@@ -210,10 +207,12 @@ def _with_states(
     memory : None where it is not asked for: then there are as many states as may be wanted.
     """
     if memory is None:
-        return *with_states(limits, 5 * limits.max_num_seqs), None
+        return *scheduler_config.with_states(limits, 5 * limits.max_num_seqs), None
     share = memory.block_bytes / (model.held_bytes_per_token(precision) * memory.block_size)  # of one device
     state_bytes = model.state_bytes * share
-    limits, num_snapshots = with_states(limits, max(int(memory.kv_bytes / 2 // state_bytes), 1))
+    limits, num_snapshots = scheduler_config.with_states(
+        limits, max(int(memory.kv_bytes / 2 // state_bytes), 1)
+    )
     block_bytes = model.kv_bytes_per_token(precision) * share * memory.block_size
     left = memory.kv_bytes - (limits.max_num_seqs + num_snapshots) * state_bytes
     return (
@@ -252,7 +251,9 @@ def _with_budget(resolved: Resolved, tbt: float | None, context_tokens: int | No
             "there is none; give --slo-tbt-ms"
         )
 
-    def limits(own: SchedulerConfig, step_time: StepTimeModel) -> SchedulerConfig:
+    def limits(
+        own: scheduler_config.SchedulerConfig, step_time: StepTimeModel
+    ) -> scheduler_config.SchedulerConfig:
         budget = choose_token_budget(
             step_time,
             tbt=tbt - config.host_overhead,
@@ -339,7 +340,7 @@ def what_binds(deployment: Deployment, error: LongerThanContext, choices: Choice
     return ConfigError(f"{error}. --max-model-len is {given}; give --max-model-len {error.num_tokens}")
 
 
-def decode_context(load: OfferedLoad, limits: SchedulerConfig) -> int:
+def decode_context(load: OfferedLoad, limits: scheduler_config.SchedulerConfig) -> int:
     """Return the mean context of a decode: the load's, or what a full batch has KV memory for."""
     context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
     return max(1, min(context, limits.num_blocks * limits.block_size // limits.max_num_seqs))

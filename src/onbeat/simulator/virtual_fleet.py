@@ -15,29 +15,7 @@ from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnat
 from onbeat.core.fleet import ReplicaLimits, replica_id, replica_number
 from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
-from onbeat.scheduler.cluster.events import (
-    Answered,
-    Arrived,
-    Delivered,
-    DrainAsked,
-    EventDispatcher,
-    FleetEvent,
-    Joined,
-    Lost,
-    MoveStep,
-    Refuse,
-    Refused,
-    Reported,
-    Rescale,
-    RoutingRequest,
-    ScaleAsked,
-    ScalingAsked,
-    Send,
-    Start,
-    Stop,
-    Tick,
-    Withdraw,
-)
+from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.fleet import Decided, Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.routing import Router
@@ -146,7 +124,15 @@ class Lives:
 
 _NO_LINK = KVLink(bytes_per_token=1.0, bandwidth=1.0)
 """Of replicas between which nothing moves."""
-_RARE = (Lost, Joined, DrainAsked, ScaleAsked, ScalingAsked, Refused, Tick)
+_RARE = (
+    events.Lost,
+    events.Joined,
+    events.DrainAsked,
+    events.ScaleAsked,
+    events.ScalingAsked,
+    events.Refused,
+    events.Tick,
+)
 """Events after which the fleet may want another tick."""
 
 
@@ -197,7 +183,7 @@ class VirtualFleet:
         self._loop = loop
         self._config = config
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
-        self._dispatcher = EventDispatcher(self._fleet.on_event, self)
+        self._dispatcher = events.EventDispatcher(self._fleet.on_event, self)
         self._is_reported = wants_reports(config, router)
         times = config.fleet_times
         self.lives = Lives(
@@ -234,10 +220,10 @@ class VirtualFleet:
         asked = self._config.fleet
         for change in self._config.fleet_changes:
             self._loop.at(change.when, HEAR, partial(self._change, change))
-        self._tell(ScaleAsked(asked.first_replicas), 0.0)
+        self._tell(events.ScaleAsked(asked.first_replicas), 0.0)
         if asked.autoscale is not None:
             self.sizes.append(FleetSize(0.0, asked.first_replicas, ""))
-            self._tell(ScalingAsked(asked.autoscale.least, asked.autoscale.most), 0.0)
+            self._tell(events.ScalingAsked(asked.autoscale.least, asked.autoscale.most), 0.0)
 
     def end(self) -> None:
         """Hear that all requests have ended."""
@@ -247,7 +233,7 @@ class VirtualFleet:
 
     # ---- what happens ----
 
-    def _tell(self, event: FleetEvent, now: float) -> None:
+    def _tell(self, event: events.FleetEvent, now: float) -> None:
         """Tell the fleet, and carry out what it decides, with what comes of that."""
         if isinstance(event, _RARE):
             self._may_tick = True
@@ -263,13 +249,15 @@ class VirtualFleet:
     def _on_tick(self, when: float, now: float) -> None:
         if self._tick == when:  # else another time is wanted by now
             self._tick = inf
-            self._tell(Tick(), now)
+            self._tell(events.Tick(), now)
 
     def arrive(self, offered: OfferedRequest, now: float) -> None:
         """Ask the fleet where a request goes."""
         self._open[offered.request.request_id] = offered
         request = offered.request
-        self._dispatcher.dispatch(Arrived(RoutingRequest.of(request, request.block_hashes or ())), now)
+        self._dispatcher.dispatch(
+            events.Arrived(events.RoutingRequest.of(request, request.block_hashes or ())), now
+        )
 
     def on_step(self, member: Member, finished: Sequence[OfferedRequest], now: float) -> None:
         """Tell the fleet of first tokens and of ends."""
@@ -306,7 +294,7 @@ class VirtualFleet:
         num_tokens = len(record.delivery_times)
         num_new, self._num_heard[request_id] = num_tokens - self._num_heard.get(request_id, 0), num_tokens
         self._dispatcher.dispatch(
-            Delivered(member.name, request_id, num_new, record.num_cached_tokens, is_finished), now
+            events.Delivered(member.name, request_id, num_new, record.num_cached_tokens, is_finished), now
         )
 
     def before_plan(self, member: Member, now: float) -> None:
@@ -326,19 +314,19 @@ class VirtualFleet:
         self, member: Member, offered: OfferedRequest, refusal: Overloaded | SLOUnattainable, now: float
     ) -> None:
         request_id, retry_after = offered.request.request_id, refusal.retry_after
-        self._tell(Refused(member.name, request_id, is_for_load=True, retry_after=retry_after), now)
+        self._tell(events.Refused(member.name, request_id, is_for_load=True, retry_after=retry_after), now)
 
     def _change(self, change: FleetChange, now: float) -> None:
         name = replica_id(change.number)
         if change.kind == "scale":
-            self._tell(ScaleAsked(change.number), now)
+            self._tell(events.ScaleAsked(change.number), now)
         elif change.number not in self.lives.replicas:
             return  # it is down already
         elif change.kind == "kill":
             self._kill(change.number, now)
         else:
             seconds = self._config.fleet_times.drain_seconds
-            self._tell(DrainAsked(name, seconds, change.kind == "restart"), now)
+            self._tell(events.DrainAsked(name, seconds, change.kind == "restart"), now)
 
     def _kill(self, number: int, now: float) -> None:
         member = self._loop.members[number]
@@ -350,7 +338,7 @@ class VirtualFleet:
         self._moves.lose(number, now)
         self._expect_copies()
         self.lives.remove(number, died=True)
-        self._tell(Lost(member.name, "killed"), now)
+        self._tell(events.Lost(member.name, "killed"), now)
 
     def _on_ready(self, number: int, now: float) -> None:
         kind = self.lives.kind(number)
@@ -363,7 +351,7 @@ class VirtualFleet:
             block_size=limits.block_size,
             moves_streams=self._config.kv_link is not None and not composition(limits.policy).holds_finished,
         )
-        self._tell(Joined(replica_id(number), told), now)
+        self._tell(events.Joined(replica_id(number), told), now)
         if self._is_reported:
             self._take_report(number, now)
 
@@ -385,11 +373,11 @@ class VirtualFleet:
 
         def hear(then: float) -> None:
             if self.lives.replicas.get(number) is replica:
-                self._dispatcher.dispatch(Reported(replica_id(number), load), then)
+                self._dispatcher.dispatch(events.Reported(replica_id(number), load), then)
 
         self._loop.at(now + self._config.fleet_times.report_seconds, HEAR, hear)
 
-    def _hear_of(self, answered: Answered, now: float, delay: float) -> None:
+    def _hear_of(self, answered: events.Answered, now: float, delay: float) -> None:
         """Tell the fleet what came of a step of a move, once that is heard of."""
         if delay:
             self._loop.at(now + delay, HEAR, lambda then: self._tell(answered, then))
@@ -414,7 +402,7 @@ class VirtualFleet:
         self._moves.end_copies(now)
         self._expect_copies()
 
-    def do_send(self, action: Send, now: float) -> None:
+    def do_send(self, action: events.Send, now: float) -> None:
         """Let a replica take a request, behind the tokens that its client has, or refuse it."""
         self.decisions[action.why] += 1
         number, offered = replica_number(action.replica), self._open[action.request_id]
@@ -440,7 +428,7 @@ class VirtualFleet:
             raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
         member.call(now)
 
-    def do_withdraw(self, action: Withdraw, now: float) -> None:
+    def do_withdraw(self, action: events.Withdraw, now: float) -> None:
         """Take a request from a replica, unless that has refused it, of which the fleet has yet to hear."""
         number = replica_number(action.replica)
         if self._open[action.request_id].refusal is None:
@@ -449,7 +437,7 @@ class VirtualFleet:
         self._num_before.pop(action.request_id, None)
         self._loop.call(number)
 
-    def do_refuse(self, action: Refuse, now: float) -> None:
+    def do_refuse(self, action: events.Refuse, now: float) -> None:
         """End a request."""
         self.decisions[action.reason] += 1
         offered = self._open[action.request_id]
@@ -463,12 +451,12 @@ class VirtualFleet:
             refuse(offered, refusal, offered.record.replica, now)
         self._close(offered, now)
 
-    def do_start(self, action: Start, now: float) -> None:
+    def do_start(self, action: events.Start, now: float) -> None:
         """Begin to start a replica."""
         self.decisions["start"] += 1
         self.lives.start(replica_number(action.replica), action.delay, now)
 
-    def do_stop(self, action: Stop, now: float) -> None:
+    def do_stop(self, action: events.Stop, now: float) -> None:
         """End a replica, or its start."""
         self.decisions["stop"] += 1
         number = replica_number(action.replica)
@@ -478,14 +466,14 @@ class VirtualFleet:
             self._expect_copies()
             self.lives.remove(number)
 
-    def do_move_step(self, action: MoveStep, now: float) -> None:
+    def do_move_step(self, action: events.MoveStep, now: float) -> None:
         """Let a step of a move be taken once no step of a replica is left to end at this instant."""
         if action.verb is MoveVerb.TAKE:
             self.decisions[f"moved: {self._moves.why(action.move)}"] += 1
         self._moves.ask(action, self._open.get(action.request_id))
         self._loop.at(now, MOVE, self._take_steps)
 
-    def do_rescale(self, action: Rescale, now: float) -> None:
+    def do_rescale(self, action: events.Rescale, now: float) -> None:
         """Note another size."""
         self.decisions[f"rescale ({action.why})"] += 1
         self.sizes.append(FleetSize(now, action.num_replicas, action.why))

@@ -18,6 +18,7 @@ from typing import Any
 from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.scheduler.replica.idle_check import IdleCheck
+from onbeat.vllm import telemetry
 from onbeat.vllm.calibrate import (
     KeptSteps,
     RequestMaker,
@@ -35,15 +36,6 @@ from onbeat.vllm.objectives import ID, read
 from onbeat.vllm.plugin_config import log_as_vllm_does, read_config
 from onbeat.vllm.steps import EngineSteps, Imposed, TakenStep, impose, mismatch
 from onbeat.vllm.surface import EngineRequest, Surface
-from onbeat.vllm.telemetry import (
-    Publisher,
-    Refusal,
-    RequestNews,
-    StepTimes,
-    rank_address,
-    refusal_after,
-    refusal_by,
-)
 
 logger = logging.getLogger("onbeat.vllm")
 
@@ -77,7 +69,7 @@ class Plugin:
         """Steps with a fault until now, and whether the one under way had any."""
         self._said_at = float("-inf")
         self._refused: list[tuple[int, Any]] = []
-        self._publisher: Publisher | None = None
+        self._publisher: telemetry.Publisher | None = None
         self._step_times: list[tuple[float, float]] = []
         """Predicted and measured seconds of steps that are not told yet."""
         self._calibration: SelfCalibration | None = None
@@ -102,7 +94,7 @@ class Plugin:
         elif known is not None:
             self._say_misses()
         if self.config.telemetry is not None:
-            self._publisher = Publisher(rank_address(self.config.telemetry, surface.rank))
+            self._publisher = telemetry.Publisher(telemetry.rank_address(self.config.telemetry, surface.rank))
 
     # --- a step ---------------------------------------------------------------------------------------
 
@@ -184,7 +176,7 @@ class Plugin:
                 asked = self.steps.table.asked(request, objectives, arrival)
                 slo = self.steps.add(request, asked, now).slo
             except (SLOUnattainable, InvalidRequest) as error:
-                self._refuse(request, refusal_by(error))
+                self._refuse(request, telemetry.refusal_by(error))
                 return
             if slo.predicted_ttft is not None or slo.is_best_effort:
                 self._tell(request, predicted_ttft=slo.predicted_ttft, is_relegated=slo.is_best_effort)
@@ -227,9 +219,9 @@ class Plugin:
     def _expire(self, output: RequestOutput) -> None:
         """End a request that waited in vain."""
         request = self.surface.scheduler.requests[output.request_id]
-        self._refuse(request, refusal_after(output))
+        self._refuse(request, telemetry.refusal_after(output))
 
-    def _refuse(self, request: EngineRequest, refusal: Refusal) -> None:
+    def _refuse(self, request: EngineRequest, refusal: telemetry.Refusal) -> None:
         """End a request in vLLM, with words by which the middleware knows the refusal."""
         self.surface.end(request.request_id)
         self._refused.append((request.client_index, self.surface.refusal(request, refusal.text())))
@@ -243,15 +235,17 @@ class Plugin:
             return
         slo_id = self.surface.extra_args(request).get(ID)
         if isinstance(slo_id, str):
-            self._publisher.send(RequestNews(slo_id=slo_id, **news))
+            self._publisher.send(telemetry.RequestNews(slo_id=slo_id, **news))
 
-    def _tell_times(self, taken: TakenStep, publisher: Publisher) -> None:
+    def _tell_times(self, taken: TakenStep, publisher: telemetry.Publisher) -> None:
         """Tell now and then what steps took beside what was predicted."""
         times = self._step_times
         times.append((taken.noted.seconds, taken.seconds))
         if len(times) >= _TOLD_STEPS:
             predicted, measured = map(sum, zip(*times, strict=True))
-            publisher.send(StepTimes(rank=self.surface.rank, predicted=predicted, measured=measured))
+            publisher.send(
+                telemetry.StepTimes(rank=self.surface.rank, predicted=predicted, measured=measured)
+            )
             times.clear()
 
     # --- step times -----------------------------------------------------------------------------------

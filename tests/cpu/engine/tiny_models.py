@@ -69,6 +69,7 @@ from onbeat.engine.torch.types import torch_dtype
 from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.parameters import find_rows
+from tests.cpu.engine.gemma4_models import GEMMA4
 from tests.cpu.engine.stateful_models import STATEFUL
 
 SIZES: dict[str, Any] = {
@@ -133,6 +134,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "query_pre_attn_scalar": 48,
         },
     ),
+    **GEMMA4,
     "phi3": (
         Phi3ForCausalLM,
         Phi3Config,
@@ -385,9 +387,14 @@ def hf_tiny_model(name: str, dtype: torch.dtype) -> Any:
             # Matrices that keep activations at their size, norms and biases that are not the identity.
             is_matrix = parameter.dim() >= 2
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5 if is_matrix else 0.3)
-            offset = "gemma" in name or (name in STATEFUL and "linear_attn" not in parameter_name)
-            if "norm" in parameter_name and not offset:
+            offset = name in ("gemma2", "gemma3") or (
+                name in STATEFUL and "linear_attn" not in parameter_name
+            )
+            if ("norm" in parameter_name and not offset) or parameter_name.endswith("scale"):
                 parameter.add_(1.0)
+        for buffer_name, buffer in hf_model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         hf_model.model.embed_tokens.weight.normal_(0.0, 1.0)
     hf_model.generation_config.eos_token_id = None
     return hf_model.to(dtype).eval()

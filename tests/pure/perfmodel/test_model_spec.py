@@ -60,6 +60,7 @@ PUBLISHED_BILLIONS = {
     "Qwen3.5-397B-A17B": 396.4,
     "google/gemma-4-26B-A4B-it": 25.2,
     "gemma-4-31b": 30.7,
+    "google/gemma-4-E2B-it": 4.63,
     "mistralai/Mistral-Nemo-Instruct-2407": 12.25,
     "Mistral-Small-3.1-24B-Instruct-2503": 23.57,
 }
@@ -71,7 +72,8 @@ def test_parameter_count_is_the_published_one(name, billions):
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("Mixtral-8x7B", 12.9), ("Qwen3-30B-A3B", 3.3), ("Qwen3-235B-A22B", 22.2)]
+    ("name", "billions"),
+    [("Mixtral-8x7B", 12.9), ("Qwen3-30B-A3B", 3.3), ("Qwen3-235B-A22B", 22.2), ("gemma-4-E2B", 2.3)],
 )
 def test_active_parameters_of_experts(name, billions):
     assert find_model_spec(name).num_active_parameters / 1e9 == pytest.approx(billions, rel=0.02)

@@ -29,15 +29,10 @@ from onbeat.engine.weights import Checkpoint
 from onbeat.engine.weights.checkpoint import loading_remarks
 from onbeat.perfmodel.models import StepTimeDescription
 from onbeat.perfmodel.precision import Precision
-from onbeat.scheduler.scheduler_config import (
-    DEFAULT_BLOCK_SIZE,
-    SchedulerConfig,
-    SchedulerLimits,
-    with_states,
-)
+from onbeat.scheduler import scheduler_config
 
-Propose = Callable[[ForwardPass, SchedulerConfig], Proposer]
-SettleLimits = Callable[[int], SchedulerConfig]
+Propose = Callable[[ForwardPass, scheduler_config.SchedulerConfig], Proposer]
+SettleLimits = Callable[[int], scheduler_config.SchedulerConfig]
 """From a number of KV blocks to limits that go with it."""
 
 
@@ -68,7 +63,7 @@ class Backend(Protocol):
     """Of the LM head, likewise."""
     kv_format: str | None = None
     """Of keys and values, likewise."""
-    block_size: int = DEFAULT_BLOCK_SIZE
+    block_size: int = scheduler_config.DEFAULT_BLOCK_SIZE
     """Tokens of a KV block where the user gives no number."""
     drafts_ahead: bool = False
     """Whether its steps make the drafts of the next ones themselves, where drafts are asked for."""
@@ -86,8 +81,8 @@ class Backend(Protocol):
     """What takes its time elsewhere; None where the model runs here."""
 
     def start(
-        self, limits: SchedulerConfig, say: OnProgress, room: Room, propose: Propose | None
-    ) -> tuple[Runner, SchedulerConfig]:
+        self, limits: scheduler_config.SchedulerConfig, say: OnProgress, room: Room, propose: Propose | None
+    ) -> tuple[Runner, scheduler_config.SchedulerConfig]:
         """Load the weights and make the KV cache; return what steps run on, and limits that go with it.
 
         Parameters
@@ -120,7 +115,7 @@ class Backend(Protocol):
 
     def fit(
         self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None
-    ) -> SchedulerConfig:
+    ) -> scheduler_config.SchedulerConfig:
         """Return limits that go with the memory there is.
 
         Raises
@@ -143,8 +138,8 @@ class ForwardBackend(Backend, Protocol):
 
     @abstractmethod
     def build(
-        self, limits: SchedulerConfig, say: OnProgress, room: Room | None = None
-    ) -> tuple[ForwardPass, SchedulerConfig]:
+        self, limits: scheduler_config.SchedulerConfig, say: OnProgress, room: Room | None = None
+    ) -> tuple[ForwardPass, scheduler_config.SchedulerConfig]:
         """Load the weights and make the KV cache; see `start`.
 
         Parameters
@@ -157,8 +152,8 @@ class ForwardBackend(Backend, Protocol):
         return Sampler(self.model.vocab_size)
 
     def start(
-        self, limits: SchedulerConfig, say: OnProgress, room: Room, propose: Propose | None
-    ) -> tuple[Runner, SchedulerConfig]:
+        self, limits: scheduler_config.SchedulerConfig, say: OnProgress, room: Room, propose: Propose | None
+    ) -> tuple[Runner, scheduler_config.SchedulerConfig]:
         """Build it, and run a first step; see `Backend.start`."""
         forward, limits = self.build(limits, say, room)
         proposer = None if propose is None else propose(forward, limits)
@@ -180,7 +175,7 @@ class CheckpointBackend(ForwardBackend):
 
     def fit(
         self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None
-    ) -> SchedulerConfig:
+    ) -> scheduler_config.SchedulerConfig:
         """Calculate them from `needs`; see `Backend.fit`."""
         block_size = config.limits.block_size or self.block_size
         footprint = self.needs(block_size)
@@ -193,7 +188,7 @@ class CheckpointBackend(ForwardBackend):
         budget = self._kv_bytes(config, footprint, free)
         num_snapshots = None
         if footprint.state_bytes:
-            num_snapshots = with_states(config.limits, footprint.most_states(budget))[1]
+            num_snapshots = scheduler_config.with_states(config.limits, footprint.most_states(budget))[1]
         state_bytes += (num_snapshots or 0) * footprint.state_bytes
         limits = replace(settle(footprint.num_blocks_in(budget - state_bytes)), num_snapshots=num_snapshots)
         free = free._replace(num_bytes=free.num_bytes - state_bytes)
@@ -215,7 +210,7 @@ class CheckpointBackend(ForwardBackend):
         default = self.default_kv_bytes(spare_bytes, footprint.step_bytes(config.limits))
         return config.kv_cache_memory_bytes or default
 
-    def bounded(self, config: EngineConfig) -> SchedulerLimits:
+    def bounded(self, config: EngineConfig) -> scheduler_config.SchedulerLimits:
         """Return the limits of a configuration, within what a model that keeps states allows.
 
         Raises
@@ -234,7 +229,7 @@ class CheckpointBackend(ForwardBackend):
         footprint.check_weights(free, savings=self.savings())  # or nothing would be left for states
         budget = self._kv_bytes(config, footprint, free)
         most = footprint.most_states(budget)
-        return with_states(limits, most)[0]
+        return scheduler_config.with_states(limits, most)[0]
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
         """Return what the KV cache takes where the user gives no size.

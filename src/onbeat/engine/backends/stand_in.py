@@ -50,14 +50,9 @@ from onbeat.perfmodel.memory import Change, Choices, kv_capacity, what_fits
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import StepTimeDescription, roofline_predictor
 from onbeat.perfmodel.precision import Precision
+from onbeat.scheduler import scheduler_config
 from onbeat.scheduler.replica.policies import composition, largest_step
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
-from onbeat.scheduler.scheduler_config import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_POLICY,
-    SchedulerConfig,
-    SchedulerLimits,
-)
 from onbeat.text.tokenizer import load_tokenizer
 
 _Words = NDArray[np.uint64]
@@ -130,16 +125,16 @@ class StandInBackend(ForwardBackend):
         config: EngineConfig,
         settle: SettleLimits,
         draft: CheckpointBackend | None = None,  # noqa: ARG002 -- which `_check` refuses
-    ) -> SchedulerConfig:
+    ) -> scheduler_config.SchedulerConfig:
         """Decide what the user left open, as the memory of the other device allows."""
         return settle(_num_blocks(config, self._what))
 
     def build(
         self,
-        limits: SchedulerConfig,
+        limits: scheduler_config.SchedulerConfig,
         say: OnProgress,  # noqa: ARG002
         room: Room | None = None,  # noqa: ARG002
-    ) -> tuple[ForwardPass, SchedulerConfig]:
+    ) -> tuple[ForwardPass, scheduler_config.SchedulerConfig]:
         """Make the KV cache."""
         forward = StandInForward(
             self.model,
@@ -202,12 +197,14 @@ def _num_blocks(config: EngineConfig, description: StepTimeDescription) -> int:
     limits, kv_bytes, model = config.limits, config.kv_cache_memory_bytes, description.model
     if kv_bytes is None:
         return _blocks_that_fit(limits, description, config.gpu_memory_utilization)
-    block_size = limits.block_size or DEFAULT_BLOCK_SIZE
+    block_size = limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE
     block_bytes = int(model.kv_bytes_per_token(description.precision) * block_size)
     return num_blocks_in(kv_bytes, block_bytes, block_size)
 
 
-def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utilization: float) -> int:
+def _blocks_that_fit(
+    limits: scheduler_config.SchedulerLimits, what: StepTimeDescription, utilization: float
+) -> int:
     """Return the KV blocks that the device holds beside the weights.
 
     Raises
@@ -216,7 +213,7 @@ def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utiliza
     """
     largest = limits.max_num_batched_tokens
     if not isinstance(largest, int):
-        is_by_time = composition(limits.policy or DEFAULT_POLICY).is_bound_by_time
+        is_by_time = composition(limits.policy or scheduler_config.DEFAULT_POLICY).is_bound_by_time
         largest = largest_step(what.predictor(), limits.max_num_seqs) if is_by_time else LARGEST_BUDGET
 
     def num_blocks(parallelism: Parallelism, precision: Precision) -> int:
@@ -225,7 +222,7 @@ def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utiliza
             what.device,
             parallelism=parallelism,
             precision=precision,
-            block_size=limits.block_size or DEFAULT_BLOCK_SIZE,
+            block_size=limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE,
             max_num_batched_tokens=largest,
             gpu_memory_utilization=utilization,
             least_tokens=min(limits.max_model_len or 1, what.model.max_position_embeddings),

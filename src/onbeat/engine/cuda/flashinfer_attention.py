@@ -23,14 +23,7 @@ from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.cuda.triton_ops import list_blocks
 from onbeat.engine.forward import Mark
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.torch.kernels import (
-    ChunkBackend,
-    ChunkRows,
-    DecodeRows,
-    Int32Array,
-    KernelSizes,
-    LayerSpec,
-)
+from onbeat.engine.torch import kernels
 from onbeat.engine.torch.kv import LayerKVCache
 
 _WORKSPACE_BYTES = 128 << 20
@@ -65,7 +58,7 @@ class FlashInfer(NamedTuple):
 
 
 def unbuilt_kernel(
-    config: ModelConfig, chunk_backend: ChunkBackend = "fa2", kv_dtype: torch.dtype = torch.bfloat16
+    config: ModelConfig, chunk_backend: kernels.ChunkBackend = "fa2", kv_dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
     """Return the name of a module of FlashInfer that a model needs and that is not there yet."""
     from flashinfer.jit.attention import gen_batch_prefill_module
@@ -136,8 +129,8 @@ class PlannedDecodes:
     def __init__(
         self,
         library: FlashInfer,
-        sizes: KernelSizes,
-        layer: LayerSpec,
+        sizes: kernels.KernelSizes,
+        layer: kernels.LayerSpec,
         key: GraphKey,
         *,
         workspace: Tensor,
@@ -180,7 +173,7 @@ class PlannedDecodes:
         # The first plan takes the module; `fast_decode_plan` only plans.
         self._planned(self._wrapper.plan, np.full(num_rows, key.width, np.int32))
 
-    def plan(self, lens_R: Int32Array) -> None:
+    def plan(self, lens_R: kernels.Int32Array) -> None:
         """Plan a step of rows of these lengths: those that `list_rows` will find on the device.
 
         A plan depends on how many blocks each row has, and on nothing else of the lengths.
@@ -190,7 +183,7 @@ class PlannedDecodes:
             self._planned(self._plan, lens_R)
             self._buffers.planned = wanted
 
-    def list_rows(self, rows: DecodeRows) -> None:
+    def list_rows(self, rows: kernels.DecodeRows) -> None:
         """Write the rows' blocks and lengths where the kernel reads them."""
         list_blocks(rows, self._sizes.block_size, self._ends_R1, self._blocks, self._last_lens_R)
 
@@ -198,7 +191,7 @@ class PlannedDecodes:
         """Attend; see `Kernels.attend_decodes`."""
         self._wrapper.run(q_RNH, tuple(kv), out=out_RNH)
 
-    def _planned(self, plan: Any, lens_R: Int32Array) -> None:
+    def _planned(self, plan: Any, lens_R: kernels.Int32Array) -> None:
         num_blocks_R = -(-lens_R // self._sizes.block_size)
         ends_R1 = _ends(num_blocks_R)
         last_lens_R = lens_R - (num_blocks_R - 1) * self._sizes.block_size
@@ -225,7 +218,7 @@ class PlannedDecodes:
 
 class _WrapperKey(NamedTuple):
     window: int | None
-    backend: ChunkBackend
+    backend: kernels.ChunkBackend
     has_chunks: bool
 
 
@@ -242,7 +235,11 @@ class Chunks:
     """
 
     def __init__(
-        self, library: FlashInfer, sizes: KernelSizes, backend: ChunkBackend, workspace: Tensor
+        self,
+        library: FlashInfer,
+        sizes: kernels.KernelSizes,
+        backend: kernels.ChunkBackend,
+        workspace: Tensor,
     ) -> None:
         self._make_wrapper = library.PrefillWrapper
         self._sizes = sizes
@@ -252,7 +249,7 @@ class Chunks:
         self._stream = stream_of(sizes.device)
         self._wrappers: dict[_WrapperKey, tuple[Any, PlanBuffers]] = {}
 
-    def plan(self, rows: ChunkRows, layer: LayerSpec) -> Any:
+    def plan(self, rows: kernels.ChunkRows, layer: kernels.LayerSpec) -> Any:
         """Return a wrapper that is ready for the step; see `Kernels.plan_chunks`.
 
         There is one for each window and kernel, and another for rows of one token, which may attend beside
@@ -299,7 +296,7 @@ class Chunks:
             self._wrappers[key] = wrapper, buffers
         return self._wrappers[key]
 
-    def _pinned(self, *arrays: Int32Array) -> tuple[Tensor, ...]:
+    def _pinned(self, *arrays: kernels.Int32Array) -> tuple[Tensor, ...]:
         """Return arrays in one piece of memory that torch gives away again only once it has been copied."""
         numbers = torch.from_numpy(np.concatenate(arrays, dtype=np.int32))
         if self._sizes.device.type == "cuda":
@@ -324,7 +321,7 @@ def stream_of(device: torch.device) -> DeviceStream:
     return CudaStream(device) if device.type == "cuda" else CpuStream()
 
 
-def allocate_workspace(sizes: KernelSizes) -> Tensor:
+def allocate_workspace(sizes: kernels.KernelSizes) -> Tensor:
     """Return scratch memory for all of them: as much as a plan may ask for, which fails with less."""
     config = sizes.config
     group = config.num_heads // config.num_kv_heads
@@ -339,14 +336,14 @@ def allocate_workspace(sizes: KernelSizes) -> Tensor:
     return torch.zeros(max(_WORKSPACE_BYTES, needed), dtype=torch.uint8, device=sizes.device)
 
 
-def _ends(lens: Int32Array) -> Int32Array:
+def _ends(lens: kernels.Int32Array) -> kernels.Int32Array:
     """Return 0 and where each of the pieces ends."""
     ends = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=ends[1:])
     return ends
 
 
-def _options(layer: LayerSpec, sizes: KernelSizes) -> dict[str, Any]:
+def _options(layer: kernels.LayerSpec, sizes: kernels.KernelSizes) -> dict[str, Any]:
     """Return what all plans say of a layer."""
     return {
         # How many tokens before its own a token sees

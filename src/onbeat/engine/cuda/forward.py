@@ -59,9 +59,11 @@ from onbeat.engine.torch.layer import (
     before_attention,
     final_states,
     first_of_windows,
+    heads_in,
     multiply_by,
     run_layers,
     scale_embedding,
+    widest_heads,
     write_logits,
 )
 from onbeat.engine.torch.types import FP8, device_of, numpy_dtype
@@ -94,7 +96,7 @@ class Pieces:
         self._weights = weights
         self._kv = kv
         self._graphs = graphs
-        most, spec, device = max(sizes), weights.layers[0].spec, weights.device
+        most, device = max(sizes), weights.device
         self._ids_T, self._positions_T = (
             torch.zeros(most, dtype=torch.int32, device=device) for _ in range(2)
         )
@@ -103,10 +105,11 @@ class Pieces:
             torch.zeros(most, weights.config.hidden_size, dtype=weights.dtype, device=device)
             for _ in range(2)
         )
-        self._q_TNH, self._mixed_TNH = (
-            torch.zeros(most, spec.num_heads, spec.head_dim, dtype=weights.dtype, device=device)
-            for _ in range(2)
+        self._q_TX, self._mixed_TX = (
+            torch.zeros(most * widest_heads(weights), dtype=weights.dtype, device=device) for _ in range(2)
         )
+        shape = most, len(weights.layers), weights.config.layer_input_size
+        self._own_TLP = torch.zeros(shape, dtype=weights.dtype, device=device)
         places = {size: StepTensors(self._positions_T[:size], self._kv_slots_T[:size]) for size in sizes}
         self._steps = {size: LayerStep(tensors, kv, kernels, multiply) for size, tensors in places.items()}
         keys = [GraphKey(size, piece) for size in sizes for piece in range(len(weights.layers) + 1)]
@@ -121,8 +124,8 @@ class Pieces:
             (self._kv_slots_T, tensors.kv_slots_T),
         ):
             own[:size].copy_(given)
-        q_TNH, mixed_TNH = self._q_TNH[:size], self._mixed_TNH[:size]
         for piece, (layer, kv) in enumerate(zip(self._weights.layers, self._kv, strict=True)):
+            q_TNH, mixed_TNH = (heads_in(part, size, layer.spec) for part in (self._q_TX, self._mixed_TX))
             self._graphs.replay(GraphKey(size, piece))
             attend(q_TNH, kv, layer.spec, mixed_TNH)
         self._graphs.replay(GraphKey(size, len(self._kv)))
@@ -135,15 +138,20 @@ class Pieces:
         step, residual_TD = self._steps[key.size], self._residual_TD[: key.size]
         x_TD = None
         if key.piece:
-            mixed_TNH = self._mixed_TNH[: key.size]
-            before = layers[key.piece - 1]
-            x_TD = after_attention(weights, before, mixed_TNH, residual_TD, step)
+            before, own_TP = layers[key.piece - 1], self._own_TLP[: key.size, key.piece - 1]
+            mixed_TNH = heads_in(self._mixed_TX, key.size, before.spec)
+            x_TD = after_attention(weights, before, mixed_TNH, residual_TD, step, own_TP)
         else:
             torch.index_select(weights.embedding_VD, 0, self._ids_T[: key.size], out=residual_TD)
             scale_embedding(weights, residual_TD)
+            if weights.inputs is not None:
+                ids_T = self._ids_T[: key.size]
+                own_TLP = weights.inputs.of(ids_T, residual_TD, step.kernels, step.multiply)
+                self._own_TLP[: key.size].copy_(own_TLP)
         if key.piece < len(layers):
             layer, kv = layers[key.piece], self._kv[key.piece]
-            before_attention(layer, x_TD, residual_TD, step, kv, self._q_TNH[: key.size])
+            q_TNH = heads_in(self._q_TX, key.size, layer.spec)
+            before_attention(layer, x_TD, residual_TD, step, kv, q_TNH)
         elif x_TD is not None:
             self._x_TD[: key.size].copy_(x_TD)
 
@@ -243,6 +251,7 @@ class CudaForward(ForwardPass):
         self.settings = {"backend": "cuda", "kernels": kernels.name, "graphs": graphs_name}
         with torch.inference_mode():
             self._state = DeviceState(spec, options, weights.device)
+            self._kv = [self._state.kv[self.config.place(index)] for index in range(self.config.num_layers)]
             shape = most, weights.config.vocab_size
             self._logits_NV = torch.zeros(shape, dtype=weights.wide_dtype, device=weights.device)
             self._packer = StepPacker(options)
@@ -422,8 +431,8 @@ class CudaForward(ForwardPass):
 
     @torch.inference_mode()
     def _make_pieces(self) -> None:
-        kv, multiply, graphs = self._state.kv, self._multiply, self._graphs
-        self._pieces = Pieces(self.weights, self.kernels, kv, multiply, graphs, self.options)
+        multiply, graphs = self._multiply, self._graphs
+        self._pieces = Pieces(self.weights, self.kernels, self._kv, multiply, graphs, self.options)
 
     @torch.inference_mode()
     def _compute(self, buffers: _Buffers, chunks: Sequence[ChunkRows], wanted_N: Tensor | None) -> Hidden:
@@ -442,7 +451,7 @@ class CudaForward(ForwardPass):
         if self._pieces is not None and wanted_N is not None and len(ids_T) in self.options.piece_sizes:
             hidden = self._pieces.run(ids_T, tensors, attend, wanted_N)
         else:
-            step = LayerStep(tensors, state.kv, self.kernels, self._multiply)
+            step = LayerStep(tensors, self._kv, self.kernels, self._multiply)
             hidden = run_layers(self.weights, ids_T, step, attend, wanted_N)
         if len(parts.sampled_N):
             write_logits(self.weights, self.kernels, hidden, buffers.logits_NV)

@@ -14,16 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onbeat.engine.cuda import state
 from onbeat.engine.cuda.graphs import PIECE_SIZES, GraphKey
-from onbeat.engine.cuda.state import (
-    CudaOptions,
-    EntryViews,
-    RingEntry,
-    StepCounts,
-    StepWords,
-    TableMirror,
-    host_words,
-)
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.random_stream import uniforms
 from onbeat.engine.sampler import BestTokens
@@ -49,7 +41,7 @@ class SlotSettings:
         self._num_prompt_tokens_S = np.zeros(num_slots, np.int64)
 
     def write(
-        self, inputs: StepInputs, parts: StepWords, places: IntArray, drawn_N: NDArray[np.bool_]
+        self, inputs: StepInputs, parts: state.StepWords, places: IntArray, drawn_N: NDArray[np.bool_]
     ) -> bool:
         """Write how the step's tokens are chosen; return whether any of them is random.
 
@@ -83,7 +75,7 @@ class SlotSettings:
         return True
 
     def write_numbers(
-        self, parts: StepWords, places: IntArray, slots_N: IntArray, positions_N: IntArray
+        self, parts: state.StepWords, places: IntArray, slots_N: IntArray, positions_N: IntArray
     ) -> None:
         """Write the numbers that tokens are drawn by: all that changes from step to step of the same rows."""
         indices_N = positions_N - self._num_prompt_tokens_S[slots_N]
@@ -100,7 +92,7 @@ class SlotSettings:
         self._num_prompt_tokens_S[slot] = len(row.prompt_token_ids)
 
 
-def draw_params(parts: StepWords) -> DrawParams:
+def draw_params(parts: state.StepWords) -> DrawParams:
     """Return the settings as the device has them."""
     return DrawParams(
         temperatures_R=parts.temperatures_N,
@@ -127,7 +119,7 @@ ALL_DRAWN: NDArray[np.bool_] = np.ones((), np.bool_)
 class PackedStep(NamedTuple):
     """A step, ready to be queued."""
 
-    views: EntryViews
+    views: state.EntryViews
     """Its memory."""
     graph: GraphKey | None
     """Of a step whose rows are alike; None for other steps."""
@@ -156,30 +148,32 @@ class StepPacker:
     options : sizes.
     """
 
-    def __init__(self, options: CudaOptions) -> None:
+    def __init__(self, options: state.CudaOptions) -> None:
         self._options = options
         self._sizes: dict[int, list[int]] = {}
         """Rows of the graphs of each width, rising."""
         for key in options.graph_keys:
             self._sizes.setdefault(key.width, []).append(key.size)
-        self._mirror = TableMirror(options)
+        self._mirror = state.TableMirror(options)
         self._settings = SlotSettings(options.max_num_seqs)
 
-    def graph_counts(self, key: GraphKey) -> StepCounts:
+    def graph_counts(self, key: GraphKey) -> state.StepCounts:
         """Return the counts of a graph's words."""
         num_tokens = key.size * key.width
-        return StepCounts(num_tokens, key.size, num_tokens, key.size)
+        return state.StepCounts(num_tokens, key.size, num_tokens, key.size)
 
     def padding(self, key: GraphKey) -> Int32Array:
         """Return the words of a graph's step that has no row."""
         counts = self.graph_counts(key)
         words = np.zeros(counts.num_words, np.int32)
-        parts = host_words(words, counts)
+        parts = state.host_words(words, counts)
         self._pad_rows(parts, 0, key.width)
         self._pad_updates(parts, 0)
         return words
 
-    def pack(self, inputs: StepInputs, entry: RingEntry, drawn_N: NDArray[np.bool_] | None) -> PackedStep:
+    def pack(
+        self, inputs: StepInputs, entry: state.RingEntry, drawn_N: NDArray[np.bool_] | None
+    ) -> PackedStep:
         """Write a step's words into a ring entry.
 
         Parameters
@@ -207,7 +201,7 @@ class StepPacker:
         self,
         inputs: StepInputs,
         key: GraphKey,
-        entry: RingEntry,
+        entry: state.RingEntry,
         places: IntArray,
         blocks: Int32Array,
         drawn_N: NDArray[np.bool_] | None,
@@ -240,7 +234,7 @@ class StepPacker:
     def _pack_eager(
         self,
         inputs: StepInputs,
-        entry: RingEntry,
+        entry: state.RingEntry,
         places: IntArray,
         blocks: Int32Array,
         drawn_N: NDArray[np.bool_] | None,
@@ -250,7 +244,7 @@ class StepPacker:
         late = _later(places, blocks, _MOST_EAGER_UPDATES, entry)
         num_updates = len(places) if late is None else 0
         num_tokens = len(inputs.token_ids_T)
-        counts = StepCounts(self._padded(num_tokens), 0, num_samples, num_updates)
+        counts = state.StepCounts(self._padded(num_tokens), 0, num_samples, num_updates)
         views = entry.views(counts)
         parts = views.parts
         groups = _row_groups(batch, num_tokens)
@@ -275,7 +269,7 @@ class StepPacker:
     def _choose(
         self,
         inputs: StepInputs,
-        parts: StepWords,
+        parts: state.StepWords,
         places: IntArray,
         drawn_N: NDArray[np.bool_] | None,
     ) -> bool:
@@ -293,19 +287,19 @@ class StepPacker:
         """Know nothing of the device's block tables any more: a step failed, and may have changed none."""
         self._mirror.forget()
 
-    def _pad_rows(self, parts: StepWords, num_rows: int, width: int) -> None:
+    def _pad_rows(self, parts: state.StepWords, num_rows: int, width: int) -> None:
         """Fill the rest of a graph's rows: each sees its own tokens, in a block that nobody else has."""
         self._pad_tokens(parts, num_rows * width)
         parts.lens_R[num_rows:] = width
         parts.slots_R[num_rows:] = self._options.padding_slot
         parts.write_slots_N[num_rows * width :] = self._options.padding_slot
 
-    def _pad_updates(self, parts: StepWords, num_updates: int) -> None:
+    def _pad_updates(self, parts: state.StepWords, num_updates: int) -> None:
         """Fill the rest of the changes of block tables: they change nothing."""
         parts.update_places_U[num_updates:] = self._mirror.padding_place
         parts.update_blocks_U[num_updates:] = self._options.padding_block
 
-    def _pad_tokens(self, parts: StepWords, num_tokens: int) -> None:
+    def _pad_tokens(self, parts: state.StepWords, num_tokens: int) -> None:
         """Fill the rest of a step's tokens: all of them lie in one place that nobody else has."""
         options = self._options
         parts.ids_T[num_tokens:] = 0
@@ -338,7 +332,7 @@ def _token_order(query_lens_R: IntArray, groups: Sequence[IntArray]) -> tuple[In
     return order_T, places_T
 
 
-def _later(places: IntArray, blocks: Int32Array, most: int, entry: RingEntry) -> Tensor | None:
+def _later(places: IntArray, blocks: Int32Array, most: int, entry: state.RingEntry) -> Tensor | None:
     """Return changes of the block tables as a tensor of their own where they are too many."""
     if len(places) <= most:
         return None

@@ -3,6 +3,7 @@
 from onbeat.engine.model_config.architecture import (
     Activation,
     Experts,
+    KVHeads,
     LinearAttention,
     ModelConfig,
     NormPlaces,
@@ -16,6 +17,7 @@ from onbeat.engine.model_config.rope import head_order, inverse_frequencies
 __all__ = [
     "Activation",
     "Experts",
+    "KVHeads",
     "LinearAttention",
     "ModelConfig",
     "NormPlaces",

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from onbeat.core.errors import ModelLoadError, NeedsVllm
 
@@ -21,11 +21,18 @@ head by itself with a scale of its own (Command-R+)."""
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "rotary positions of three parts": ("qwen2vl", "qwen25omni", "qwen3omni"),
     "experts of a layer turned round in one tensor": ("qwen3vlmoe",),
-    "layers with two head sizes and shared KV": ("gemma4",),
+    "KV shared by layers and streams that are predicted": ("gemma3n",),
     "latent attention (MLA)": ("deepseekv2", "deepseekv3", "deepseek2"),
     "attention in both directions": ("bert", "modernbert", "roberta", "xlmroberta", "gemma3text", "gemmaemb"),
 }
 """Needs of the most used models, and how the names of these begin: lower case, letters and digits alone."""
+
+
+class KVHeads(NamedTuple):
+    """Key/value heads of a layer; its query heads are as wide."""
+
+    num: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +56,8 @@ class RopeConfig:
     ramp: tuple[float, float] = (0.0, 0.0)
     """yarn: up to the first of these pairs frequencies stay, from the second on they are divided in full."""
     frequency_factors: tuple[float, ...] | None = None
-    """factors: one divisor for each of the rotary_dim / 2 frequencies (LongRoPE; llama3 in GGUF files)."""
+    """factors: one divisor for each of the rotary_dim / 2 frequencies (LongRoPE; llama3 in GGUF files);
+    infinite where a pair does not turn (Gemma 4)."""
     is_long: bool = False
     """factors: whether they are LongRoPE's for contexts longer than that of pre-training."""
     rotary_dim: int | None = None
@@ -93,6 +101,9 @@ class Experts:
     """For each layer whether it has experts; empty means that all have."""
     shared_size: int = 0
     """Width of an expert that every token passes, times a sigmoid of its own (Qwen 3.5); 0: none."""
+    is_beside: bool = False
+    """Whether a layer has its feed-forward as well, and both have norms of their own; the router's norm is a
+    third one, and each expert's weight has a factor (Gemma 4)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_per_token <= self.num_experts:
@@ -204,6 +215,21 @@ class ModelConfig:
     """None: all layers attend to keys and values."""
     gates_attention: bool = False
     """Whether what attention mixes is multiplied by a sigmoid, projected beside the queries (Qwen 3.5)."""
+    full_heads: KVHeads | None = None
+    """Of layers without a window, where they differ from the others' (Gemma 4)."""
+    full_values_are_keys: bool = False
+    """Whether the values of these layers are their keys, before norm and rotary embedding."""
+    norms_values: bool = False
+    """Whether each head's values pass an RMSNorm without a scale."""
+    num_kv_sharers: int = 0
+    """The last layers, which read the keys and values of the last layer of their kind before them."""
+    widens_sharers: bool = False
+    """Whether their feed-forward is twice as wide (Gemma 4 E2B)."""
+    layer_input_size: int = 0
+    """Numbers that a token has for each layer beside the residual, which come of it alone and gate what is
+    added behind the feed-forward (per-layer embeddings); 0: none."""
+    scales_layers: bool = False
+    """Whether the residual is multiplied by a number behind each layer."""
     sliding_window: int | None = None
     """A sliding layer's token sees itself and the `sliding_window - 1` tokens before it."""
     sliding_layers: tuple[bool, ...] = ()
@@ -243,13 +269,14 @@ class ModelConfig:
     where it says nothing."""
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ModelLoadError(
-                f"the model has {self.num_heads} attention heads, which is no multiple of its "
-                f"{self.num_kv_heads} key/value heads"
-            )
-        if self.head_dim % 2:
-            raise ModelLoadError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+        for count, width in (self.heads, self.full_heads or self.heads):
+            if self.num_heads % count:
+                raise ModelLoadError(
+                    f"the model has {self.num_heads} attention heads, which is no multiple of its "
+                    f"{count} key/value heads"
+                )
+            if width % 2:
+                raise ModelLoadError(f"head_dim is {width}; rotary embedding needs an even one")
         expert_layers = () if self.experts is None else self.experts.layers
         linear_layers = () if self.linear is None else self.linear.layers
         for pattern in (self.sliding_layers, self.nope_layers, expert_layers, linear_layers):
@@ -257,12 +284,15 @@ class ModelConfig:
                 raise ModelLoadError(
                     f"the layer pattern names {len(pattern)} layers, the model has {self.num_layers}"
                 )
-        if not self.num_kv_layers:
+        if self.num_kv_layers < 1:
             raise ModelLoadError(
                 f"none of the model's {self.num_layers} layers attends to keys and values; onbeat needs one"
             )
         if any(self.sliding_layers) and self.sliding_window is None:
             raise ModelLoadError("the layer pattern has sliding layers, but sliding_window is not set")
+        for index in range(self.num_layers):
+            if self.kv_layer(index) < 0:
+                raise ModelLoadError(f"layer {index} shares the KV of one of its kind, but none is before it")
 
     @property
     def attention_scale(self) -> float:
@@ -279,6 +309,8 @@ class ModelConfig:
             "attention sinks": self.has_sinks,
             "linear attention": self.linear is not None,
             "queries that grow with their position": self.query_growth is not None,
+            "values that pass a norm": self.norms_values,
+            "layers with two head sizes": self.full_heads is not None,
         }
         return tuple(need for need, is_there in found.items() if is_there)
 
@@ -297,6 +329,38 @@ class ModelConfig:
         return self.linear is not None and self.linear.layers[layer_index]
 
     @property
+    def heads(self) -> KVHeads:
+        """Of layers with a window, and of the others unless `full_heads` says more."""
+        return KVHeads(self.num_kv_heads, self.head_dim)
+
+    def kv_heads(self, layer_index: int) -> KVHeads:
+        """Return the key/value heads of a layer that attends."""
+        return self.heads if self.full_heads is None or self.is_sliding(layer_index) else self.full_heads
+
+    def kv_layer(self, layer_index: int) -> int:
+        """Return the layer whose keys and values a layer reads; -1 where none before it is of its kind."""
+        num_own = self.num_layers - self.num_kv_sharers
+        if layer_index < num_own:
+            return layer_index
+        alike = [each for each in range(num_own) if self.is_sliding(each) == self.is_sliding(layer_index)]
+        return max(alike, default=-1)
+
+    def values_are_keys(self, layer_index: int) -> bool:
+        """Whether a layer's values are its keys before norm and rotary embedding."""
+        return self.full_values_are_keys and not self.is_sliding(layer_index)
+
+    def mlp_size(self, layer_index: int) -> int:
+        """Return the width of a layer's feed-forward, experts apart."""
+        is_wide = self.widens_sharers and layer_index >= self.num_layers - self.num_kv_sharers
+        return self.intermediate_size * (1 + is_wide)
+
+    @property
+    def kept_heads(self) -> list[KVHeads]:
+        """Of each layer that keeps keys and values, in their order."""
+        own = range(self.num_layers - self.num_kv_sharers)
+        return [self.kv_heads(index) for index in own if not self.is_linear(index)]
+
+    @property
     def gate_width(self) -> int:
         """Numbers of a token that gate what attention mixes, before its queries; 0 where nothing does."""
         return self.num_heads * self.head_dim if self.gates_attention else 0
@@ -309,7 +373,7 @@ class ModelConfig:
     @property
     def num_kv_layers(self) -> int:
         """Layers that keep keys and values."""
-        return self.num_layers - self.num_linear_layers
+        return self.num_layers - self.num_linear_layers - self.num_kv_sharers
 
     @property
     def state_numbers(self) -> int:
@@ -317,16 +381,24 @@ class ModelConfig:
         return 0 if self.linear is None else self.num_linear_layers * self.linear.state_numbers
 
     def place(self, layer_index: int) -> int:
-        """Return a layer's number among those that keep keys and values, or among those that keep states."""
+        """Return a layer's number among those that keep keys and values, or among those that keep states.
+
+        Of a layer that reads another's keys and values it is that one's.
+        """
         kind = self.is_linear(layer_index)
-        return sum(self.is_linear(index) == kind for index in range(layer_index))
+        return sum(self.is_linear(index) == kind for index in range(self.kv_layer(layer_index)))
 
     def some_layers(self, first: int, end: int) -> ModelConfig:
-        """Return a model of some of the layers alone."""
+        """Return a model of some of the layers alone, none of which reads one that is left out.
+
+        They have no inputs of their own.
+        """
         experts, linear, some = self.experts, self.linear, slice(first, end)
         return replace(
             self,
             num_layers=end - first,
+            num_kv_sharers=max(0, end - (self.num_layers - self.num_kv_sharers)),
+            layer_input_size=0,
             sliding_layers=self.sliding_layers[some],
             nope_layers=self.nope_layers[some],
             experts=None if experts is None else replace(experts, layers=experts.layers[some]),
@@ -346,6 +418,10 @@ class ModelConfig:
         if self.nope_layers and self.nope_layers[layer_index]:
             return NO_ROPE
         return self.local_rope if self.local_rope is not None and self.is_sliding(layer_index) else self.rope
+
+    def layer_turn(self, layer_index: int) -> tuple[RopeConfig, int]:
+        """Return the rotary embedding of a layer, and how wide the heads are that it turns."""
+        return self.layer_rope(layer_index), self.kv_heads(layer_index).width
 
 
 def unsupported_architecture(name: object, supported: Iterable[str], *, source: str) -> NeedsVllm:

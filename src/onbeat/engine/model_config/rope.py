@@ -101,6 +101,8 @@ class RopeSizes:
     """What a rotary embedding must go with."""
 
     head_dim: int
+    full_head_dim: int
+    """In layers without a window."""
     context: int
     """The longest context that the model was made for, tokens."""
     served: int
@@ -127,7 +129,7 @@ def read_rope(values: Values, rules: RopeRules, sizes: RopeSizes) -> tuple[RopeC
     local = parameters.get("sliding_attention") if nested else {}
     local_theta = values.number("rope_local_base_freq", rules.local_theta or values.number("rope_theta"))
     return (
-        _rope({**common, **scaling, **_set(full)}, rules, sizes),
+        _rope({**common, **scaling, **_set(full)}, rules, replace(sizes, head_dim=sizes.full_head_dim)),
         _rope({**common, "rope_theta": local_theta, **_set(local)}, rules, sizes),
     )
 
@@ -163,6 +165,8 @@ def _rope(table: dict[str, Any], rules: RopeRules, sizes: RopeSizes) -> RopeConf
         )
     if not rules.grows:
         values.refuse_unless("llama_4_scaling_beta", 0)
+    if kind == "proportional":
+        return _proportional(values, sizes)
     rope = RopeConfig(
         theta=values.number("rope_theta"),
         rotary_dim=_rotary_dim(values, rules, sizes),
@@ -187,6 +191,15 @@ def _rope(table: dict[str, Any], rules: RopeRules, sizes: RopeSizes) -> RopeConf
     if "longrope" not in rules.kinds:
         return _yarn(rope, values, sizes)
     return _longrope(rope, values, sizes)
+
+
+def _proportional(values: Values, sizes: RopeSizes) -> RopeConfig:
+    """Return an embedding of which the first pairs turn, as they would if all did."""
+    values.refuse_unless("factor", 1.0)
+    num_pairs = sizes.head_dim // 2
+    num_turning = int(values.number("partial_rotary_factor", 1.0) * num_pairs)
+    factors = (1.0,) * num_turning + (math.inf,) * (num_pairs - num_turning)
+    return RopeConfig(theta=values.number("rope_theta"), kind="factors", frequency_factors=factors)
 
 
 def _yarn(rope: RopeConfig, values: Values, sizes: RopeSizes) -> RopeConfig:

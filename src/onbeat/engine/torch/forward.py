@@ -62,11 +62,12 @@ class TorchForward(ForwardPass):
         spec = KVCacheSpec.of_model(weights.config, dtype=dtype, block_size=block_size)
         with torch.inference_mode():
             self.kv = allocate_kv(spec, num_blocks, weights.device)
-            self._kept: list[LayerKVCache | LayerState] = [*self.kv]
-            for index in range(self.config.num_layers):
-                if self.config.is_linear(index):
-                    state = allocate_state(self.config, num_slots, weights.wide_dtype, weights.device)
-                    self._kept.insert(index, state)
+            self._kept: list[LayerKVCache | LayerState] = [
+                allocate_state(self.config, num_slots, weights.wide_dtype, weights.device)
+                if self.config.is_linear(index)
+                else self.kv[self.config.place(index)]
+                for index in range(self.config.num_layers)
+            ]
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
@@ -181,7 +182,7 @@ class TorchKernels:
     ) -> None:
         """Rotate and store; see `Kernels.rope_store`."""
         heads_TXH = qkv_TX.view(len(qkv_TX), -1, layer.head_dim)
-        q_TXH, k_TKH, v_TKH = heads_TXH.split((layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), 1)
+        q_TXH, kv_TXH = heads_TXH.tensor_split((layer.num_heads,), 1)
         angles_T1H = step.positions_T[:, None, None].float() * layer.frequencies_H
         cos_T1H, sin_T1H = (
             (part * layer.factors_H).to(self._wide) for part in (angles_T1H.cos(), angles_T1H.sin())
@@ -191,6 +192,11 @@ class TorchKernels:
             factor, context = layer.query_growth
             growth_T = 1 + factor * torch.log(1 + torch.floor(step.positions_T / context))
             q_TNH.mul_(growth_T[:, None, None].to(q_TNH.dtype))
+        if layer.shares_kv:
+            return
+        k_TKH, v_TKH = kv_TXH.chunk(2, 1)
+        if layer.value_norm is not None:
+            v_TKH = _normalised(v_TKH, layer.value_norm)
         k_TKH = self._turned(k_TKH, layer.key_norm, cos_T1H, sin_T1H).to(k_TKH.dtype)
         slots_T = step.kv_slots_T.long()
         where = (slots_T // self._block_size, slots_T % self._block_size)

@@ -98,6 +98,10 @@ class LayerSpec:
     softcap: float | None = None
     query_growth: tuple[float, int] | None = None
     """See `ModelConfig.attention_softcap` and `ModelConfig.query_growth`."""
+    value_norm: Norm | None = None
+    """Of each head."""
+    shares_kv: bool = False
+    """Whether keys and values are another layer's: none are projected."""
 
 
 class StepTensors(NamedTuple):

@@ -37,16 +37,17 @@ class LayerKVCache(NamedTuple):
 
 
 def allocate_kv(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> list[LayerKVCache]:
-    """Return the zeroed cache of every layer.
+    """Return the zeroed cache of every layer that has one.
 
     Zeroed, because slots that were never written are read (and masked) as part of a block, and masking
     does not survive a NaN.
     """
-    shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
     dtype = torch_dtype(spec.dtype)
     return [
-        LayerKVCache(*(allocate_zeroed(shape, dtype, device) for _ in range(2)))
-        for _ in range(spec.num_layers)
+        LayerKVCache(
+            *(allocate_zeroed((num_blocks, num, spec.block_size, width), dtype, device) for _ in range(2))
+        )
+        for num, width in spec.heads
     ]
 
 

@@ -8,6 +8,7 @@ width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm, Step
 from onbeat.engine.torch.kv import LayerKVCache
 from onbeat.engine.torch.linear_attention import LayerState, StateRows
 from onbeat.engine.torch.types import Matrix
-from onbeat.engine.torch.weights import Layer, TorchWeights
+from onbeat.engine.torch.weights import Layer, Means, TorchWeights
 
 
 class LayerStep(NamedTuple):
@@ -67,9 +68,11 @@ def run_layers(
     residual_TD = weights.embedding_VD.index_select(0, ids_T)
     scale_embedding(weights, residual_TD)
     x_TD: Tensor | None = None
-    spec = weights.layers[0].spec
-    q_TNH, mixed_TNH = (residual_TD.new_empty(len(ids_T), spec.num_heads, spec.head_dim) for _ in range(2))
-    for layer, kv in zip(weights.layers, step.kv, strict=True):
+    both_TX = [residual_TD.new_empty(len(ids_T) * widest_heads(weights)) for _ in range(2)]
+    inputs, own_TP = weights.inputs, None
+    own_TLP = None if inputs is None else inputs.of(ids_T, residual_TD, step.kernels, step.multiply)
+    for index, (layer, kv) in enumerate(zip(weights.layers, step.kv, strict=True)):
+        q_TNH, mixed_TNH = (heads_in(part, len(ids_T), layer.spec) for part in both_TX)
         left_N = wanted_N if layer is weights.layers[-1] else None
         is_left_out = left_N is not None and not len(left_N)
         if isinstance(kv, LayerState):
@@ -82,11 +85,25 @@ def run_layers(
         if not isinstance(kv, LayerState):
             attend(q_TNH, kv, layer.spec, mixed_TNH)
             mixed = mixed_TNH if gate_TX is None else mixed_TNH.flatten(1) * gate_TX.sigmoid()
+        if own_TLP is not None:
+            own_TP = own_TLP[:, index]
         if left_N is not None:
             mixed, residual_TD = (part.index_select(0, left_N) for part in (mixed, residual_TD))
-        x_TD = after_attention(weights, layer, mixed, residual_TD, step)
+            own_TP = None if own_TP is None else own_TP.index_select(0, left_N)
+        x_TD = after_attention(weights, layer, mixed, residual_TD, step, own_TP)
     assert x_TD is not None, "a model has layers"
     return Hidden(x_TD, residual_TD)
+
+
+def widest_heads(weights: TorchWeights) -> int:
+    """Return the numbers of all of a token's query heads, in the layer that has most."""
+    return max(layer.spec.num_heads * layer.spec.head_dim for layer in weights.layers)
+
+
+def heads_in(room: Tensor, num_tokens: int, spec: LayerSpec) -> Tensor:
+    """Return the part of some memory that tokens' heads in a layer take, [T, N, H]."""
+    shape = num_tokens, spec.num_heads, spec.head_dim
+    return room[: math.prod(shape)].view(shape)
 
 
 def scale_embedding(weights: TorchWeights, residual_TD: Tensor) -> None:
@@ -139,24 +156,40 @@ def mix_by_state(
 
 
 def after_attention(
-    weights: TorchWeights, layer: Layer, mixed_TNH: Tensor, residual_TD: Tensor, step: LayerStep
+    weights: TorchWeights,
+    layer: Layer,
+    mixed_TNH: Tensor,
+    residual_TD: Tensor,
+    step: LayerStep,
+    own_TP: Tensor | None = None,
 ) -> Tensor:
-    """Run the rest of a layer; return what it adds to the residual, [T, D]."""
+    """Run the rest of a layer; return what it adds to the residual, [T, D].
+
+    Parameters
+    ----------
+    own_TP : the tokens' own inputs of this layer, where it has any.
+    """
     mixed_TD = None
     if weights.config.norms == "parallel":
         mixed_TD = step.multiply(mixed_TNH.view(len(mixed_TNH), -1), layer.o_DX, layer.o_bias_D)
+    means = Means(weights.config.hidden_activation, step.kernels, step.multiply)
     # Nobody but the feed-forward holds its input, which is one of a long prompt's largest tensors.
     x_TD = layer.feed_forward.run(
         _mlp_input(weights, layer, mixed_TNH, residual_TD, step)
         if mixed_TD is None
         else _normed(step.kernels, None, residual_TD, layer.mlp_norm),
-        weights.config.hidden_activation,
-        step.kernels,
-        step.multiply,
+        means,
     )
     if mixed_TD is not None:
         x_TD.add_(mixed_TD)
+    if layer.beside is not None:
+        x_TD = layer.beside.add(x_TD, residual_TD, means)
     _finish_branch(step.kernels, weights, x_TD, layer.after_mlp_norm)
+    if layer.gated_input is not None and own_TP is not None:
+        x_TD = layer.gated_input.run(residual_TD.add_(x_TD), own_TP, means)
+    if layer.scale_1 is not None:
+        residual_TD.mul_(layer.scale_1)
+        x_TD.mul_(layer.scale_1)
     return x_TD
 
 

@@ -11,10 +11,11 @@ of one expert, X = (query heads + 2 KV heads) * head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,7 +34,15 @@ from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm
 from onbeat.engine.torch.linear_attention import DeltaRule
 from onbeat.engine.torch.types import Fp8Matrix, Matrix, device_of, numpy_dtype, to_tensor
 from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.engine.weights.parameters import LAYER_NORMS, inner_parts, projections, row_order
+from onbeat.engine.weights.parameters import BESIDE_NORMS, LAYER_NORMS, inner_parts, projections, row_order
+
+
+class Means(NamedTuple):
+    """What computes a feed-forward."""
+
+    activation: Activation
+    kernels: Kernels
+    multiply: Multiply
 
 
 class FeedForward(NamedTuple):
@@ -46,14 +55,14 @@ class FeedForward(NamedTuple):
     down_bias_D: Tensor | None = None
     is_gated: bool = True
 
-    def run(self, x_TD: Tensor, activation: Activation, kernels: Kernels, multiply: Multiply) -> Tensor:
+    def run(self, x_TD: Tensor, means: Means) -> Tensor:
         """Return the result, [T, D]."""
-        gate_up_TF2 = multiply(x_TD, self.gate_up_FD, self.gate_up_bias_F)
+        gate_up_TF2 = means.multiply(x_TD, self.gate_up_FD, self.gate_up_bias_F)
         del x_TD  # a long prompt's largest tensors are wanted again as soon as nobody reads them
         activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // (1 + self.is_gated))
-        kernels.act_mul(gate_up_TF2, activation, activated_TF)
+        means.kernels.act_mul(gate_up_TF2, means.activation, activated_TF)
         del gate_up_TF2
-        return multiply(activated_TF, self.down_DF, self.down_bias_D)
+        return means.multiply(activated_TF, self.down_DF, self.down_bias_D)
 
 
 class SparseFeedForward(NamedTuple):
@@ -65,10 +74,15 @@ class SparseFeedForward(NamedTuple):
     router_bias_E: Tensor | None = None
     shared: tuple[FeedForward, Tensor] | None = None
     """The expert that every token passes, and what projects a token to its gate, [1, D]."""
+    factors_E: Tensor | None = None
+    """On the weights of each expert."""
 
-    def run(self, x_TD: Tensor, activation: Activation, kernels: Kernels, multiply: Multiply) -> Tensor:
-        """Return the result, [T, D]."""
-        weights_TK, experts_TK = self.route(multiply(x_TD, self.router_ED, self.router_bias_E))
+    def run(self, x_TD: Tensor, means: Means, routed_TD: Tensor | None = None) -> Tensor:
+        """Return the result, [T, D]; the router may read something else than the experts."""
+        routed_TD = x_TD if routed_TD is None else routed_TD
+        weights_TK, experts_TK = self.route(means.multiply(routed_TD, self.router_ED, self.router_bias_E))
+        if self.factors_E is not None:
+            weights_TK = weights_TK * self.factors_E[experts_TK]
         # Rows of an expert come together, so that its weights are read once.
         order = experts_TK.flatten().argsort(stable=True)
         counts = experts_TK.flatten().bincount(minlength=len(self.experts)).tolist()
@@ -77,12 +91,12 @@ class SparseFeedForward(NamedTuple):
         for expert, chosen in zip(self.experts, torch.split(order, counts), strict=True):
             if len(chosen):
                 tokens_R = chosen // self.sizes.num_per_token
-                out_RD = expert.run(x_TD[tokens_R], activation, kernels, multiply)
+                out_RD = expert.run(x_TD[tokens_R], means)
                 out_TD.index_add_(0, tokens_R, out_RD * weights[chosen, None])
         if self.shared is not None:
             expert, gate_1D = self.shared
-            gates_T1 = torch.sigmoid(multiply(x_TD, gate_1D, None))
-            out_TD.addcmul_(gates_T1, expert.run(x_TD, activation, kernels, multiply))
+            gates_T1 = torch.sigmoid(means.multiply(x_TD, gate_1D, None))
+            out_TD.addcmul_(gates_T1, expert.run(x_TD, means))
         return out_TD
 
     def route(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,6 +122,59 @@ class SparseFeedForward(NamedTuple):
             weights.append(shares_TE.gather(-1, chosen_T1))
             left_TE.scatter_(-1, chosen_T1, -torch.inf)
         return torch.cat(weights, dim=-1), experts_TK
+
+
+class Beside(NamedTuple):
+    """Experts beside a layer's feed-forward; both read the residual, each past a norm of its own."""
+
+    sparse: SparseFeedForward
+    router_norm: Norm
+    after_dense_norm: Norm
+    norm: Norm
+    after_norm: Norm
+
+    def add(self, dense_TD: Tensor, x_TD: Tensor, means: Means) -> Tensor:
+        """Return what feed-forward and experts add up to, [T, D]; the former's is overwritten."""
+        routed_TD, normed_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+        means.kernels.add_norm(None, x_TD, self.router_norm, routed_TD)
+        means.kernels.add_norm(None, x_TD, self.norm, normed_TD)
+        found_TD = self.sparse.run(normed_TD, means, routed_TD)
+        for part_TD, norm in ((dense_TD, self.after_dense_norm), (found_TD, self.after_norm)):
+            means.kernels.add_norm(None, part_TD, norm, part_TD)
+        return found_TD.add_(dense_TD)
+
+
+class GatedInput(NamedTuple):
+    """What a layer makes of the tokens' own inputs (per-layer embeddings)."""
+
+    gate_PD: Matrix
+    projection_DP: Matrix
+    norm: Norm
+
+    def run(self, x_TD: Tensor, own_TP: Tensor, means: Means) -> Tensor:
+        """Return what is added to the residual, [T, D]."""
+        both_TP2 = torch.cat((means.multiply(x_TD, self.gate_PD, None), own_TP), dim=-1)
+        gated_TP = torch.empty_like(own_TP)
+        means.kernels.act_mul(both_TP2, means.activation, gated_TP)
+        added_TD = means.multiply(gated_TP, self.projection_DP, None)
+        means.kernels.add_norm(None, added_TD, self.norm, added_TD)
+        return added_TD
+
+
+class LayerInputs(NamedTuple):
+    """Where tokens' own inputs of all L layers come from: a table, and a product of the embedding."""
+
+    table_VX: Tensor
+    projection_XD: Matrix
+    norm: Norm
+
+    def of(self, ids_T: Tensor, x_TD: Tensor, kernels: Kernels, multiply: Multiply) -> Tensor:
+        """Return them, [T, L, P]."""
+        size, scale = len(self.norm.scale_D), 1 / math.sqrt(x_TD.shape[1])
+        projected_RP = (multiply(x_TD, self.projection_XD, None) * scale).view(-1, size)
+        kernels.add_norm(None, projected_RP, self.norm, projected_RP)
+        found_RP = self.table_VX.index_select(0, ids_T).view(-1, size) * projected_RP.new_tensor(size**0.5)
+        return ((projected_RP + found_RP) * math.sqrt(0.5)).view(len(ids_T), -1, size)
 
 
 @runtime_checkable
@@ -150,6 +217,10 @@ class Layer(NamedTuple):
     """First numbers of what is projected, whose sigmoid multiplies what attention mixes."""
     delta: DeltaRule | None = None
     """In place of attention; what is projected is then its input."""
+    beside: Beside | None = None
+    gated_input: GatedInput | None = None
+    scale_1: Tensor | None = None
+    """On the residual behind the layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,6 +238,7 @@ class TorchWeights:
     lm_head_VD: Tensor
     """The embedding itself where the two are tied."""
     head_bias_V: Tensor | None = None
+    inputs: LayerInputs | None = None
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -209,8 +281,8 @@ class _Loader:
         self._shapes = parameter_shapes(checkpoint.config)
         self._dtype = dtype
         self._device = device
-        ropes = dict.fromkeys(self._config.layer_rope(index) for index in range(self._config.num_layers))
-        self._rotations = {rope: Rotation.of(rope, self._config.head_dim, device) for rope in ropes}
+        ropes = dict.fromkeys(map(self._config.layer_turn, range(self._config.num_layers)))
+        self._rotations = {turn: Rotation.of(*turn, device) for turn in ropes}
 
     def load(self) -> TorchWeights:
         config = self._config
@@ -226,7 +298,13 @@ class _Loader:
             final_norm=self._norm("model.norm"),
             lm_head_VD=embedding_VD if config.tie_word_embeddings else self._joined("lm_head.weight"),
             head_bias_V=self._joined("lm_head.bias") if config.head_bias else None,
+            inputs=self._inputs() if config.layer_input_size else None,
         )
+
+    def _inputs(self) -> LayerInputs:
+        names = ("embed_tokens_per_layer", "per_layer_model_projection")
+        table, projection = (self._joined(f"model.{name}.weight") for name in names)
+        return LayerInputs(table, projection, self._norm("model.per_layer_projection_norm"))
 
     def _layer(self, index: int) -> Layer:
         config, prefix = self._config, f"model.layers.{index}"
@@ -234,11 +312,13 @@ class _Loader:
         attention_norm, after_attention_norm, mlp_norm, after_mlp_norm = (
             None if name is None else self._norm(f"{prefix}.{name}") for name in LAYER_NORMS[config.norms]
         )
-        rotation = self._rotations[config.layer_rope(index)]
+        rotation = self._rotations[config.layer_turn(index)]
         qk_norms = None
+        count, width = config.kv_heads(index)
+        shares_kv = config.kv_layer(index) != index
         if config.qk_norm and not is_linear:
-            query_norm, key_norm = (self._norm(f"{attention}.{part}_norm") for part in "qk")
-            qk_norms = rotation.ordered_norm(query_norm), rotation.ordered_norm(key_norm)
+            norms = [self._norm(f"{attention}.{part}_norm") for part in ("q" if shares_kv else "qk")]
+            qk_norms = rotation.ordered_norm(norms[0]), rotation.ordered_norm(norms[-1])
         is_alike, has_bias = config.qk_norm == "head" and not config.norms_center, config.attention_bias
         of_each_head = qk_norms if qk_norms is not None and is_alike else (None, None)
         layer = Layer(
@@ -254,8 +334,8 @@ class _Loader:
             qk_norms=None if is_alike else qk_norms,
             spec=LayerSpec(
                 num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
+                num_kv_heads=count,
+                head_dim=width,
                 scale=config.attention_scale,
                 window=config.layer_window(index),
                 frequencies_H=rotation.frequencies_H,
@@ -265,11 +345,39 @@ class _Loader:
                 key_norm=of_each_head[1],
                 softcap=config.attention_softcap,
                 query_growth=config.query_growth,
+                value_norm=self._plain_norm(width) if config.norms_values else None,
+                shares_kv=shares_kv,
             ),
+            **self._behind(prefix),
         )
         if is_linear:
             return layer._replace(delta=self._delta(f"{prefix}.linear_attn"))
         return layer._replace(gate_width=config.gate_width)
+
+    def _behind(self, prefix: str) -> dict[str, Any]:
+        """Return what a layer has beside and behind its feed-forward."""
+        config, experts, found = self._config, self._config.experts, dict[str, Any]()
+        if experts is not None and experts.is_beside:
+            norm = self._plain_norm(config.hidden_size)
+            scale_D = self._joined(f"{prefix}.router.scale").to(norm.scale_D) * config.hidden_size**-0.5
+            factors_E = self._joined(f"{prefix}.router.per_expert_scale")
+            sparse = self._sparse(f"{prefix}.mlp", experts)._replace(factors_E=factors_E)
+            norms = (self._norm(f"{prefix}.{name}") for name in BESIDE_NORMS)
+            found["beside"] = Beside(sparse, replace(norm, scale_D=scale_D), *norms)
+        if config.layer_input_size:
+            names = (f"{prefix}.per_layer_{name}.weight" for name in ("input_gate", "projection"))
+            gate, projection = (self._stored(self._joined(name)) for name in names)
+            norm = self._norm(f"{prefix}.post_per_layer_input_norm")
+            found["gated_input"] = GatedInput(gate, projection, norm)
+        if config.scales_layers:
+            found["scale_1"] = self._joined(f"{prefix}.layer_scalar")
+        return found
+
+    def _plain_norm(self, width: int) -> Norm:
+        """Return one that has no scale."""
+        wide = torch.promote_types(self._dtype, torch.float32)
+        ones = torch.ones(width, dtype=wide, device=self._device)
+        return Norm(ones, self._config.rms_norm_eps, scales_rounded=False)
 
     def _delta(self, prefix: str) -> DeltaRule:
         assert self._config.linear is not None, "the layer has linear attention"
@@ -281,7 +389,8 @@ class _Loader:
     def _projected(self, index: int, kind: str, rotation: Rotation) -> Tensor:
         """Return a layer's projections below one another, or their biases."""
         joined = self._joined(*(f"{name}.{kind}" for name in projections(self._config, index)[0]))
-        num_turned = (self._config.num_heads + self._config.num_kv_heads) * self._config.head_dim
+        count, width = self._config.kv_heads(index)
+        num_turned = (self._config.num_heads + count) * width
         if rotation.order_H is not None and not self._config.is_linear(index):
             turned = joined[self._config.gate_width :][:num_turned]
             turned.copy_(rotation.ordered(turned))
@@ -289,8 +398,11 @@ class _Loader:
 
     def _feed_forward(self, index: int, prefix: str) -> FeedForward | SparseFeedForward:
         experts = self._config.experts
-        if experts is None or not self._config.has_experts(index):
+        if experts is None or not self._config.has_experts(index) or experts.is_beside:
             return self._dense(prefix)
+        return self._sparse(prefix, experts)
+
+    def _sparse(self, prefix: str, experts: Experts) -> SparseFeedForward:
         has_bias = experts.has_bias
         parts = [self._dense(f"{prefix}.experts.{number}") for number in range(experts.num_experts)]
         router_bias_E = self._joined(f"{prefix}.gate.bias") if has_bias else None

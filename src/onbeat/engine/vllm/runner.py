@@ -19,19 +19,10 @@ import numpy as np
 
 from onbeat.core.request import Adapter, Request, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, GuidedRows, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.engine import guided_draw
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.executor import DoneStep, PendingStep
 from onbeat.engine.forward import Computes, RowProducts
-from onbeat.engine.guided_draw import (
-    NO_TOKEN,
-    GuideOutcome,
-    Guides,
-    allowed_masks,
-    begin_guide,
-    guided_rows,
-    hold_to_grammars,
-    open_guides,
-)
 from onbeat.engine.input_batch import IntArray
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampling_row import SamplingRow
@@ -78,7 +69,7 @@ class Translator:
     def __init__(self, surface: VllmExecutor) -> None:
         self._surface = surface
         self.told: dict[str, Told] = {}
-        self.guides: Guides | None = None
+        self.guides: guided_draw.Guides | None = None
         """Where guides of grammars come from; None: none is enforced."""
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
@@ -174,7 +165,7 @@ class Translator:
     def _admit(self, admitted: AdmittedRequest) -> None:
         request, outputs = admitted.request, list(admitted.output_token_ids)
         row = SamplingRow(request.sampling, request.prompt_token_ids, outputs)
-        begin_guide(row, self.guides)
+        guided_draw.begin_guide(row, self.guides)
         told = self.told.get(request.request_id)
         if told is None:
             told = self.told[request.request_id] = Told(request, row, [], 0)
@@ -211,12 +202,12 @@ class VllmRunner:
         self.adapters: set[int] = set()
 
     @property
-    def guides(self) -> Guides | None:
+    def guides(self) -> guided_draw.Guides | None:
         """Where guides of grammars come from; set by whoever builds the engine. None: none is enforced."""
         return self._translator.guides
 
     @guides.setter
-    def guides(self, guides: Guides | None) -> None:
+    def guides(self, guides: guided_draw.Guides | None) -> None:
         self._translator.guides = guides
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -270,9 +261,9 @@ class VllmRunner:
             return None
         if self._last is not None:
             self._last.result()  # whose tokens the grammars take first
-        if not (held := open_guides(step.sampling_rows)):
+        if not (held := guided_draw.open_guides(step.sampling_rows)):
             return None
-        masks_GW = allowed_masks(step.sampling_rows, held, step.outcome)
+        masks_GW = guided_draw.allowed_masks(step.sampling_rows, held, step.outcome)
         masks_GW[~masks_GW.any(axis=1)] = _ANY  # which is told as a fault below
         return self.surface.grammar([step.names[index] for index in held], masks_GW.view(np.int32))
 
@@ -326,18 +317,18 @@ class VllmRunner:
         """Let grammars take their rows' tokens; return what the scheduler is told of them."""
         if not step.guided:
             return None
-        outcome = hold_to_grammars(
+        outcome = guided_draw.hold_to_grammars(
             step.sampling_rows,
             step.guided,
             [ids[0] for ids in token_ids],
-            lambda refused, _: [NO_TOKEN] * len(refused),
+            lambda refused, _: [guided_draw.NO_TOKEN] * len(refused),
         )
         outcome.num_redrawn = 0
         outcome.add(step.outcome, range(len(step.sampling_rows)))
         failures = outcome.failures | step.outcome.failures
         failed |= {step.names[index]: message for index, message in failures.items()}
         outcome.num_tokens = len(step.guided)
-        return guided_rows(step.sampling_rows, step.names, outcome)
+        return guided_draw.guided_rows(step.sampling_rows, step.names, outcome)
 
 
 class _Workers(Computes):
@@ -398,7 +389,7 @@ class _LaunchedStep:
         """Drafts that each of them verifies."""
         self.guided = [index for index, row in enumerate(self.sampling_rows) if row.is_guided]
         """Indices of those of them that have a grammar."""
-        self.outcome = GuideOutcome()
+        self.outcome = guided_draw.GuideOutcome()
         """Of finding what grammars allow."""
         self.future: Any = None
         self._runner = runner

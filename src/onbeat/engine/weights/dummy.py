@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _PIECE_NUMBERS = 1 << 16
 """A piece in float32 stays in the processor's cache: an embedding of 2 GiB would take as much again."""
+_NORM = re.compile(r"norm(_\d)?\.weight$")
 
 
 class DummyCheckpoint(Checkpoint):
@@ -95,10 +97,11 @@ class DummyCheckpoint(Checkpoint):
         """Return the least value of a parameter's numbers, and the width of their range."""
         shape = self.shape_of(name)
         mean, deviation = 0.0, 0.02
-        if len(shape) >= 2 and not name.endswith("norm.weight"):
+        is_norm = _NORM.search(name) is not None
+        if len(shape) >= 2 and not is_norm:
             # Embeddings feed a norm in some families and are added as they are in others: unit rows over all.
             deviation = 1 / math.sqrt(shape[-1])
-        elif name.endswith("norm.weight"):
+        elif is_norm or name.endswith(("scale", "scalar")):
             offset = 0.0 if "linear_attn" in name else self.config.norm_weight_offset
             mean, deviation = 1.0 - offset, 0.05
         return mean - math.sqrt(3) * deviation, math.sqrt(12) * deviation

@@ -55,7 +55,9 @@ _UNUSED = re.compile(r"\.rotary_emb\.inv_freq$|^mtp\.")
 guess further tokens (MTP), which nothing here runs."""
 _TEXT_PART = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 """Before a name of the text part of a multimodal checkpoint, whichever version of transformers saved it."""
-_VISION_PART = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
+_VISION_PART = re.compile(
+    r"(?:model\.)?(?:vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\."
+)
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -176,6 +178,10 @@ class SafetensorsCheckpoint(Checkpoint):
         unused = {name for name in shapes if _UNUSED.search(name)}
         if self.config.tie_word_embeddings:
             unused.add("lm_head.weight")  # a copy of the embedding
+        for index in range(self.config.num_layers):
+            if self.config.kv_layer(index) != index:  # files may have them all the same
+                parts = ("k_proj", "v_proj", "k_norm")
+                unused |= {f"model.layers.{index}.self_attn.{part}.weight" for part in parts}
         for weight in self._quantized:  # some quantizers write a bias where the model has none
             bias = f"{weight.removesuffix('weight')}bias"
             if bias in shapes and bias not in self._shapes and not self._stored[bias].values.any():

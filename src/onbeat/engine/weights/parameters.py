@@ -113,6 +113,10 @@ LAYER_NORMS: Mapping[NormPlaces, LayerNorms] = {
 }
 
 
+BESIDE_NORMS = tuple(
+    f"{name}_feedforward_layernorm_{n}" for name, n in (("post", 1), ("pre", 2), ("post", 2))
+)
+"""Behind the feed-forward, and before and behind the experts that a layer has beside it."""
 Shape = tuple[int, ...]
 
 
@@ -122,6 +126,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     A tied output head is no parameter of its own: it is `model.embed_tokens.weight`.
     """
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    if size := config.layer_input_size:
+        numbers = size * config.num_layers
+        shapes["model.embed_tokens_per_layer.weight"] = (config.vocab_size, numbers)
+        shapes["model.per_layer_model_projection.weight"] = (numbers, config.hidden_size)
+        shapes["model.per_layer_projection_norm.weight"] = (size,)
     for index in range(config.num_layers):
         for name, shape in _layer_shapes(config, index).items():
             shapes[f"model.layers.{index}.{name}"] = shape
@@ -139,12 +148,24 @@ def _norm_shapes(name: str, config: ModelConfig) -> dict[str, Shape]:
 
 
 def _layer_shapes(config: ModelConfig, index: int) -> dict[str, Shape]:
-    shapes = _linear_shapes(config) if config.is_linear(index) else _attention_shapes(config)
+    shapes = _linear_shapes(config) if config.is_linear(index) else _attention_shapes(config, index)
     for name in LAYER_NORMS[config.norms]:
         shapes |= {} if name is None else _norm_shapes(name, config)
+    if size := config.layer_input_size:
+        shapes["per_layer_input_gate.weight"] = (size, config.hidden_size)
+        shapes["per_layer_projection.weight"] = (config.hidden_size, size)
+        shapes |= _norm_shapes("post_per_layer_input_norm", config)
+    if config.scales_layers:
+        shapes["layer_scalar"] = (1,)
     experts = config.experts
+    dense = _mlp_shapes("mlp", config.hidden_size, config.mlp_size(index), config)
     if experts is None or not config.has_experts(index):
-        return shapes | _mlp_shapes("mlp", config.hidden_size, config.intermediate_size, config)
+        return shapes | dense
+    if experts.is_beside:
+        shapes |= dense
+        shapes |= {f"{name}.weight": (config.hidden_size,) for name in BESIDE_NORMS}
+        shapes["router.scale"] = (config.hidden_size,)
+        shapes["router.per_expert_scale"] = (experts.num_experts,)
     shapes["mlp.gate.weight"] = (experts.num_experts, config.hidden_size)
     if experts.has_bias:
         shapes["mlp.gate.bias"] = (experts.num_experts,)
@@ -171,7 +192,10 @@ def projections(config: ModelConfig, index: int) -> tuple[list[str], str]:
     if config.is_linear(index):
         names = [f"{prefix}.linear_attn.{name}" for name in input_projections(config)]
         return names, f"{prefix}.linear_attn.out_proj"
-    return [f"{prefix}.self_attn.{part}_proj" for part in "qkv"], f"{prefix}.self_attn.o_proj"
+    parts = "qkk" if config.values_are_keys(index) else "qkv"
+    if config.kv_layer(index) != index:
+        parts = "q"
+    return [f"{prefix}.self_attn.{part}_proj" for part in parts], f"{prefix}.self_attn.o_proj"
 
 
 def row_order(config: ModelConfig, name: str) -> NDArray[np.int64] | None:
@@ -232,25 +256,28 @@ def _mlp_shapes(
     return shapes
 
 
-def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
-    query_size = config.num_heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
+def _attention_shapes(config: ModelConfig, index: int) -> dict[str, Shape]:
+    count, width = config.kv_heads(index)
+    query_size, kv_size = config.num_heads * width, count * width
     shapes: dict[str, Shape] = {}
-    num_gates = query_size if config.gates_attention else 0
-    for name, size in (("q_proj", query_size + num_gates), ("k_proj", kv_size), ("v_proj", kv_size)):
-        shapes[f"self_attn.{name}.weight"] = (size, config.hidden_size)
+    sizes = {"q_proj": query_size + config.gate_width, "k_proj": kv_size, "v_proj": kv_size}
+    for name in projections(config, index)[0]:
+        part = name.rpartition(".")[2]
+        shapes[f"self_attn.{part}.weight"] = (sizes[part], config.hidden_size)
         if config.attention_bias:
-            shapes[f"self_attn.{name}.bias"] = (size,)
+            shapes[f"self_attn.{part}.bias"] = (sizes[part],)
     shapes["self_attn.o_proj.weight"] = (config.hidden_size, query_size)
     if config.attention_output_bias:
         shapes["self_attn.o_proj.bias"] = (config.hidden_size,)
     if config.has_sinks:
         shapes["self_attn.sinks"] = (config.num_heads,)
     if config.qk_norm:
-        for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+        for part, heads in (("q", config.num_heads), ("k", count)):
             shapes[f"self_attn.{part}_norm.weight"] = {
-                "head": (config.head_dim,),
-                "all": (heads * config.head_dim,),
-                "own": (heads, config.head_dim),
+                "head": (width,),
+                "all": (heads * width,),
+                "own": (heads, width),
             }[config.qk_norm]
+    if config.kv_layer(index) != index:
+        shapes.pop("self_attn.k_norm.weight", None)
     return shapes

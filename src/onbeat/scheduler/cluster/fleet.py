@@ -17,25 +17,7 @@ from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaId
-from onbeat.scheduler.cluster.events import (
-    Aborted,
-    Answered,
-    Arrived,
-    Delivered,
-    DrainAsked,
-    FleetAction,
-    FleetEvent,
-    Joined,
-    Lost,
-    Refused,
-    Reported,
-    Rescale,
-    ScaleAsked,
-    ScalingAsked,
-    Start,
-    Stop,
-    Tick,
-)
+from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.membership import (
     FleetStatus,
@@ -56,7 +38,7 @@ from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 
 MOST_LIVES = 3
 """Replicas in a row that may die under a request before its next token: one that kills them must end."""
-Decided = Callable[[FleetEvent, float, Sequence[FleetAction]], None]
+Decided = Callable[[events.FleetEvent, float, Sequence[events.FleetAction]], None]
 
 
 class Fleet:
@@ -81,7 +63,7 @@ class Fleet:
         self._on_decision = on_decision
         self._members = Membership()
         open_requests: dict[str, RoutedRequest] = {}
-        self._actions: list[FleetAction] = []
+        self._actions: list[events.FleetAction] = []
         self._act = self._actions.append
         self._left: list[Replica] = []
         """Those from which a request has been moved in this call."""
@@ -113,22 +95,22 @@ class Fleet:
             scales=self._scaling is not None,
             max_wait=self._rules.max_wait_seconds,
         )
-        self._handlers: dict[type[FleetEvent], Callable[[Any, float], None]] = {
-            Arrived: self._on_arrival,
-            Delivered: self._on_delivery,
-            Refused: self._on_refusal,
-            Aborted: self._on_abort,
-            Reported: self._on_report,
-            Joined: self._on_join,
-            Lost: self._on_loss,
-            DrainAsked: self._on_drain,
-            ScaleAsked: self._on_scale,
-            ScalingAsked: self._on_scaling,
-            Answered: self._migration.on_answer,
-            Tick: self._on_tick,
+        self._handlers: dict[type[events.FleetEvent], Callable[[Any, float], None]] = {
+            events.Arrived: self._on_arrival,
+            events.Delivered: self._on_delivery,
+            events.Refused: self._on_refusal,
+            events.Aborted: self._on_abort,
+            events.Reported: self._on_report,
+            events.Joined: self._on_join,
+            events.Lost: self._on_loss,
+            events.DrainAsked: self._on_drain,
+            events.ScaleAsked: self._on_scale,
+            events.ScalingAsked: self._on_scaling,
+            events.Answered: self._migration.on_answer,
+            events.Tick: self._on_tick,
         }
 
-    def on_event(self, event: FleetEvent, now: float) -> list[FleetAction]:
+    def on_event(self, event: events.FleetEvent, now: float) -> list[events.FleetAction]:
         """Return what is to be done about an event, in this order.
 
         What comes too late is ignored: deliveries and refusals of a request by a replica that no longer owns
@@ -199,7 +181,7 @@ class Fleet:
         """Assert that each request has one owner, and that only replicas that can have some do."""
         self._members.check_owners(self._requests.open, self._requests.waiting)
 
-    def _on_arrival(self, event: Arrived, now: float) -> None:
+    def _on_arrival(self, event: events.Arrived, now: float) -> None:
         open_request = RoutedRequest(event.request)
         request_id = event.request.request_id
         assert request_id not in self._requests.open, f"{request_id} arrives twice"
@@ -210,7 +192,7 @@ class Fleet:
         is_full = len(self._requests.waiting) >= self._rules.max_num_waiting
         self._requests.send(open_request, now, may_wait=not is_full)
 
-    def _on_delivery(self, event: Delivered, now: float) -> None:
+    def _on_delivery(self, event: events.Delivered, now: float) -> None:
         open_request, replica = self._requests.owned(event.request_id, event.replica)
         if open_request is None or replica is None:
             return
@@ -234,7 +216,7 @@ class Fleet:
             if replica.state is ReplicaState.DRAINING:
                 self._stop_if_drained(replica, now)
 
-    def _on_refusal(self, event: Refused, now: float) -> None:
+    def _on_refusal(self, event: events.Refused, now: float) -> None:
         open_request, replica = self._requests.owned(event.request_id, event.replica)
         if open_request is None or replica is None:
             return
@@ -247,12 +229,12 @@ class Fleet:
             self._requests.send(open_request, now, why="retried")
         self._stop_if_drained(replica, now)
 
-    def _on_abort(self, event: Aborted, now: float) -> None:
+    def _on_abort(self, event: events.Aborted, now: float) -> None:
         replica = self._requests.abort(event.request_id, now)
         if replica is not None:
             self._stop_if_drained(replica, now)
 
-    def _on_report(self, event: Reported, now: float) -> None:
+    def _on_report(self, event: events.Reported, now: float) -> None:
         replica = self._members.replicas.get(event.replica)
         if replica is None:
             return
@@ -263,10 +245,10 @@ class Fleet:
             self._router.on_report(replica.number, event.load, now)
             self._migration.on_report(replica, now)
 
-    def _on_join(self, event: Joined, now: float) -> None:
+    def _on_join(self, event: events.Joined, now: float) -> None:
         replica = self._members.get(event.replica)
         if replica.state in (ReplicaState.STOPPED, ReplicaState.DOWN):
-            self._act(Stop(event.replica))
+            self._act(events.Stop(event.replica))
             return
         if replica.starts is not None:
             self._requests.start_seconds, replica.starts = now - replica.starts, None
@@ -283,7 +265,7 @@ class Fleet:
         self._resume(orphans, now)
         self._requests.send_waiting(now)
 
-    def _on_loss(self, event: Lost, now: float) -> None:
+    def _on_loss(self, event: events.Lost, now: float) -> None:
         replica = self._members.replicas.get(event.replica)
         if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.DOWN):
             return
@@ -328,7 +310,7 @@ class Fleet:
             self._migration.on_leave(replica)
         self._members.change(replica, state, why)
 
-    def _on_drain(self, event: DrainAsked, now: float) -> None:
+    def _on_drain(self, event: events.DrainAsked, now: float) -> None:
         replica = self._members.replicas.get(event.replica)
         if replica is not None:
             self._drain(replica, now, seconds=event.seconds, restarts=event.restarts)
@@ -364,7 +346,7 @@ class Fleet:
     def _end(self, replica: Replica, now: float, *, is_alive: bool) -> None:
         """Stop a replica that is to end and has nothing left, and start it again if it is to come back."""
         if is_alive:
-            self._act(Stop(replica.replica_id))
+            self._act(events.Stop(replica.replica_id))
         restarts, replica.drains_until, replica.restarts = replica.restarts, inf, False
         self._leave(replica, ReplicaState.STOPPED, "")
         if restarts:
@@ -376,9 +358,9 @@ class Fleet:
         if replica.state is not ReplicaState.STARTING:
             self._members.change(replica, ReplicaState.STARTING)
         replica.starts = now
-        self._act(Start(replica.replica_id, delay))
+        self._act(events.Start(replica.replica_id, delay))
 
-    def _on_tick(self, event: Tick, now: float) -> None:  # noqa: ARG002 (all there is to it is the time)
+    def _on_tick(self, event: events.Tick, now: float) -> None:  # noqa: ARG002 (all there is to it is the time)
         for replica in self._members.having(ReplicaState.DRAINING):
             if replica.drains_until <= now:
                 self._send_all_elsewhere(replica.open.values(), replica, now)
@@ -387,7 +369,7 @@ class Fleet:
 
     # --- how many replicas there are ------------------------------------------------------------------
 
-    def _on_scale(self, event: ScaleAsked, now: float) -> None:
+    def _on_scale(self, event: events.ScaleAsked, now: float) -> None:
         """Have so many replicas, those that stay down started again included."""
         check_count(event.num_replicas)
         self._forgive()
@@ -395,7 +377,7 @@ class Fleet:
             self._scaling.set_bounds(event.num_replicas, event.num_replicas, now)
         self._resize(event.num_replicas, now)
 
-    def _on_scaling(self, event: ScalingAsked, now: float) -> None:
+    def _on_scaling(self, event: events.ScalingAsked, now: float) -> None:
         """Let the fleet decide from now on, between two numbers."""
         if self._scaling is None:
             raise ConfigError("this fleet does not scale itself; start it with --autoscale")
@@ -403,7 +385,7 @@ class Fleet:
         self._scaling.set_bounds(bounds.least, bounds.most, now)
         self._forgive()
 
-    def _rescale(self, decided: Rescale | None, now: float) -> None:
+    def _rescale(self, decided: events.Rescale | None, now: float) -> None:
         """Have another number of replicas, if one was decided on."""
         if decided is not None:
             self._act(decided)

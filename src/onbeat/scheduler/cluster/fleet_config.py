@@ -9,17 +9,10 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS, POOLS_FORM, POOLS_HELP, PoolSizes, parse_pools
 from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
 from onbeat.core.options import check, option
+from onbeat.scheduler.cluster import scaling
 from onbeat.scheduler.cluster.migration import MOVE_RULES, POOL_POLICIES
 from onbeat.scheduler.cluster.pools import check_pools
 from onbeat.scheduler.cluster.routers import ROUTERS
-from onbeat.scheduler.cluster.scaling import (
-    DOWN_HELP,
-    DOWN_SECONDS,
-    SCALING_POLICIES,
-    ScaleBounds,
-    check_scaling,
-    parse_bounds,
-)
 
 _option = partial(option, group="fleet")
 
@@ -45,7 +38,7 @@ class FleetRules:
     autoscale: str = ""
     """One of `SCALING_POLICIES`, which decides on the number of replicas once `ScalingAsked` has said between
     which. Empty: they are as many as are asked for."""
-    scale_down_seconds: float = DOWN_SECONDS
+    scale_down_seconds: float = scaling.DOWN_SECONDS
     """A replica goes once the load has been low for so long."""
 
 
@@ -88,28 +81,30 @@ class FleetConfig:
         metavar=KIND_FORM,
         help=KIND_HELP + "; in serve, only stand-ins differ in device and tp",
     )
-    autoscale: ScaleBounds | None = _option(
+    autoscale: scaling.ScaleBounds | None = _option(
         None,
-        parse=parse_bounds,
+        parse=scaling.parse_bounds,
         metavar="MIN..MAX",
         help="let the fleet decide on the number of replicas; it begins with --replicas",
     )
     autoscale_policy: str = _option(
         "objective",
-        choices=SCALING_POLICIES.keys,
+        choices=scaling.SCALING_POLICIES.keys,
         help="what decides on the number of replicas",
     )
-    scale_down_seconds: float = _option(DOWN_SECONDS, metavar="SECONDS", at_least=1, help=DOWN_HELP)
+    scale_down_seconds: float = _option(
+        scaling.DOWN_SECONDS, metavar="SECONDS", at_least=1, help=scaling.DOWN_HELP
+    )
 
     def __post_init__(self) -> None:
         check_kinds(self.kinds, self.num_replicas)
         check(self, FleetConfig)
-        check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
+        scaling.check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None:
             self._check_autoscale(self.autoscale)
         check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
 
-    def _check_autoscale(self, bounds: ScaleBounds) -> None:
+    def _check_autoscale(self, bounds: scaling.ScaleBounds) -> None:
         if self.disaggregate is not None:
             raise ConfigError(
                 f"--autoscale {bounds} does not go with --disaggregate {self.disaggregate}: nothing "

@@ -14,27 +14,9 @@ from math import inf, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
+from onbeat.scheduler import triage
+from onbeat.scheduler.cluster import routing
 from onbeat.scheduler.cluster.events import RoutingRequest
-from onbeat.scheduler.cluster.routing import (
-    NONE_EXCLUDED,
-    Holders,
-    LeastLoaded,
-    PrefixMemory,
-    Router,
-    RoutingChoice,
-)
-from onbeat.scheduler.triage import (
-    LEAST_SHARE,
-    Demand,
-    DueWork,
-    Ends,
-    FreeCapacity,
-    PrefillShare,
-    capacity_wait,
-    finish_seconds,
-    seconds_before,
-    select_feasible,
-)
 
 _A_BIT_LESS = 1 - 1e-9
 """So that a sum that is rounded is no less than a bound of it."""
@@ -42,7 +24,7 @@ _SHORTEST_STEP = 1e-4
 """Seconds: of a replica that reports no time for a step."""
 
 
-PromptJob = DueWork[bool]
+PromptJob = triage.DueWork[bool]
 """Of a prompt no more is known than its work, its deadline, and whether it is protected."""
 
 
@@ -99,7 +81,7 @@ class LoadView:
     sent: deque[Sent] = field(default_factory=deque)
     num_ended: int = 0
     """Since the last report."""
-    ends: Ends = field(default_factory=Ends)
+    ends: triage.Ends = field(default_factory=triage.Ends)
 
     def on_report(self, load: ReplicaLoad, now: float) -> None:
         """Take a report, and count no more what it counts."""
@@ -146,12 +128,14 @@ class LoadView:
             return 0.0
         num_held = self.limits.num_blocks + num_lacking
         wanted = load.num_queued_blocks / max(num_waiting, 1)
-        ahead = [Demand(self.reported + until, num, wanted) for until, _, num in load.backlog if num]
+        ahead = [triage.Demand(self.reported + until, num, wanted) for until, _, num in load.backlog if num]
         if sent:
-            ahead = sorted((*ahead, *(Demand(each.deadline, 1, each.num_blocks) for each in sent)))
+            ahead = sorted((*ahead, *(triage.Demand(each.deadline, 1, each.num_blocks) for each in sent)))
         given_back = max(num_held / max(load.num_running + num_waiting, 1), 1.0)
-        capacity = FreeCapacity(num_free, load.num_free_blocks, given_back, self.ends.gap(load.num_running))
-        wait = capacity_wait(ahead, Demand(deadline, 1, num_blocks), capacity, self.reported)
+        capacity = triage.FreeCapacity(
+            num_free, load.num_free_blocks, given_back, self.ends.gap(load.num_running)
+        )
+        wait = triage.capacity_wait(ahead, triage.Demand(deadline, 1, num_blocks), capacity, self.reported)
         return max(0.0, self.reported + wait - now) if wait else 0.0
 
     def work_left(self, now: float) -> float:
@@ -201,20 +185,20 @@ class LoadView:
         prefill = self._prefill_share(costs, num_ahead, objective)
         before = None
         if deadline < inf:
-            own: PromptJob = DueWork(deadline, seconds, state=False)
+            own: PromptJob = triage.DueWork(deadline, seconds, state=False)
             due_before = sum([job.seconds for job in jobs[:num_ahead]])
             jobs.insert(num_ahead, own)
-            late = select_feasible(
+            late = triage.select_feasible(
                 jobs, start=start + prefill.fixed_seconds, share=prefill.share, cost=_cost
             )[1]
-            before = seconds_before(own, late, by_deadline=due_before)
+            before = triage.seconds_before(own, late, by_deadline=due_before)
         if before is None:  # behind all
             before = total + best_effort
         shortest = self.load.decode_seconds
-        turn = start - now + max(finish_seconds(prefill, before + seconds, seconds + total), shortest)
+        turn = start - now + max(triage.finish_seconds(prefill, before + seconds, seconds + total), shortest)
         wait = self.capacity_wait(deadline, num_blocks, now)
         if wait:  # capacity comes free at the end of a step
-            wait += 0.5 * shortest + max(finish_seconds(prefill, seconds, seconds), shortest)
+            wait += 0.5 * shortest + max(triage.finish_seconds(prefill, seconds, seconds), shortest)
         return FirstToken(turn, wait, self.load.gives_up, deadline - now)
 
     def _jobs(self, now: float) -> tuple[list[PromptJob], float]:
@@ -226,18 +210,20 @@ class LoadView:
             if done >= seconds:
                 done -= seconds
                 continue
-            jobs.append(DueWork(self.reported + until, seconds - done, state=until <= 0.0))
+            jobs.append(triage.DueWork(self.reported + until, seconds - done, state=until <= 0.0))
             done = 0.0
         best_effort = max(0.0, load.best_effort_work - done)
         if self.sent:
             best_effort += sum(each.seconds for each in self.sent if each.deadline == inf)
             jobs += [
-                DueWork(each.deadline, each.seconds, state=False) for each in self.sent if each.deadline < inf
+                triage.DueWork(each.deadline, each.seconds, state=False)
+                for each in self.sent
+                if each.deadline < inf
             ]
             jobs.sort(key=_deadline)
         return jobs, best_effort
 
-    def _prefill_share(self, costs: PrefillCosts, num_more: int, objective: float) -> PrefillShare:
+    def _prefill_share(self, costs: PrefillCosts, num_more: int, objective: float) -> triage.PrefillShare:
         """Return what prompts get of a step beside the streams and so many more decodes."""
         load = self.load
         fixed = load.full_seconds * (1 - load.prefill_share) + costs.decode * num_more
@@ -245,7 +231,7 @@ class LoadView:
         if objective < inf:
             length = max(length, sqrt(costs.step * objective))
         length = max(length, fixed, _SHORTEST_STEP)
-        return PrefillShare(0, length, max(1 - fixed / length, LEAST_SHARE))
+        return triage.PrefillShare(0, length, max(1 - fixed / length, triage.LEAST_SHARE))
 
 
 def _deadline(job: PromptJob) -> float:
@@ -300,10 +286,10 @@ class _Request(NamedTuple):
     num_tokens: int
     deadline: float
     objective: float
-    holders: Holders
+    holders: routing.Holders
 
 
-class SLORouter(Router):
+class SLORouter(routing.Router):
     """The replica where a request costs the fleet least: uncached prefill, and its wait at a price.
 
     The cost is that of its uncached prompt on one device for all, so that a slow replica does not look
@@ -317,14 +303,14 @@ class SLORouter(Router):
     def __init__(self) -> None:
         self._views: dict[int, LoadView] = {}
         self._members: dict[int, None] = {}
-        self._by_work = LeastLoaded()
+        self._by_work = routing.LeastLoaded()
         self._num_choices = 0
         self._last_choices: dict[int, int] = {}
-        self._prefixes = PrefixMemory()
+        self._prefixes = routing.PrefixMemory()
 
     def route(
-        self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED
-    ) -> RoutingChoice | None:
+        self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = routing.NONE_EXCLUDED
+    ) -> routing.RoutingChoice | None:
         """Return the cheapest replica."""
         asked = self._look_up(request)
         best = self._best(asked, now, excluded)
@@ -337,7 +323,7 @@ class SLORouter(Router):
         if request.block_hashes:
             self._prefixes.send(number, request.block_hashes)
         likely = None if first_token is None else first_token.likely
-        return RoutingChoice(number, "prefix" if bid.num_cached else "cost", likely)
+        return routing.RoutingChoice(number, "prefix" if bid.num_cached else "cost", likely)
 
     def take(self, replica: int, request: RoutingRequest) -> None:
         """Take it to hold the prompt; its next report counts the request."""
@@ -370,7 +356,7 @@ class SLORouter(Router):
     def least_wait(self, request: RoutingRequest, now: float) -> float | None:
         """Return the predicted seconds until the first token where it is soonest."""
         asked = self._look_up(request)
-        offers = [self._offer(bid, asked, now) for bid in self._bids(asked, now, NONE_EXCLUDED)]
+        offers = [self._offer(bid, asked, now) for bid in self._bids(asked, now, routing.NONE_EXCLUDED)]
         return min([each.first_token.seconds for each in offers if each.first_token], default=None)
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 from onbeat.core.errors import Overloaded, SLOUnattainable, counted
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape, SchedulerState
+from onbeat.scheduler import triage
 from onbeat.scheduler.replica.idle_check import ms_text
 from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
@@ -26,17 +27,7 @@ from onbeat.scheduler.replica.slo.rules import OVERDUE
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import SPARE_SHARE, StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.scheduler.triage import (
-    Demand,
-    DueWork,
-    Ends,
-    FreeCapacity,
-    PrefillShare,
-    capacity_wait,
-    drain_seconds,
-    finish_seconds,
-    seconds_before,
-)
+from onbeat.scheduler.triage import drain_seconds
 
 TRY_AGAIN_SECONDS = 30.0
 """How often an idle replica takes a request that it predicts to be late, where that may be wrong: otherwise a
@@ -86,7 +77,7 @@ def idle_misses(state: RequestState, cost_model: CostModel) -> list[IdleMiss]:
     objective = slo.ttft_deadline - state.request.arrival
     if objective < inf:
         work = cost_model.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
-        first = finish_seconds(cost_model.prefill_share(BatchShape(), inf, objective), work, work)
+        first = triage.finish_seconds(cost_model.prefill_share(BatchShape(), inf, objective), work, work)
         if first > objective:
             by_ttft = stated.ttft is not None and stated.ttft <= objective * (1 + 1e-9)
             name, value = ("TTFT", stated.ttft) if by_ttft or stated.e2e is None else ("E2E", stated.e2e)
@@ -144,7 +135,7 @@ class Admission:
         self.num_rejected: Counter[str] = Counter()
         self._slo, self._tracker, self._rules, self._cost_model = slo, slo.tracker, slo.rules, slo.cost_model
         self._last_try, self._num_steps = -inf, 0
-        self._ends, self._num_ended, self._num_running = Ends(), 0, 0
+        self._ends, self._num_ended, self._num_running = triage.Ends(), 0, 0
         self._last_change = 0.0
         """When a plan last found another number of them, seconds."""
 
@@ -256,7 +247,7 @@ class Admission:
         view = RunningView(plan.running, start, cost_model.alone_seconds)
         jobs, _ = prefill_jobs(plan, start, view.prefills, cost_model)
         seconds = cost_model.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
-        own = DueWork(deadline, seconds, state)
+        own = triage.DueWork(deadline, seconds, state)
         index = bisect_right(jobs, deadline, key=itemgetter(0))
         # By the time that it is served, those ahead of it decode, too.
         decodes = view.decode_shape([job.state for job in jobs[:index]])
@@ -269,7 +260,7 @@ class Admission:
             before = running + cost_model.of_sums(*waiting.work_below(nextafter(state.slo.rank, inf)))
 
         late = rules.split([*jobs[:index], own, *jobs[index:]], prefill, start)[1]
-        turn, delays_others = seconds_before(own, late, by_deadline=before), False
+        turn, delays_others = triage.seconds_before(own, late, by_deadline=before), False
         if state.request.shed is ShedMode.REJECT and late:
             # Accepted requests stay: the arrival must find its place among them.
             others = {id(job.state) for job in rules.split(jobs, prefill, start)[1]}
@@ -278,7 +269,7 @@ class Admission:
         if turn is None:
             return inf, False
         until_done = turn + seconds
-        wait = finish_seconds(prefill, until_done, seconds + sum([job.seconds for job in jobs]))
+        wait = triage.finish_seconds(prefill, until_done, seconds + sum([job.seconds for job in jobs]))
         if plan.running or jobs:  # later arrivals fill the last step
             wait = max(wait, 0.5 * prefill.length + drain_seconds(prefill, until_done))
         ahead = [job for job in jobs[:index] if not job.state.block_ids]
@@ -290,7 +281,7 @@ class Admission:
         own: PromptJob,
         ahead: list[PromptJob],
         plan: StepPlan,
-        prefill: PrefillShare,
+        prefill: triage.PrefillShare,
         step_seconds: float,
     ) -> float:
         """Return the seconds until an arrival that lacks a slot or blocks is done; 0 where these are there.
@@ -301,7 +292,7 @@ class Admission:
         staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
         given_back = max(num_held / max(num_running, 1), 1.0)
         usual = self._tracker.lengths.remaining(None, 0, q=0.5, limit=own.state.max_total_tokens)
-        capacity = FreeCapacity(
+        capacity = triage.FreeCapacity(
             num_free_slots=plan.max_num_seqs - len(staying),
             num_free_blocks=plan.num_blocks_left
             - plan.kv.pool.num_blocks // SPARE_SHARE
@@ -310,15 +301,16 @@ class Admission:
             gap=self._ends_until(plan.now).gap(len(staying), step_seconds * usual),
         )
         wanted = [
-            Demand(job.deadline, 1, -(-job.state.queued_work[0] // plan.kv.block_size)) for job in ahead
+            triage.Demand(job.deadline, 1, -(-job.state.queued_work[0] // plan.kv.block_size))
+            for job in ahead
         ]
         num_blocks = plan.num_blocks_wanted(own.state)
-        wait = capacity_wait(wanted, Demand(own.deadline, 1, num_blocks), capacity, plan.now)
+        wait = triage.capacity_wait(wanted, triage.Demand(own.deadline, 1, num_blocks), capacity, plan.now)
         # Capacity comes free at the end of a step.
-        at_end = finish_seconds(prefill, own.seconds, own.seconds) + 0.5 * prefill.length
+        at_end = triage.finish_seconds(prefill, own.seconds, own.seconds) + 0.5 * prefill.length
         return wait + at_end if wait else 0.0
 
-    def _ends_until(self, now: float) -> Ends:
+    def _ends_until(self, now: float) -> triage.Ends:
         """Return the ends with the time counted in which none came since the last."""
         ends = replace(self._ends)
         ends.count(now - self._last_change, self._num_running, 0)

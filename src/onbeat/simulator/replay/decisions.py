@@ -21,16 +21,7 @@ from onbeat.core.request import (
 from onbeat.core.slo import SLO
 from onbeat.core.step import GuidedRows, ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.recording.log import (
-    AbortCall,
-    AddCall,
-    HandoverCall,
-    RecordedAdoption,
-    RecordedRefusal,
-    RecordHeader,
-    ScheduleCall,
-    UpdateCall,
-)
+from onbeat.recording import log
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -89,7 +80,7 @@ class ReplayResult:
         return self.difference is None
 
 
-def scheduler_config(header: RecordHeader) -> SchedulerConfig:
+def scheduler_config(header: log.RecordHeader) -> SchedulerConfig:
     """Return the configuration that a record was made with.
 
     Raises
@@ -129,11 +120,11 @@ class Replay:
     def deliveries(self) -> Iterator[ReplayedDelivery]:
         """Feed call after call and yield what requests got; `result` grows meanwhile."""
         feed: dict[type, Callable[[Any], list[RequestOutput] | None]] = {
-            AddCall: self._add,
-            AbortCall: self._abort,
-            ScheduleCall: self._schedule,
-            UpdateCall: self._update,
-            HandoverCall: self._hand_over,
+            log.AddCall: self._add,
+            log.AbortCall: self._abort,
+            log.ScheduleCall: self._schedule,
+            log.UpdateCall: self._update,
+            log.HandoverCall: self._hand_over,
         }
         for call in self._recording.calls():
             outputs = feed[type(call)](call)
@@ -145,7 +136,7 @@ class Replay:
         self.result.num_preemptions = self.scheduler.table.num_preemptions
         self.result.num_prefix_hits = self.scheduler.table.num_prefix_hits
 
-    def _add(self, call: AddCall) -> None:
+    def _add(self, call: log.AddCall) -> None:
         self._ids[call.request] = call.request_id
         self.result.num_requests += 1
         request = Request(
@@ -179,7 +170,7 @@ class Replay:
         try:
             self.scheduler.add(request, call.now)
         except (Overloaded, SLOUnattainable) as error:
-            refusal = RecordedRefusal.of(error)
+            refusal = log.RecordedRefusal.of(error)
         except RequestRejected as error:
             raise ConfigError(
                 f"{self._recording.path}: no server can have taken request {quoted(call.request_id)}: {error}"
@@ -188,7 +179,7 @@ class Replay:
         if not _is_same_refusal(call.refused, refusal):
             self._compare(None, f"refusal of {call.request_id}", call.refused, refusal)
 
-    def _adopt(self, call: AddCall, adoption: RecordedAdoption, request: Request) -> None:
+    def _adopt(self, call: log.AddCall, adoption: log.RecordedAdoption, request: Request) -> None:
         detached = Detached(
             request_id=call.request_id,
             output_token_ids=tuple(request.resumed_token_ids),
@@ -204,7 +195,7 @@ class Replay:
         except RequestRejected as error:
             self._compare(None, f"adoption of {call.request_id}", "done", str(error))
 
-    def _hand_over(self, call: HandoverCall) -> None:
+    def _hand_over(self, call: log.HandoverCall) -> None:
         """Ask the scheduler's hand-overs again; leases end where the record released them."""
         handover, name = self.scheduler.handover, call.id
         block_ids: tuple[int, ...] | None = None
@@ -234,14 +225,14 @@ class Replay:
         recorded, replayed = (call.block_ids, call.is_out), (block_ids, is_out)
         self._compare(None, f"answer to {call.verb} of {name} (blocks, is out)", recorded, replayed)
 
-    def _abort(self, call: AbortCall) -> list[RequestOutput]:
+    def _abort(self, call: log.AbortCall) -> list[RequestOutput]:
         outputs = self.scheduler.abort([self._ids[request] for request in call.requests])
         self.result.num_aborted += len(call.requests)
         aborted = [output.request_id for output in outputs]
         self._compare(None, "aborted requests", [self._ids[request] for request in call.requests], aborted)
         return outputs
 
-    def _schedule(self, call: ScheduleCall) -> list[RequestOutput]:
+    def _schedule(self, call: log.ScheduleCall) -> list[RequestOutput]:
         scheduled = self.scheduler.schedule(call.now)
         expired = self.scheduler.take_expired()
         self.result.num_expired += len(expired)
@@ -257,7 +248,7 @@ class Replay:
             self._compare_step(call, scheduled)
         return expired
 
-    def _compare_step(self, call: ScheduleCall, scheduled: SchedulerOutput) -> None:
+    def _compare_step(self, call: log.ScheduleCall, scheduled: SchedulerOutput) -> None:
         self.result.num_steps += 1
         self.result.num_rows += len(call.rows)
         for what, recorded, replayed in self._sides(call, scheduled):
@@ -270,7 +261,7 @@ class Replay:
             if not isclose(seconds, call.predicted_seconds, rel_tol=1e-9):
                 self._compare(call.step_id, "predicted seconds", call.predicted_seconds, seconds)
 
-    def _sides(self, call: ScheduleCall, scheduled: SchedulerOutput) -> Iterator[tuple[str, Any, Any]]:
+    def _sides(self, call: log.ScheduleCall, scheduled: SchedulerOutput) -> Iterator[tuple[str, Any, Any]]:
         """Yield each part of a step as it was recorded and as it is now."""
         ids = self._ids
         yield "step", call.step_id, scheduled.step_id
@@ -291,7 +282,7 @@ class Replay:
             ],
         )
 
-    def _update(self, call: UpdateCall) -> list[RequestOutput]:
+    def _update(self, call: log.UpdateCall) -> list[RequestOutput]:
         if not self._in_flight:
             self._compare(call.step_id, "step in flight", call.step_id, None)
             return []
@@ -308,7 +299,7 @@ class Replay:
         self._compare(call.step_id, "requests that ended", recorded, replayed)
         return outputs
 
-    def _results(self, call: UpdateCall, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def _results(self, call: log.UpdateCall, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Make tokens that do what the recorded ones did: as many, and an end where there was one."""
         stopped = {
             self._ids[request]
@@ -347,7 +338,7 @@ class Replay:
             )
 
 
-def recorded_slo(call: AddCall) -> SLO | None:
+def recorded_slo(call: log.AddCall) -> SLO | None:
     """Return the objectives of a recorded request."""
     if call.slo is None:
         return None
@@ -355,7 +346,7 @@ def recorded_slo(call: AddCall) -> SLO | None:
     return SLO(ttft=ttft, tbt=tbt, e2e=e2e)
 
 
-def _is_same_refusal(recorded: RecordedRefusal | None, replayed: RecordedRefusal | None) -> bool:
+def _is_same_refusal(recorded: log.RecordedRefusal | None, replayed: log.RecordedRefusal | None) -> bool:
     if recorded is None or replayed is None:
         return recorded is replayed
     return recorded.code == replayed.code and all(

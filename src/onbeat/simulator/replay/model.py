@@ -9,20 +9,13 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel import step_log
 from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import description_from_json, make_step_time_model
 from onbeat.perfmodel.precision import precision_by_weights
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import read_profile
-from onbeat.perfmodel.step_log import (
-    SUFFIXES,
-    LoggedStep,
-    StepOrigin,
-    StepStream,
-    read_step_log,
-    read_step_table,
-)
 from onbeat.recording.fleet_log import read_header
 from onbeat.recording.log import FILE_KIND, RecordHeader
 from onbeat.recording.reader import Recording
@@ -31,21 +24,21 @@ from onbeat.simulator.replay.history import read_history
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-def read_steps(path: Path) -> StepStream:
+def read_steps(path: Path) -> step_log.StepStream:
     """Read recorded steps: a file or a table of them, or a record of `onbeat serve`, perhaps cut short.
 
     Raises
     ------
     ConfigError : it cannot be read, is none of these, or a line is not as it must be.
     """
-    if path.name.lower().endswith(SUFFIXES):
-        return read_step_table(path)
+    if path.name.lower().endswith(step_log.SUFFIXES):
+        return step_log.read_step_table(path)
     if not _is_own_record(path):
-        return read_step_log(path)
+        return step_log.read_step_log(path)
     recording = Recording(path, allow_partial=True)
     # What the host does between two steps is apart (--host-overhead-ms), as in a profile of this engine.
-    steps = [LoggedStep(step.shape, step.seconds) for step in read_history(recording).steps]
-    return StepStream(origin_of(recording.header), steps)
+    steps = [step_log.LoggedStep(step.shape, step.seconds) for step in read_history(recording).steps]
+    return step_log.StepStream(origin_of(recording.header), steps)
 
 
 def _is_own_record(path: Path) -> bool:
@@ -112,7 +105,7 @@ def recorded_step_time_model(
 
 
 def model_of_steps(
-    origin: StepOrigin,
+    origin: step_log.StepOrigin,
     *,
     kind: str | None = None,
     profile: Path | None = None,
@@ -148,10 +141,10 @@ def model_of_steps(
     )
 
 
-def origin_of(header: RecordHeader) -> StepOrigin:
+def origin_of(header: RecordHeader) -> step_log.StepOrigin:
     """Return whose steps a record has."""
     about = header.engine
-    return StepOrigin(
+    return step_log.StepOrigin(
         engine="onbeat",
         engine_version=header.onbeat_version,
         model=str(about.get("model_name")),

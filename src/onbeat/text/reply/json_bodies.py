@@ -6,17 +6,7 @@ import json
 import re
 from abc import abstractmethod
 
-from onbeat.text.reply.body import (
-    NAME_CHARACTERS,
-    SPACE,
-    Body,
-    Step,
-    end_of_name,
-    end_of_space,
-    is_json,
-    is_unicode,
-    refuse,
-)
+from onbeat.text.reply import body
 from onbeat.text.reply.calls import Calls
 
 _TEXT_RUN = re.compile(r'[^"\\]*')
@@ -51,7 +41,7 @@ class JsonValue:
                 break
             if self._is_literal and not self._depth:
                 self.is_over = True
-            elif text[at] in "<`" or (not self._depth and text[at] in f",]}}{SPACE}"):
+            elif text[at] in "<`" or (not self._depth and text[at] in f",]}}{body.SPACE}"):
                 break
             else:
                 self._bracket(text[at])
@@ -80,10 +70,10 @@ class JsonValue:
             self.is_over = not self._depth
 
 
-class _JsonBody(Body):
+class _JsonBody(body.Body):
     """Reads values of JSON."""
 
-    def __init__(self, calls: Calls, first: Step) -> None:
+    def __init__(self, calls: Calls, first: body.Step) -> None:
         super().__init__(calls, first)
         self._value = JsonValue()
 
@@ -138,7 +128,7 @@ class JsonCalls(_JsonBody):
             self._step = self._before_key
         elif character == "]" and self._is_array:
             self._step = self._behind
-        elif not is_start and character not in ",;}"[: 3 if has_calls else 2] + SPACE:
+        elif not is_start and character not in ",;}"[: 3 if has_calls else 2] + body.SPACE:
             return at
         self._is_array |= is_start
         if has_calls:
@@ -148,7 +138,7 @@ class JsonCalls(_JsonBody):
         return at + 1
 
     def _before_key(self, text: str, at: int) -> int:
-        end = end_of_space(text, at)
+        end = body.end_of_space(text, at)
         character = text[end : end + 1]
         if character == '"':
             self._begin(self._in_key)
@@ -176,7 +166,7 @@ class JsonCalls(_JsonBody):
         return end
 
     def _before_value(self, text: str, at: int) -> int:
-        end = end_of_space(text, at)
+        end = body.end_of_space(text, at)
         character = text[end : end + 1]
         end += character == ":"
         self._keep(text[at:end])
@@ -195,7 +185,7 @@ class JsonCalls(_JsonBody):
             self._end_value("".join(self._held))
         return end
 
-    def _begin(self, step: Step) -> None:
+    def _begin(self, step: body.Step) -> None:
         self._value, self._step, self._held = JsonValue(), step, []
 
     def _start(self, name: str) -> None:
@@ -223,7 +213,7 @@ class JsonCalls(_JsonBody):
             self._name = _decoded(value)
             if self._name not in self._calls.tools:
                 self._name = None
-                self._step = self._step if self._has_calls else refuse
+                self._step = self._step if self._has_calls else body.refuse
         elif self._key in _ARGUMENTS and self._arguments is None:
             self._arguments = _as_object(value)
         if self._name is not None and self._arguments is not None:
@@ -246,22 +236,22 @@ class NamedJson(_JsonBody):
         self._mark = ""
 
     def _between(self, text: str, at: int) -> int:
-        end = end_of_space(text, at)
+        end = body.end_of_space(text, at)
         self._raw.append(text[at:end])
-        if text[end : end + 1] in NAME_CHARACTERS:
+        if text[end : end + 1] in body.NAME_CHARACTERS:
             self._name, self._step = "", self._in_name
         return end
 
     def _in_name(self, text: str, at: int) -> int:
-        end = end_of_name(text, at)
+        end = body.end_of_name(text, at)
         self._name += text[at:end]
         self._raw.append(text[at:end])
         if end < len(text):
-            self._step = self._before_value if self._name in self._calls.tools else refuse
+            self._step = self._before_value if self._name in self._calls.tools else body.refuse
         return end
 
     def _before_value(self, text: str, at: int) -> int:
-        end = end_of_space(text, at)
+        end = body.end_of_space(text, at)
         self._raw.append(text[at:end])
         character = text[end : end + 1]
         if character == "[":
@@ -281,11 +271,11 @@ class NamedJson(_JsonBody):
         elif self._mark == "[CALL_ID]":
             self._step = self._in_call_id
         elif not any(mark.startswith(self._mark) for mark in ("[ARGS]", "[CALL_ID]")):
-            self._step = refuse
+            self._step = body.refuse
         return at + 1
 
     def _in_call_id(self, text: str, at: int) -> int:
-        if text[at] not in NAME_CHARACTERS:
+        if text[at] not in body.NAME_CHARACTERS:
             self._step = self._before_value
             return at
         self._raw.append(text[at])
@@ -320,5 +310,10 @@ def _as_object(value: str) -> str:
     if value == "null":
         return "{}"
     inner = _decoded(value)
-    is_object = inner is not None and inner.lstrip().startswith("{") and is_json(inner) and is_unicode(inner)
+    is_object = (
+        inner is not None
+        and inner.lstrip().startswith("{")
+        and body.is_json(inner)
+        and body.is_unicode(inner)
+    )
     return inner if inner is not None and is_object else value

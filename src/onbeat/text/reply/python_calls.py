@@ -5,15 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from onbeat.text.reply.body import (
-    NAME_CHARACTERS,
-    SPACE,
-    Body,
-    end_of_name,
-    end_of_space,
-    refuse,
-    to_json,
-)
+from onbeat.text.reply import body
 from onbeat.text.reply.calls import Calls
 
 _COST, _COST_IN_TEXT, _MOST_COST = 40, 1, 400_000
@@ -31,7 +23,7 @@ _PLAIN = frozenset(map(chr, range(128))) - frozenset("'\"()[]{}<")
 """Outside of texts, what ends and begins nothing. A mark may begin with `<`."""
 
 
-class PythonCalls(Body):
+class PythonCalls(body.Body):
     """A list of calls whose arguments are literals with names.
 
     Parameters
@@ -61,7 +53,7 @@ class PythonCalls(Body):
         return True
 
     def _before_list(self, text: str, at: int) -> int:
-        end = end_of_space(text, at)
+        end = body.end_of_space(text, at)
         if text[end : end + 1] == "[":
             end += 1
             self._step = self._between
@@ -70,7 +62,7 @@ class PythonCalls(Body):
 
     def _between(self, text: str, at: int) -> int:
         character, has_calls = text[at], self._has_calls
-        if character in NAME_CHARACTERS:
+        if character in body.NAME_CHARACTERS:
             self._item = []
             self._cost = 0
             self._step = self._in_name
@@ -79,14 +71,14 @@ class PythonCalls(Body):
             return at
         if character == "]":
             self._step = self._behind
-        elif character not in "," + SPACE:
+        elif character not in "," + body.SPACE:
             return at
         if not has_calls:
             self._raw.append(character)
         return at + 1
 
     def _in_name(self, text: str, at: int) -> int:
-        end = end_of_name(text, at)
+        end = body.end_of_name(text, at)
         self._keep(text[at:end])
         if text[end : end + 1] == "(":
             self._step = self._in_arguments
@@ -98,7 +90,7 @@ class PythonCalls(Body):
             character = text[end]
             self._cost += _COST_IN_TEXT if self._quote else _COST
             if self._cost > _MOST_COST:
-                self._step = refuse
+                self._step = body.refuse
                 break
             if self._quote or character in "'\"":
                 self._in_quote(character)
@@ -169,7 +161,7 @@ def _call_of(text: str) -> tuple[str, str] | None:
     try:
         arguments = ast.literal_eval(_JsonWords().visit(ast.parse("".join(parts), mode="eval")))
         is_call = isinstance(arguments, dict) and len(arguments) == num_arguments
-        return (name, to_json(arguments)) if is_call else None
+        return (name, body.to_json(arguments)) if is_call else None
     except (LookupError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
         return None
 

@@ -18,6 +18,7 @@ from onbeat.engine.cuda.state import DeviceState
 from onbeat.engine.cuda.stream import CpuStream
 from onbeat.engine.forward import Mark
 from onbeat.engine.memory import KVCacheSpec
+from onbeat.engine.model_config import KVHeads
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.torch.kv import scrub
 from tests.cpu.engine.cuda.test_overlap import (
@@ -177,7 +178,7 @@ def test_many_blocks_are_cleared_a_few_at_a_time() -> None:
             return made
 
     forward = on_fake_device(CpuStream())
-    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, dtype=np.dtype(np.float64), block_size=16)
+    spec = KVCacheSpec(heads=(KVHeads(1, 4),), dtype=np.dtype(np.float64), block_size=16)
     state = DeviceState(spec, replace(forward.options, num_blocks=3000), torch.device("cpu"))
     state.kv[0].k_BKSH[2999], state.kv[0].v_BKSH[5] = torch.nan, torch.inf
     with Largest() as largest:

@@ -19,6 +19,7 @@ from onbeat.engine.cuda.state import TableMirror
 from onbeat.engine.input_batch import AttentionBatch
 from onbeat.engine.model_config import Activation
 from onbeat.engine.torch.kernels import ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
+from onbeat.engine.torch.layer import widest_heads
 from onbeat.engine.torch.weights import load_weights
 from tests.cpu.engine.cuda.test_overlap import SETTINGS, requests_of
 from tests.cpu.engine.engines import TorchEngine
@@ -67,7 +68,11 @@ class PoisonedGraphs:
         pieces = forward._pieces
         assert pieces is not None
         self.pieces.append(key)
-        for memory in (pieces._x_TD, pieces._q_TNH, pieces._mixed_TNH[key.size :]):
+        for memory in (
+            pieces._x_TD,
+            pieces._q_TX,
+            pieces._mixed_TX[key.size * widest_heads(forward.weights) :],
+        ):
             memory.fill_(torch.nan)
         pieces._residual_TD[key.size if key.piece else 0 :].fill_(torch.nan)
         self._graphs.replay(key)

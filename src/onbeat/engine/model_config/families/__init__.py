@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from onbeat.engine.model_config.families.base import Family, GgufRules, read_model
-from onbeat.engine.model_config.families.gemma import GEMMA2, GEMMA3
+from onbeat.engine.model_config.families.gemma import GEMMA2, GEMMA3, GEMMA4
 from onbeat.engine.model_config.families.gpt_oss import GPT_OSS
 from onbeat.engine.model_config.families.llama import (
     GRANITE,
@@ -36,7 +36,7 @@ __all__ = ["FAMILIES", "GGUF_FAMILIES", "Family", "GgufRules", "read_model"]
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
     for family in (
-        *(LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GPT_OSS),
+        *(LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GEMMA4, GPT_OSS),
         *(PHI3, PHI_MOE, OLMO2, OLMO3, SMOLLM3, GRANITE, GRANITE4),
         *(COMMAND_R, COHERE2, STARCODER2, GLM4, ERNIE, SEED_OSS),
         replace(PHI_MOE, architecture="PhimoeForCausalLM"),  # as transformers calls the class itself

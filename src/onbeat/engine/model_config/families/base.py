@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from onbeat.core.errors import NeedsVllm
-from onbeat.engine.model_config.architecture import Activation, Experts, ModelConfig, RopeConfig
+from onbeat.engine.model_config.architecture import Activation, Experts, KVHeads, ModelConfig, RopeConfig
 from onbeat.engine.model_config.rope import RopeRules, RopeSizes
 from onbeat.engine.model_config.values import Values
 
@@ -129,8 +129,15 @@ def read_model(
     hidden_size, num_heads = values.size("hidden_size"), values.size("num_attention_heads")
     head_dim = values.size("head_dim", hidden_size // num_heads)
     context = values.size("max_position_embeddings")
+    heads = KVHeads(values.size("num_key_value_heads", num_heads), head_dim)
+    full_heads = _full_heads(values, heads)
     rope, local_rope = ropes(
-        RopeSizes(head_dim=head_dim, context=context, served=min(served_len or context, context))
+        RopeSizes(
+            head_dim=head_dim,
+            full_head_dim=full_heads.width,
+            context=context,
+            served=min(served_len or context, context),
+        )
     )
     if rope.kind == "yarn":
         context = max(context, round(rope.factor * rope.original_max_position_embeddings))
@@ -141,8 +148,9 @@ def read_model(
         "hidden_size": hidden_size,
         "num_layers": values.num_layers("num_hidden_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": values.size("num_key_value_heads", num_heads),
+        "num_kv_heads": heads.num,
         "head_dim": head_dim,
+        "full_heads": None if full_heads == heads else full_heads,
         "intermediate_size": values.size("intermediate_size"),
         "max_position_embeddings": context,
         "rms_norm_eps": values.number(family.eps_key),
@@ -151,6 +159,19 @@ def read_model(
         "hidden_activation": family.activation,
     }
     return family.complete(ModelConfig(**common, **{**family.always, **own}), values)
+
+
+def _full_heads(values: Values, heads: KVHeads) -> KVHeads:
+    """Return the heads of layers without a window: a file says them once, or for each of these layers."""
+    each, count = values.raw("per_layer_config"), "num_key_value_heads"
+    if each is None:
+        count = "num_global_key_value_heads" if values.flag("attention_k_eq_v", default=False) else ""
+        return KVHeads(values.size(count, heads.num), values.size("global_head_dim", heads.width))
+    own = [*each.values()] if isinstance(each, dict) else []
+    if not own or any(one != own[0] or {*one} - {"head_dim", count} for one in own):
+        raise values.wrong("per_layer_config", each, "the same heads for all layers without a window")
+    values = Values(own[0], source="config.json's per_layer_config")
+    return KVHeads(values.size(count, heads.num), values.size("head_dim", heads.width))
 
 
 def with_window(config: ModelConfig, values: Values) -> ModelConfig:
@@ -185,7 +206,7 @@ def experts_of(values: Values, *, count: str = "num_local_experts", normalizes: 
     """
     return Experts(
         num_experts=values.size(count),
-        num_per_token=values.size("num_experts_per_tok"),
+        num_per_token=values.size("top_k_experts" if "top_k_experts" in values else "num_experts_per_tok"),
         intermediate_size=values.size("moe_intermediate_size", values.size("intermediate_size")),
         normalizes=normalizes,
     )

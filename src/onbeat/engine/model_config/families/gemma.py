@@ -1,28 +1,31 @@
-"""Gemma 2 and the text of Gemma 3: norms before and after each block, scaled embeddings, many sliding layers.
+"""Gemma 2, the text of Gemma 3 and 4: norms before and after each block, scaled embeddings, sliding layers.
 
 Norms store `scale - 1`. Gemma 2 caps scores and logits softly. Gemma 3 has norms of each head instead, and
-its sliding layers have a rotary embedding of their own.
+its sliding layers have a rotary embedding of their own. In Gemma 4 norms store the scale itself; layers
+without a window have wider and fewer heads, of which a part turns; small ones have per-layer embeddings, and
+their last layers read the KV of earlier ones; one has experts beside its feed-forward.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from onbeat.engine.model_config.architecture import ModelConfig
-from onbeat.engine.model_config.families.base import (
-    Family,
-    GgufRules,
-    every,
-    listed_layers,
-    number_or_none,
-    window_of,
-    with_layers,
-)
+from onbeat.engine.model_config.families import base
+from onbeat.engine.model_config.families.base import Family, GgufRules
 from onbeat.engine.model_config.rope import RopeRules
 from onbeat.engine.model_config.values import Values
 
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 """The one size whose query scalar is hidden_size / num_heads, not head_dim; GGUF has no key for it."""
+
+_SIZES: dict[str, Any] = (
+    {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "head_dim": 256}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    | {"sliding_window": 4096, "query_pre_attn_scalar": 256.0}
+)
+"""What the classes have by default, or differ from but in a few."""
 
 
 def _scaled(config: ModelConfig, values: Values) -> ModelConfig:
@@ -36,12 +39,12 @@ def _scaled(config: ModelConfig, values: Values) -> ModelConfig:
 
 
 def _gemma2(config: ModelConfig, values: Values) -> ModelConfig:
-    full = every(2, config.num_layers)
-    layers = listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+    full = base.every(2, config.num_layers)
+    layers = base.listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
     return replace(
-        with_layers(_scaled(config, values), window_of(values), layers),
-        attention_softcap=number_or_none(values, "attn_logit_softcapping"),
-        logits_softcap=number_or_none(values, "final_logit_softcapping"),
+        base.with_layers(_scaled(config, values), base.window_of(values), layers),
+        attention_softcap=base.number_or_none(values, "attn_logit_softcapping"),
+        logits_softcap=base.number_or_none(values, "final_logit_softcapping"),
     )
 
 
@@ -50,9 +53,9 @@ def _gemma3(config: ModelConfig, values: Values) -> ModelConfig:
     if isinstance(pattern, list):
         layers = tuple(map(bool, pattern))
     else:
-        full = every(values.size("sliding_window_pattern", 6), config.num_layers)
-        layers = listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
-    return with_layers(_scaled(config, values), window_of(values), layers)
+        full = base.every(values.size("sliding_window_pattern", 6), config.num_layers)
+        layers = base.listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+    return base.with_layers(_scaled(config, values), base.window_of(values), layers)
 
 
 GEMMA2 = Family(
@@ -62,16 +65,8 @@ GEMMA2 = Family(
     models="Gemma 2",
     defaults={
         "vocab_size": 256_000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
+        **_SIZES,
         "max_position_embeddings": 8192,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256.0,
-        "tie_word_embeddings": True,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
@@ -90,17 +85,9 @@ GEMMA3 = Family(
     multimodal=("Gemma3ForConditionalGeneration",),
     defaults={
         "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
+        **_SIZES,
         "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256.0,
         "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": True,
     },
     always={"norms": "around", "norm_weight_offset": 1.0, "norm_rounds_once": True, "qk_norm": "head"},
     rope=RopeRules(per_layer_type=True),
@@ -109,4 +96,63 @@ GEMMA3 = Family(
     reads=frozenset({"sliding_window"}),
     complete=_gemma3,
     gguf=GgufRules(architecture="gemma3", theta=1_000_000.0, has_windows=True),
+)
+
+
+_FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
+
+
+def _gemma4(config: ModelConfig, values: Values) -> ModelConfig:
+    values.refuse_unless("use_bidirectional_attention", False, "vision")  # noqa: FBT003 -- of images alone
+    full = base.every(6, config.num_layers)
+    layers = base.listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+    if size := values.count("hidden_size_per_layer_input", 0):
+        values.refuse_unless("vocab_size_per_layer_input", config.vocab_size)
+    if values.flag("enable_moe_block", default=False):
+        of_layer = base.experts_of(values, count="num_experts")
+        config = replace(config, experts=replace(of_layer, is_beside=True))
+    config = replace(
+        config,
+        embedding_scale=config.hidden_size**0.5,
+        logits_softcap=base.number_or_none(values, "final_logit_softcapping"),
+        full_values_are_keys=values.flag("attention_k_eq_v", default=False),
+        layer_input_size=size,
+    )
+    config = base.with_layers(
+        config, base.window_of(values), (*layers[:-1], False)
+    )  # the last one sees everything
+    shared, widens = (
+        values.count("num_kv_shared_layers", 0),
+        values.flag("use_double_wide_mlp", default=False),
+    )
+    return replace(config, num_kv_sharers=shared, widens_sharers=widens)
+
+
+GEMMA4 = Family(
+    name="gemma4",
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    models="Gemma 4, its text",
+    multimodal=("Gemma4ForConditionalGeneration",),
+    defaults={
+        **_SIZES,
+        "vocab_size": 262_144,
+        "num_hidden_layers": 30,
+        "global_head_dim": 512,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "rope_parameters": {"full_attention": _FULL_ROPE},
+    },
+    always={"norms": "around", "norm_rounds_once": True, "qk_norm": "head"}
+    | {"norms_values": True, "attention_multiplier": 1.0, "scales_layers": True},
+    rope=RopeRules(per_layer_type=True, kinds=("default", "proportional")),
+    activation="gelu_pytorch_tanh",
+    activation_key="hidden_activation",
+    reads=frozenset(
+        {"sliding_window", "final_logit_softcapping", "num_experts", "use_bidirectional_attention"}
+    ),
+    complete=_gemma4,
+    hf_names=((".router.proj.", ".mlp.gate."), (".experts.", ".mlp.experts.")),
 )

@@ -7,27 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from onbeat.engine.model_config.architecture import ModelConfig
-from onbeat.engine.model_config.families.base import (
-    Family,
-    GgufRules,
-    every,
-    experts_of,
-    listed_layers,
-    window_of,
-    with_layers,
-)
+from onbeat.engine.model_config.families import base
+from onbeat.engine.model_config.families.base import Family, GgufRules
 from onbeat.engine.model_config.values import Values
 
 
 def _gpt_oss(config: ModelConfig, values: Values) -> ModelConfig:
     values.refuse_unless("swiglu_alpha", 1.702)
     values.refuse_unless("swiglu_limit", 7.0)
-    full = every(2, config.num_layers)
-    layers = listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+    full = base.every(2, config.num_layers)
+    layers = base.listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
     return replace(
-        with_layers(config, window_of(values), layers),
+        base.with_layers(config, base.window_of(values), layers),
         hidden_activation="clamped_swiglu",
-        experts=replace(experts_of(values), chooses_first=True, has_bias=True),
+        experts=replace(base.experts_of(values), chooses_first=True, has_bias=True),
     )
 
 

@@ -16,17 +16,8 @@ from dataclasses import replace
 
 from onbeat.core.errors import NeedsVllm
 from onbeat.engine.model_config.architecture import ModelConfig
-from onbeat.engine.model_config.families.base import (
-    NO_BIASES,
-    Family,
-    GgufRules,
-    every,
-    experts_of,
-    listed_layers,
-    window_of,
-    with_layers,
-    with_window,
-)
+from onbeat.engine.model_config.families import base
+from onbeat.engine.model_config.families.base import NO_BIASES, Family, GgufRules
 from onbeat.engine.model_config.rope import RopeRules
 from onbeat.engine.model_config.values import Values
 
@@ -47,14 +38,14 @@ MISTRAL = Family(
     defaults={"max_position_embeddings": 131_072, "sliding_window": 4096},
     bias_keys=NO_BIASES,
     reads=frozenset({"sliding_window"}),
-    complete=with_window,
+    complete=base.with_window,
 )
 
 
 def _ministral3(config: ModelConfig, values: Values) -> ModelConfig:
     table = Values(values.raw("rope_parameters"), source="config.json's rope parameters")
     growth = table.number("llama_4_scaling_beta"), table.size("original_max_position_embeddings")
-    return replace(with_window(config, values), query_growth=growth)
+    return replace(base.with_window(config, values), query_growth=growth)
 
 
 MINISTRAL3 = Family(
@@ -84,7 +75,7 @@ MINISTRAL3 = Family(
 
 
 def _mixtral(config: ModelConfig, values: Values) -> ModelConfig:
-    return replace(with_window(config, values), experts=experts_of(values))
+    return replace(base.with_window(config, values), experts=base.experts_of(values))
 
 
 MIXTRAL = Family(
@@ -115,8 +106,10 @@ OLMO2 = Family(
 
 
 def _olmo3(config: ModelConfig, values: Values) -> ModelConfig:
-    layers = tuple(not is_full for is_full in every(4, config.num_layers))
-    return with_layers(config, window_of(values), listed_layers(values, config.num_layers) or layers)
+    layers = tuple(not is_full for is_full in base.every(4, config.num_layers))
+    return base.with_layers(
+        config, base.window_of(values), base.listed_layers(values, config.num_layers) or layers
+    )
 
 
 OLMO3 = Family(
@@ -139,7 +132,7 @@ PHI3 = Family(
     rope=RopeRules(kinds=("default", "longrope", "su", "yarn"), is_partial=True),
     bias_keys=NO_BIASES,
     reads=frozenset({"sliding_window"}),
-    complete=with_window,
+    complete=base.with_window,
     gguf=GgufRules(architecture="phi3", has_windows=True, fuses=("qkv_proj", "gate_up_proj")),
 )
 
@@ -208,13 +201,13 @@ def _smollm3(config: ModelConfig, values: Values) -> ModelConfig:
     if turning is not None and (not isinstance(turning, list) or len(turning) < num_layers):
         raise values.wrong("no_rope_layers", turning, f"a list of 0 and 1 for {num_layers} layers")
     nope = (
-        every(values.size("no_rope_layer_interval", 4), num_layers)
+        base.every(values.size("no_rope_layer_interval", 4), num_layers)
         if turning is None
         else tuple(not turns for turns in turning[:num_layers])
     )
-    window = window_of(values) if values.flag("use_sliding_window", default=False) else None
-    sliding = listed_layers(values, num_layers) or nope
-    return replace(with_layers(config, window, sliding), nope_layers=nope)
+    window = base.window_of(values) if values.flag("use_sliding_window", default=False) else None
+    sliding = base.listed_layers(values, num_layers) or nope
+    return replace(base.with_layers(config, window, sliding), nope_layers=nope)
 
 
 SMOLLM3 = Family(

@@ -12,17 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onbeat.engine.model_config.architecture import ModelConfig
-from onbeat.engine.model_config.families.base import (
-    Biases,
-    Family,
-    GgufRules,
-    every,
-    experts_of,
-    listed_layers,
-    window_of,
-    with_layers,
-    with_window,
-)
+from onbeat.engine.model_config.families import base
+from onbeat.engine.model_config.families.base import Biases, Family, GgufRules
 from onbeat.engine.model_config.families.llama import MIXTRAL
 from onbeat.engine.model_config.rope import RopeRules
 from onbeat.engine.model_config.values import Values
@@ -39,10 +30,10 @@ def _command_r(config: ModelConfig, values: Values) -> ModelConfig:
 
 
 def _cohere2(config: ModelConfig, values: Values) -> ModelConfig:
-    full = every(values.size("sliding_window_pattern", 4), config.num_layers)
-    sliding = listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+    full = base.every(values.size("sliding_window_pattern", 4), config.num_layers)
+    sliding = base.listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
     return replace(
-        with_layers(_command_r(config, values), window_of(values), sliding),
+        base.with_layers(_command_r(config, values), base.window_of(values), sliding),
         nope_layers=tuple(not slides for slides in sliding),
     )
 
@@ -94,7 +85,7 @@ STARCODER2 = Family(
     bias_keys=Biases("use_bias", "use_bias", "use_bias"),
     eps_key="norm_epsilon",
     reads=frozenset({"sliding_window"}),
-    complete=with_window,
+    complete=base.with_window,
     gguf=GgufRules(architecture="starcoder2"),
     hf_names=((".c_fc.", ".up_proj."), (".c_proj.", ".down_proj.")),
 )
@@ -103,8 +94,8 @@ STARCODER2 = Family(
 def _phi_moe(config: ModelConfig, values: Values) -> ModelConfig:
     jitter = values.number("router_jitter_noise", 0.01)
     return replace(
-        with_window(config, values),
-        experts=replace(experts_of(values), mixer_jitter=jitter),
+        base.with_window(config, values),
+        experts=replace(base.experts_of(values), mixer_jitter=jitter),
         head_bias=values.flag("lm_head_bias", default=False),
     )
 

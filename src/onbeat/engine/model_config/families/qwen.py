@@ -10,17 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from onbeat.engine.model_config.architecture import LinearAttention, ModelConfig
-from onbeat.engine.model_config.families.base import (
-    NO_BIASES,
-    Family,
-    GgufRules,
-    every,
-    experts_of,
-    listed_layers,
-    window_of,
-    with_layers,
-    with_window,
-)
+from onbeat.engine.model_config.families import base
+from onbeat.engine.model_config.families.base import NO_BIASES, Family, GgufRules
 from onbeat.engine.model_config.rope import RopeRules
 from onbeat.engine.model_config.values import Values
 
@@ -32,14 +23,14 @@ def _sliding(config: ModelConfig, values: Values) -> ModelConfig:
         return config
     max_window_layers = values.raw("max_window_layers")
     first = 28 if max_window_layers is None else max_window_layers
-    layers = listed_layers(values, config.num_layers) or tuple(
+    layers = base.listed_layers(values, config.num_layers) or tuple(
         index >= first for index in range(config.num_layers)
     )
-    return with_layers(config, window_of(values), layers)
+    return base.with_layers(config, base.window_of(values), layers)
 
 
 def _with_experts(config: ModelConfig, values: Values) -> ModelConfig:
-    experts = experts_of(
+    experts = base.experts_of(
         values,
         count="num_experts" if "num_experts" in values else "num_local_experts",
         normalizes=values.flag("norm_topk_prob", default=False),
@@ -48,7 +39,7 @@ def _with_experts(config: ModelConfig, values: Values) -> ModelConfig:
     period = values.size("decoder_sparse_step", 1)
     layers = tuple(index not in dense and (index + 1) % period == 0 for index in range(config.num_layers))
     if values.flag("use_sliding_window", default=False):
-        config = with_window(config, values)  # unlike in Qwen 3, in all layers
+        config = base.with_window(config, values)  # unlike in Qwen 3, in all layers
     return replace(
         config, experts=replace(experts, layers=() if all(layers) else layers) if any(layers) else None
     )
@@ -98,7 +89,7 @@ def _linear(config: ModelConfig, values: Values) -> ModelConfig:
     values.refuse_unless("attn_output_gate", True)  # noqa: FBT003
     kinds = values.raw("layer_types")
     if kinds is None:
-        full = every(values.size("full_attention_interval", 4), config.num_layers)
+        full = base.every(values.size("full_attention_interval", 4), config.num_layers)
     elif isinstance(kinds, list) and not {*kinds} - {"linear_attention", "full_attention"}:
         full = tuple(kind == "full_attention" for kind in kinds)
     else:

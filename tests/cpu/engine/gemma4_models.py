@@ -1,0 +1,57 @@
+"""Tiny random models of Gemma 4: one like its small sizes, with much shared, and one with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+
+_SIZES = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 20,
+    "vocab_size_per_layer_input": 211,
+}
+GEMMA4: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gemma4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        _SIZES
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4-moe": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        _SIZES
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
+}
+
+
+def _exact_scale(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """Scale what is normalised as OLMo 2 does; Gemma 4 rounds the scale to float32 first."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return (wide * norm.weight if norm.with_scale else wide).to(x.dtype)
+
+
+setattr(Gemma4RMSNorm, "forward", _exact_scale)  # noqa: B010 -- it is a method
