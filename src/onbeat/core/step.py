@@ -130,9 +130,10 @@ class ScheduledRequest(NamedTuple):
 class KeptState(NamedTuple):
     """A state of a request that a step is to keep for others."""
 
-    request_id: str
+    row: int
+    """Place of the request's row in the step."""
     num_tokens: int
-    """After so many of its tokens, the last of which the step computes."""
+    """After so many of the row's tokens."""
     snapshot: int
 
 

@@ -203,7 +203,8 @@ class InputBatch:
             step.slots_R, step.query_lens_R, starts_R + step.query_lens_R, step.slots_T, positions_T
         )
         if kept_states:
-            attention = replace(attention, kept=self._kept(rows, kept_states))
+            slots = [(row, num, self.max_num_seqs + snapshot) for row, num, snapshot in kept_states]
+            attention = replace(attention, kept=tuple(slots))
         return StepInputs(
             token_ids_T=self.token_ids_SP[step.slots_T, positions_T].astype(np.int64),
             positions_T=positions_T,
@@ -217,16 +218,6 @@ class InputBatch:
             pooled=pooled,
             pooled_tokens=np.array([token for each in pooled for token in each.tokens], np.int64),
         )
-
-    def _kept(
-        self, rows: Sequence[ScheduledRequest], kept_states: Sequence[KeptState]
-    ) -> tuple[tuple[int, int, int], ...]:
-        places = {row.request_id: (index, row.num_computed_tokens) for index, row in enumerate(rows)}
-        found = []
-        for request_id, num_tokens, snapshot in kept_states:
-            index, num_computed = places[request_id]
-            found.append((index, num_tokens - num_computed, self.max_num_seqs + snapshot))
-        return tuple(found)
 
     def attention(
         self,

@@ -104,10 +104,10 @@ class Replica(EngineLoop):
         """Change the state of a row's request by its tokens, and keep what the step keeps of it."""
         assert not places.start or self.states[request_id] == wanted[places.start - 1], "another state"
         self.states[request_id] = wanted[places.stop - 1]
-        for name, num_tokens, snapshot in scheduled.kept_states:
-            if name == request_id:
-                assert places.start < num_tokens <= places.stop
-                self.states[snapshot] = wanted[num_tokens - 1]
+        for row, num_tokens, snapshot in scheduled.kept_states:
+            if scheduled.rows[row].request_id == request_id:
+                assert 0 < num_tokens <= len(places)
+                self.states[snapshot] = wanted[places.start + num_tokens - 1]
 
     def slot(self, blocks: Sequence[int], position: int) -> int:
         return blocks[position // self.block_size] * self.block_size + position % self.block_size

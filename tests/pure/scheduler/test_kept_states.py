@@ -21,7 +21,9 @@ class Watching(Driver):
 
     def check_step(self, scheduled: SchedulerOutput) -> None:
         super().check_step(scheduled)
-        self.kept += scheduled.kept_states
+        for index, num_tokens, snapshot in scheduled.kept_states:
+            row = scheduled.rows[index]
+            self.kept.append((row.request_id, row.num_computed_tokens + num_tokens, snapshot))
         starts = {row.request_id: row.num_computed_tokens for row in scheduled.rows}
         for admitted in scheduled.admitted:
             request_id = admitted.request.request_id

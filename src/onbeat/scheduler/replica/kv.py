@@ -402,7 +402,7 @@ class KVCacheManager:
         """Return the states that a step keeps of its rows' requests, each in a place of its own."""
         kept: list[KeptState] = []
         most = self.snapshots.num_places - self.snapshots.num_taken
-        for state, row in zip(states, rows, strict=True):
+        for index, (state, row) in enumerate(zip(states, rows, strict=True)):
             for place in state.places_to_keep:
                 passed = place - row.num_computed_tokens
                 num_blocks = place // self.block_size
@@ -411,7 +411,7 @@ class KVCacheManager:
                 if self._extend_hashes(state, num_blocks) >= num_blocks:
                     block_hash = state.block_hashes[num_blocks - 1]
                     if block_hash not in self.snapshots:
-                        kept.append(KeptState(state.request_id, place, self.snapshots.keep(block_hash)))
+                        kept.append(KeptState(index, passed, self.snapshots.keep(block_hash)))
         return tuple(kept)
 
     def distrust(self, state: RequestState) -> None:
