@@ -14,7 +14,7 @@ from onbeat.engine.forward import ForwardPass
 from onbeat.engine.torch.forward import TorchForward
 from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
 from tests.cpu.engine.step_driver import StepDriver
-from tests.cpu.engine.tiny_models import FAMILIES, KIN, random_prompt, tiny_model
+from tests.cpu.engine.tiny_models import KIN, ON_TORCH, random_prompt, tiny_model
 from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
@@ -23,7 +23,7 @@ PROMPT_LENGTHS = (1, 2, 15, 16, 17, 63, 100, 197)
 MAX_TOKENS = 10
 
 
-every_family = each_case("name", FAMILIES)
+every_family = each_case("name", ON_TORCH)
 
 
 def assert_equals_reference(driver: StepDriver, engine: TinyEngine, name: str) -> None:
@@ -69,7 +69,7 @@ def test_kin_of_other_families_equal_the_reference(engine: TinyEngine, name: str
 def test_mixed_steps_with_late_arrivals_and_preemptions_equal_the_reference(
     engine: TinyEngine, name: str, seed: int, turn: int
 ) -> None:
-    if not is_due(engine, seed + list(FAMILIES).index(name), turn):
+    if not is_due(engine, seed + list(ON_TORCH).index(name), turn):
         return
     driver = StepDriver(engine.make_forward(name), seed=seed)
     chance = random.Random(seed)
