@@ -86,8 +86,7 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     const int64_t head = ob::padded_head(model);
     const int64_t per_row = head * 8 + ob::kChunkTokens * 8 + 12 + static_cast<int64_t>(sizeof(ob::Range));
     const int64_t attention = context.attention_rows * per_row + 8 * 64;
-    // A panel of floats, or the inputs of few rows in integers with their scales.
-    const int64_t product = ob::most_inputs(model) * kPanelOutputs * 4 + 4096;
+    const int64_t product = ob::product_bytes(ob::most_inputs(model));
     const int64_t delta = 2 * ob::kDeltaTokens * (model.key_dim + ob::padded_values(model)) * 4;
     context.scratch_bytes =
         round_up(std::max({attention, product, delta}), 4096) + round_up(step.num_samples * ob::kLargestLogitBytes, 4096);

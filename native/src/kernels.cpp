@@ -392,7 +392,8 @@ extern const Kernels kernels;
 // 256 rows multiply 1024 numbers a cycle while 8 bytes of weights arrive, about what the cache that cores share gives.
 const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 256, kAmxQueries};
 #else
-const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 48, 12};
+// Blocks make floats of bfloat16 once for each chunk.
+const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, kWidth == 16 ? 48 : 96, 12};
 #endif
 
 }  // namespace OB_NAMESPACE

@@ -228,6 +228,7 @@ OB_INLINE F16 load_as_float(const bf16* from) {
 struct Float32 {
     typedef float Number;
     static constexpr int kPack = 1;
+    static constexpr bool kMultipliesFloats = true;
     typedef F16 Weights;
     typedef F16 Input;
     static OB_INLINE Weights weights(const Number* from) { return load(from); }
@@ -242,6 +243,7 @@ struct BFloat16 {
     typedef bf16 Number;
     static constexpr int kPack = 2;
 #if defined(__AVX512BF16__)
+    static constexpr bool kMultipliesFloats = false;
     typedef __m512i Weights;
     typedef __m512i Input;
     static OB_INLINE Weights weights(const Number* from) { return _mm512_loadu_si512(from); }
@@ -254,18 +256,23 @@ struct BFloat16 {
         sums.part[0] = (F16::Part)_mm512_dpbf16_ps((__m512)sums.part[0], (__m512bh)weights, (__m512bh)input);
     }
 #else
+    static constexpr bool kMultipliesFloats = true;
     struct Pair {
         F16 even, odd;
     };
     typedef Pair Weights;
     typedef Pair Input;
     // A bfloat16 is the upper half of a float: a shift or a mask makes one of it.
-    static OB_INLINE Weights weights(const Number* from) {
-        const U16 pairs = load((const uint32_t*)from);
+    static OB_INLINE Pair parted(const U16& pairs) {
         return {each<F16>([&](int i) { return (F16::Part)(pairs.part[i] << 16); }),
                 each<F16>([&](int i) { return (F16::Part)(pairs.part[i] & 0xffff0000u); })};
     }
-    static OB_INLINE Input input(const Number* from) { return {splat(to_float(from[0])), splat(to_float(from[1]))}; }
+    static OB_INLINE Weights weights(const Number* from) { return parted(load((const uint32_t*)from)); }
+    static OB_INLINE Input input(const Number* from) {
+        uint32_t pair;
+        memcpy(&pair, from, sizeof pair);
+        return parted(splat(pair));
+    }
     static OB_INLINE void madd(F16& sums, const Weights& weights, const Input& input) {
         sums = fma(weights.odd, input.odd, fma(weights.even, input.even, sums));
     }

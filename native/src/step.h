@@ -16,9 +16,31 @@ inline Range share_of(int64_t total, int thread, int num_threads) {
     return {total * thread / num_threads, total * (thread + 1) / num_threads};
 }
 
+// The part of a range that is piece `index` of `count`.
+inline Range part_of(Range all, int64_t index, int64_t count) {
+    return {all.first + all.size() * index / count, all.first + all.size() * (index + 1) / count};
+}
+
 constexpr int64_t kMostColumnRows = 64;   // up to so many rows the threads divide the columns, else the rows
 constexpr int64_t kChunkTokens = 256;     // keys whose scores are held at once
 constexpr int64_t kLargestLogitBytes = 384;
+
+constexpr int64_t kNearInputs = 128;      // of a block of floats: 16 KiB by 32 outputs, half a first-level cache
+
+// Rows whose inputs are held as floats at once, in a MiB or a few: each time all weights are read once more.
+constexpr int64_t kMostPackedRows = 256, kFewestPackedRows = 48, kPackedNumbers = 1 << 18;
+inline int64_t packed_rows(int64_t num_inputs) {
+    const int64_t rows = kPackedNumbers / num_inputs;
+    return rows < kFewestPackedRows ? kFewestPackedRows : rows < kMostPackedRows ? rows : kMostPackedRows;
+}
+
+// What a product of no more inputs needs of a thread's scratch memory: a panel of floats, and packed rows with what
+// fills their last block up. (The inputs of few rows in integers, with their scales, are less.)
+inline int64_t product_bytes(int64_t num_inputs) {
+    const int64_t fewest = kFewestPackedRows * num_inputs;
+    const int64_t packed = (fewest < kPackedNumbers ? kPackedNumbers : fewest) + kMostPackedRows * kNearInputs;
+    return (num_inputs * kPanelOutputs + packed) * (int64_t)sizeof(float) + 4096;
+}
 
 // Some queries of a request, for one KV head, over some of the context.
 struct AttentionItem {
