@@ -246,7 +246,6 @@ async def run(args: argparse.Namespace, client: FleetClient) -> dict[str, Any]:
             print(f"{number + 1} of {args.kills}: {dict(load.counts)}", file=sys.stderr)
         load.is_over = True
         await users
-        client._fleet.check_invariants()
     return {
         "kills": args.kills,
         "killed": len(killer.detected),

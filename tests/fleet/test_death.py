@@ -38,6 +38,7 @@ from tests.fleet.fleets import (
     start_requests,
     state_of,
 )
+from tests.owners import check_owners
 from tests.waiting import until
 
 
@@ -48,7 +49,7 @@ async def test_routed_streams_are_whole_and_spread_evenly() -> None:
         await check_all(started)
         assert not client.streams.open
         assert all(view.num_outstanding == 0 for view in client.replicas())
-        client._fleet.check_invariants()
+        check_owners(client._fleet)
 
 
 async def test_streams_of_a_killed_replica_go_on_at_once_and_it_comes_back() -> None:
@@ -95,7 +96,7 @@ async def test_replicas_killed_in_turn_under_load_lose_nothing() -> None:
         assert sum(await asyncio.gather(*users)) > 9
         assert not broken
         assert client.counts.num_resumed > 6
-        client._fleet.check_invariants()
+        check_owners(client._fleet)
 
 
 @pytest.mark.slow
@@ -221,7 +222,7 @@ async def test_streams_outlive_replicas_that_are_killed_in_one_moment() -> None:
             send_signal(client, replica, signal.SIGKILL)
         await check_all(started, timeout=60)
         assert client.counts.num_failed == 0
-        client._fleet.check_invariants()
+        check_owners(client._fleet)
 
 
 async def test_a_replica_that_dies_again_and_again_stays_down() -> None:
@@ -258,7 +259,7 @@ async def test_ended_and_aborted_requests_leave_nothing_behind() -> None:
         await asyncio.wait({task})
         assert not client.streams.open
         assert not client.streams.by_name
-        client._fleet.check_invariants()
+        check_owners(client._fleet)
 
 
 async def test_no_process_is_left() -> None:

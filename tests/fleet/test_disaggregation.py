@@ -22,6 +22,7 @@ from tests.fleet.fleets import (
     start_requests,
 )
 from tests.fleet.test_moves import moving_fleet
+from tests.owners import check_owners, num_moved
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("comparators")
@@ -44,7 +45,7 @@ async def test_long_prompts_are_computed_on_one_replica_and_go_on_on_the_other()
         await check_all(started)
         assert num_sent(client, "r0") == 4
         assert num_sent(client, "r1") == 1
-        assert client.counts.num_moved == 4
+        assert num_moved(client.counts) == 4
         assert client.counts.num_resumed == 0
         blocks = [-(-(LONG + i) // 16) for i in range(4)]
         assert client.counts.num_moved_bytes >= sum(blocks) * 16 * 8
@@ -55,7 +56,7 @@ async def test_long_prompts_are_computed_on_one_replica_and_go_on_on_the_other()
 async def test_the_death_of_either_is_not_noticed(replica: str) -> None:
     async with moving_fleet(2, num_prefill=1) as client:
         started = start_requests(client, 6, num_prompt=LONG, max_tokens=120)
-        await until(lambda: client.counts.num_moved >= 2)
+        await until(lambda: num_moved(client.counts) >= 2)
         send_signal(client, replica, signal.SIGKILL)
         more = start_requests(client, 2, "more", num_prompt=LONG, max_tokens=60)
         await check_all([*started, *more])
@@ -91,7 +92,7 @@ async def test_streams_go_on_where_their_prompts_were_computed_until_there_is_ro
     async with moving_fleet(2, num_prefill=1, max_num_seqs=3) as client:
         started = start_requests(client, 6, num_prompt=LONG, max_tokens=150)
         await check_all(started)
-        assert client.counts.num_moved > 0
+        assert num_moved(client.counts) > 0
         assert client.counts.num_resumed == 0
 
 
@@ -113,7 +114,7 @@ async def test_a_prompt_is_copied_while_it_is_computed(ahead: int) -> None:
         assert before[:3] == [MoveVerb.HOLD, MoveVerb.RESERVE, MoveVerb.PULL]
         assert before.count(MoveVerb.PULL) >= 2
         assert client.counts.moves["prefill", "moved"] == 1
-        client._fleet.check_invariants()
+        check_owners(client._fleet)
 
 
 @pytest.mark.slow
@@ -128,7 +129,7 @@ async def test_a_death_while_prompts_are_copied_is_not_noticed(replica: str) -> 
         assert client.counts.num_failed == 0
         await until(partial(_is_back, client, replica))
         await check_all(start_requests(client, 4, "later", num_prompt=LONG, max_tokens=60))
-        client._fleet.check_invariants()
+        check_owners(client._fleet)
 
 
 @pytest.mark.slow
@@ -137,9 +138,9 @@ async def test_what_one_pool_has_no_room_for_goes_to_the_other() -> None:
     async with moving_fleet(3, num_prefill=2, **options) as client:
         started = start_requests(client, 8, num_prompt=LONG, max_tokens=150)
         await check_all(started)
-        assert client.counts.num_moved > 0
+        assert num_moved(client.counts) > 0
         assert client.counts.num_resumed == 0
-        client._fleet.check_invariants()
+        check_owners(client._fleet)
 
 
 def _is_back(client: FleetClient, replica: str) -> bool:

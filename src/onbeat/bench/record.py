@@ -178,11 +178,6 @@ class SentRequest:
         return self.sent - self.arrival
 
     @property
-    def dispatch_lag(self) -> float:
-        """How late the client itself was: the queue time without the wait for a slot, seconds."""
-        return max(0.0, self.client_queue_time - self.slot_wait)
-
-    @property
     def is_completed(self) -> bool:
         return self.status is Status.COMPLETED
 

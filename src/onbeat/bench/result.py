@@ -212,7 +212,7 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
     expired = [record for record in records if record.status is Status.EXPIRED]
     summary = with_expired(summarise(records, duration=outcome.duration, options=options), expired)
     queue_times = np.array([record.client_queue_time for record in records])
-    lags_ms = np.array([record.dispatch_lag for record in records]) * 1e3
+    lags_ms = np.array([max(0.0, each.client_queue_time - each.slot_wait) for each in records]) * 1e3
     most_lag_ms = percentile(lags_ms, 99) if lags_ms.size else None
     source = _token_count_source(records)
     groups = summarise_groups(records, duration=outcome.duration, options=options)

@@ -288,7 +288,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         args,
         ServerConfig,
         allowed_origins=tuple(chain.from_iterable(map(_origins, args.allowed_origins))),
-        fleet_key=_fleet_key_in_environment() if args.fleet_key is None else args.fleet_key,
+        fleet_key=(os.environ.get(FLEET_KEY_VARIABLE) or None) if args.fleet_key is None else args.fleet_key,
         api_keys=(*args.api_key, *_keys_in_file(args.api_key_file), *_keys_in_environment()),
         slo=read_options(
             args, SLODefaults, classes=file.classes, keys=file.keys, slo=read_options(args, SLO)
@@ -309,10 +309,6 @@ def _keys_in_file(path: Path | None) -> list[str]:
     if not keys:
         raise ConfigError(f"{path} holds no API key; put one on a line")
     return keys
-
-
-def _fleet_key_in_environment() -> str | None:
-    return os.environ.get(FLEET_KEY_VARIABLE) or None
 
 
 def _keys_in_environment() -> list[str]:

@@ -93,7 +93,7 @@ class FleetAdapters:
 
     async def _answers(self, number: int, asked: list[Life]) -> list[str]:
         """Wait until replicas have answered, or are lost; return what went wrong."""
-        while any(self._is_there(life) and number not in life.adapters for life in asked):
+        while any(self._lives.get(life.replica) is life and number not in life.adapters for life in asked):
             self._changed.clear()
             await self._changed.wait()
         return [error for life in asked if (error := life.adapters.get(number)) is not None]
@@ -104,9 +104,6 @@ class FleetAdapters:
         for life in self._lives.values():
             if life.info is not None and life not in asked:
                 self.introduce(life)
-
-    def _is_there(self, life: Life) -> bool:
-        return self._lives.get(life.replica) is life
 
     def _needed(self, *, without: str | None = None) -> list[Adapter]:
         """Return the adapters that requests have or may ask for.

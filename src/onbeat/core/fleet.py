@@ -113,7 +113,7 @@ class PrefillCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """How a replica stands at the end of a step, or as a long one begins. It says so; nobody polls for it.
+    """How a replica stands at the end of a step, or as a long one begins.
 
     Times are seconds from `time`, so that nobody's clock has to be another's.
     """

@@ -236,7 +236,10 @@ class MetricsExporter(Collector):
         counts, fleet, now = self._counts, self._fleet, self._clock()
         if fleet is not None:
             gauges = FleetGauges.of(fleet)
-            counts.keep_engines({name for name, each in gauges.replicas.items() if each.is_serving})
+            replicas = gauges.replicas.items()
+            counts.keep_engines(
+                {name for name, each in replicas if each.state["ready"] or each.state["draining"]}
+            )
             yield from samples(gauges)
             yield from samples(self._fleet_counts)
             engines = dict.fromkeys(gauges.replicas, EngineCounts()) | counts.engines

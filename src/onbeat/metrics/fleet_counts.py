@@ -54,11 +54,6 @@ class FleetCounts:
         ERROR_RATIOS,
     )
 
-    @property
-    def num_moved(self) -> int:
-        """Requests that went on elsewhere with their KV."""
-        return sum(count for (_, outcome), count in self.moves.items() if outcome == "moved")
-
     def count_move(self, source: ReplicaId, destination: ReplicaId, why: str) -> None:
         """Count a request that has moved."""
         self.moves[why, "moved"] += 1
@@ -96,11 +91,6 @@ class ReplicaGauges:
     role: Mapping[str, int] = gauge(
         "replica_role", "with `--disaggregate`: 1 for `prefill` or `decode`", "role"
     )
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether it serves requests, if only those that it has."""
-        return bool(self.state["ready"] or self.state["draining"])
 
     @classmethod
     def of(cls, view: ReplicaView) -> ReplicaGauges:

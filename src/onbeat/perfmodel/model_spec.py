@@ -102,11 +102,6 @@ class ModelSpec:
         return self.pair_width or 2 * self.num_layers * self.num_heads * self.head_dim
 
     @property
-    def mlp_parameters(self) -> int:
-        """Weights of one dense layer's MLP."""
-        return self._mlp(self.intermediate_size)
-
-    @property
     def expert_parameters(self) -> int:
         """Weights of one expert of one layer."""
         return self._mlp(self.moe_intermediate_size)
@@ -133,7 +128,7 @@ class ModelSpec:
         return (
             (self.attention_weights or self.num_layers * heads)
             + 2 * self.num_layers * self.hidden_size
-            + (self.num_layers - self.num_moe_layers) * self.mlp_parameters
+            + (self.num_layers - self.num_moe_layers) * self._mlp(self.intermediate_size)
             + self.num_moe_layers * per_moe_layer
         )
 

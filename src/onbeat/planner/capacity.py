@@ -262,6 +262,6 @@ def _outcome(repeats: Sequence[Repeat | None]) -> SearchEnd:
         return SearchEnd.INFEASIBLE
     if len(found) < len(repeats) or any(not repeat.bracket.is_finished for repeat in found if repeat.bracket):
         return SearchEnd.INTERRUPTED
-    if any(repeat.bracket.is_unbounded for repeat in found if repeat.bracket):
+    if any(repeat.bracket.is_finished and repeat.bracket.high == inf for repeat in found if repeat.bracket):
         return SearchEnd.UNBOUNDED
     return SearchEnd.FOUND

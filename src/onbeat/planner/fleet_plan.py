@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor, inf
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from onbeat.core.fleet import PoolSizes
@@ -80,22 +81,20 @@ class AloneSearch:
             f"searching how many requests/s each of {len(rated)} kind(s) of replica serves"
         )
         share = self._task.objective.share
-        searches: list[FleetSearch] = []
-        searched: list[RatedUnit] = []
-        for each in rated:
+        searches: dict[int, FleetSearch] = {}
+        for number, each in enumerate(rated):
             search = self._search_of(each)
             in_time = share_in_time(each.unit, search.task.load)
-            if in_time < share:
+            if in_time >= share:
+                searches[number] = search
+            else:
                 self._useless[each.unit.name] = (
                     f"even idle it serves {in_time * 100:.3g} % of the requests in time, and "
                     f"{share * 100:g} % must be"
                 )
-                continue
-            searches.append(search)
-            searched.append(each)
-
-        found: list[FleetCapacity] = self._results(search_fleet, searches)
-        for each, search, capacity in zip(searched, searches, found, strict=True):
+        found: list[FleetCapacity] = self._results(search_fleet, list(searches.values()))
+        for (number, search), capacity in zip(searches.items(), found, strict=True):
+            each = rated[number]
             self._progress.on_note(f"a replica of {each.unit.name}: {capacity.low:.3g} requests/s")
             if capacity.low <= search.start * OPTIONS.idle_share:
                 self._useless[each.unit.name] = f"alone it keeps the objective at no rate ({capacity.binds})"
@@ -120,6 +119,8 @@ class AloneSearch:
             known=((start * OPTIONS.idle_share, True),),  # `share_in_time` has said so
         )
 
+
+_cost = attrgetter("usd_per_hour")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -380,7 +381,8 @@ class PlanSearch:
         """Return fleets that keep the promise with headroom, with what they do at the promised rate."""
         if not self.task.headroom:
             return list(fleets)
-        at_promise = replace(self, task=replace(self.task, runs=self.task.promised_runs, headroom=0.0))
+        runs = tuple(load.at_rate(self.task.rate) for load in self.task.runs)
+        at_promise = replace(self, task=replace(self.task, runs=runs, headroom=0.0))
         judged = [
             replace(fleet, runs=at_promise.judge(fleet.parts, pools=fleet.pools).runs) for fleet in fleets
         ]
@@ -402,10 +404,6 @@ class PlanSearch:
         if len(results) < len(tasks):
             raise PlanInterrupted("interrupted: nothing is planned")
         return results
-
-
-def _cost(fleet: PlannedFleet) -> float:
-    return fleet.usd_per_hour
 
 
 def _as_flags(load: OfferedLoad, factor: float) -> str:

@@ -187,10 +187,6 @@ class FleetSearch:
     known: tuple[tuple[float, bool], ...] = ()
     """Rates at which it is known whether the objective is kept: they are not simulated again."""
 
-    @property
-    def case(self) -> FleetCase:
-        return self.task.case
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetCapacity:

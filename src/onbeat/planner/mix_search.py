@@ -17,9 +17,8 @@ units than even the lower bound of the loads allows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, inf
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,10 +135,8 @@ def _must_be_served(units: Sequence[RatedUnit], buckets: Sequence[Bucket], share
     return must
 
 
-class Judge(Protocol):
-    """Simulates a fleet in all runs until one misses or, at a glance, in one run."""
-
-    def __call__(self, parts: Parts, /, *, is_glance: bool) -> PlannedFleet: ...
+Judge = Callable[..., PlannedFleet]
+"""Simulates a fleet in all runs until one misses or, with `is_glance`, in one run."""
 
 
 class MixSearch:

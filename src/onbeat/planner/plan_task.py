@@ -51,11 +51,6 @@ class PlanTask:
         """Requests per second that the fleet must keep up."""
         return self.rate * (1 + self.headroom)
 
-    @property
-    def promised_runs(self) -> tuple[OfferedLoad, ...]:
-        """The requests of each run at the rate that is promised."""
-        return tuple(load.at_rate(self.rate) for load in self.runs) if self.headroom else self.runs
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFleet:

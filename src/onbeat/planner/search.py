@@ -68,11 +68,6 @@ class Bracket:
         return self.is_finished and self.low == 0
 
     @property
-    def is_unbounded(self) -> bool:
-        """Whether no rate was found that misses the objective."""
-        return self.is_finished and self.high == inf
-
-    @property
     def limit(self) -> str:
         """What binds: the reason why the rate at the upper end missed the objective."""
         missed = [trial for trial in self.trials if trial.rate == self.high]

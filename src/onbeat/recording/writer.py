@@ -134,11 +134,6 @@ class RecordWriter:
         self._logs_idle_plans = header.step_time is not None
         self._append({"file": FILE_KIND, "schema_version": SCHEMA_VERSION, **asdict(header)})
 
-    @property
-    def num_open_requests(self) -> int:
-        """Requests that the scheduler may still name."""
-        return len(self._open)
-
     @_guarded
     def add(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import inf
-from typing import Protocol
 
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaId, replica_id
@@ -25,32 +24,35 @@ Call = Callable[[float], None]
 """What is done, given the time."""
 
 
-class FrontEnd(Protocol):
+class FrontEnd:
     """Says where requests go, and hears what becomes of them."""
 
-    hears_all: bool
+    hears_all = False
     """Whether it hears of all steps, and before each plan; else only of those that begin requests or end
     some."""
+    hears_plans = False
+    """Whether it hears of the last step of each plan, and before that."""
 
     def open(self) -> None:
         """Begin, at time 0."""
-        ...
 
     def arrive(self, offered: OfferedRequest, now: float) -> None:
         """Take a request."""
-        ...
+        raise NotImplementedError
 
     def on_step(self, member: Member, finished: Sequence[OfferedRequest], now: float) -> None:
         """Hear that a replica has ended a step, and requests with it."""
-        ...
+        raise NotImplementedError
 
     def before_plan(self, member: Member, now: float) -> None:
         """Hear that a replica is about to plan."""
-        ...
+
+    def before_end(self, member: Member, now: float) -> None:
+        """Hear that a replica is about to end the last step of a plan."""
 
     def on_expired(self, member: Member, offered: OfferedRequest, now: float) -> None:
         """Hear of a request that a replica let wait in vain."""
-        ...
+        raise NotImplementedError
 
 
 class FleetLoop:
@@ -191,12 +193,14 @@ class Member:
             self._due = inf
         if replica.next_time != now or self.is_gone:
             return  # out of date
+        if is_heard := front_end.hears_plans and replica.is_over:
+            front_end.before_end(self, now)
         finished = replica.end(now)
         if self._planned != now:
             self._planned = now
             loop.num_events += 1
             heappush(loop.events, (now, PLAN, self.number, loop.num_events, self._plan))
-        if finished or replica.started or front_end.hears_all:
+        if finished or replica.started or front_end.hears_all or is_heard:
             front_end.on_step(self, finished, now)
 
     def _plan(self, now: float) -> None:
@@ -218,17 +222,12 @@ class Member:
             heappush(loop.events, (when, STEP, self.number, loop.num_events, self._end))
 
 
-class OnlyReplica:
+class OnlyReplica(FrontEnd):
     """A fleet of one replica, to which nothing happens: nobody decides anything, or hears of it."""
-
-    hears_all = False
 
     def __init__(self, loop: FleetLoop, replica: VirtualReplica) -> None:
         self._loop = loop
         self._member = loop.join(0, replica, self)
-
-    def open(self) -> None:
-        """Do nothing: the replica is there."""
 
     def arrive(self, offered: OfferedRequest, now: float) -> None:
         """Let the replica take a request, or refuse it."""
@@ -244,9 +243,6 @@ class OnlyReplica:
         """Let requests end."""
         for offered in finished:
             self._loop.close(offered, now)
-
-    def before_plan(self, member: Member, now: float) -> None:
-        """Do nothing."""
 
     def on_expired(self, member: Member, offered: OfferedRequest, now: float) -> None:  # noqa: ARG002
         """Let the request end: no other replica could take it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, SLOMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.metrics.record import RequestRecord
+from onbeat.scheduler.replica.slo.deadlines import LATE_TOKENS_IN, num_late_at
 from onbeat.simulator.simulation_config import SimulationConfig
 
 
@@ -13,65 +14,67 @@ class IdleReplica:
     """A replica with nothing else to do, and nothing in its prefix cache.
 
     It runs a prompt in one step: in pieces, the context of each would be read again, so that is no faster. It
-    then decodes alone, without drafts: these may all be rejected, and then are no help. Answers are
-    remembered by what they depend on.
+    then decodes alone, without drafts: these may all be rejected, and then are no help. What steps take is
+    remembered.
 
     Parameters
     ----------
     step_time : of the replica, as it is before it learns.
     host_overhead : added to every step, seconds.
     request_overhead : added to each request's first token, seconds.
+    mode : what keeps a TBT objective.
     """
 
     def __init__(
-        self, step_time: StepTimeModel, *, host_overhead: float = 0.0, request_overhead: float = 0.0
+        self,
+        step_time: StepTimeModel,
+        *,
+        host_overhead: float = 0.0,
+        request_overhead: float = 0.0,
+        mode: SLOMode = "stream",
     ) -> None:
         self._step_time = step_time
         self._host_overhead = host_overhead
         self._request_overhead = request_overhead
-        self._answers: dict[tuple[SLO, int, int], bool] = {}
+        self._mode = mode
+        self._seconds: dict[tuple[int, int], float] = {}
 
     @classmethod
     def of(cls, step_time: StepTimeModel, config: SimulationConfig) -> IdleReplica:
         """Return a replica as it is simulated."""
-        return cls(step_time, host_overhead=config.host_overhead, request_overhead=config.request_overhead)
+        return cls(
+            step_time,
+            host_overhead=config.host_overhead,
+            request_overhead=config.request_overhead,
+            mode=config.scheduler.slo_mode,
+        )
 
     def __call__(self, record: RequestRecord) -> bool:
         """Return whether a request was infeasible; one without objectives is not."""
         if record.slo is None:
             return False
-        num_output_tokens = record.offered_output_tokens
-        if num_output_tokens is None:
-            num_output_tokens = record.num_output_tokens
-        return self.is_infeasible(record.slo, record.num_prompt_tokens, num_output_tokens)
+        offered, had = record.offered_output_tokens, record.num_output_tokens
+        return self.is_infeasible(record.slo, record.num_prompt_tokens, had if offered is None else offered)
 
     def is_infeasible(self, slo: SLO, num_prompt_tokens: int, num_output_tokens: int = 2) -> bool:
-        """Return whether the objectives are out of reach.
-
-        Parameters
-        ----------
-        num_output_tokens : for what it matters: a single token has no gap, and many take their time.
-        """
-        if slo.e2e is None:
-            num_output_tokens = min(num_output_tokens, 2)
-        key = (slo, num_prompt_tokens, num_output_tokens)
-        found = self._answers.get(key)
-        if found is None:
-            found = self._answers[key] = self._misses(*key)
-        return found
-
-    def _misses(self, slo: SLO, num_prompt_tokens: int, num_output_tokens: int) -> bool:
-        prefill = self._seconds(0, num_prompt_tokens) + self._request_overhead
-        if slo.ttft is not None and prefill > slo.ttft:
+        """Return whether the objectives are out of reach."""
+        first = self._step(0, num_prompt_tokens) + self._request_overhead
+        if slo.ttft is not None and first > slo.ttft:
             return True
         if num_output_tokens < 2:
-            return slo.e2e is not None and prefill > slo.e2e
-        decode = self._seconds(num_prompt_tokens, 1)  # the first one, which is the fastest
-        if slo.tbt is not None and decode > slo.tbt:
-            return True
-        return slo.e2e is not None and prefill + (num_output_tokens - 1) * decode > slo.e2e
+            return slo.e2e is not None and first > slo.e2e
+        num_more = num_output_tokens - 1
+        decode = self._step(num_prompt_tokens, 1)  # the first one, which is the fastest
+        if slo.tbt is not None:
+            slack = slo.ttft - first if slo.ttft is not None and self._mode == "stream" else 0.0
+            if num_late_at(decode, slo.tbt, slack, num_more) * LATE_TOKENS_IN > num_output_tokens:
+                return True
+        return slo.e2e is not None and first + num_more * decode > slo.e2e
 
-    def _seconds(self, num_computed_tokens: int, num_new_tokens: int) -> float:
-        shape = BatchShape()
-        shape.add(num_computed_tokens, num_new_tokens, samples=True)
-        return predict_step(self._step_time, shape) + self._host_overhead
+    def _step(self, num_computed_tokens: int, num_new_tokens: int) -> float:
+        key = num_computed_tokens, num_new_tokens
+        if key not in self._seconds:
+            shape = BatchShape()
+            shape.add(num_computed_tokens, num_new_tokens, samples=True)
+            self._seconds[key] = predict_step(self._step_time, shape) + self._host_overhead
+        return self._seconds[key]

@@ -158,8 +158,8 @@ class SerialReplica(VirtualReplica):
         self._may_run_on = observer is None or observer.wanted_steps != "all"
         self._is_alone = is_alone
         self._learns = self.scheduler.step_time_model is not None
-        self._goes_by_step = self._learns or is_watched
-        self._lookahead = 1 if is_alone or self._goes_by_step else _STEPS_AT_ONCE
+        self._is_watched = is_watched
+        self._lookahead = 1 if is_alone else _STEPS_AT_ONCE
         self._step: StepUnderWay | None = None
         """The step under way, or the first of the run under way."""
         self._shape = BatchShape()
@@ -250,6 +250,22 @@ class SerialReplica(VirtualReplica):
         self._held = [(when, offered) for when, offered in self._held if when >= came_before]
         return refused
 
+    @property
+    def is_over(self) -> bool:  # type: ignore[override]
+        """Whether what was planned ends with the step that ends next."""
+        return not self._num_left
+
+    def load_by(self, now: float, delay: float) -> tuple[float, ReplicaLoad] | None:
+        """See `VirtualReplica.load_by`."""
+        step, ends = self._step, self._ends
+        if step is None or len(ends) < 2 or ends[0] + delay > now:
+            return None
+        num_ended = bisect_right(ends, now, hi=len(ends) - 1, key=lambda end: end + delay)
+        when = ends[num_ended - 1]
+        self._advance(step, ends[:num_ended])
+        del ends[:num_ended]
+        return when, self.scheduler.load(when, busy=ends[0] - when)
+
     def load(self, now: float) -> ReplicaLoad:
         """Return how it stands, as if the steps of a run had been planned one by one."""
         if self._step is None:
@@ -285,11 +301,11 @@ class SerialReplica(VirtualReplica):
         run, shape, noise = step.run, self._shape, self._noise
         overhead, num_before = self._overhead, self._num_steps
         ends, num_left, num_rows = self._ends, self._num_left, shape.num_lm_head_rows
-        num_free = num_left - self._lookahead
-        # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
-        is_shared = self._goes_by_step and not self._is_alone
         is_bound = run is not None and run.is_bound
+        # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
+        is_shared = self._is_watched or (is_bound and not self._is_alone)
         num_at_once = 1 if is_shared else _STEPS_AT_ONCE
+        num_free = num_left - (1 if is_shared else self._lookahead)
         num_followed = max(len(ends) - 1, 0)
         is_over = num_left == 0
         while True:

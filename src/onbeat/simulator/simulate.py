@@ -18,7 +18,7 @@ from onbeat.simulator.replica import make_replica
 from onbeat.simulator.result import FleetSize, ReplicaCounters, SimulationResult
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import Clients
-from onbeat.simulator.virtual_fleet import VirtualFleet, wants_reports
+from onbeat.simulator.virtual_fleet import VirtualFleet, wants_all_reports
 from onbeat.simulator.virtual_replica import VirtualReplica
 from onbeat.workload.offered import OfferedLoad
 
@@ -132,7 +132,7 @@ def run_replicas(
         is_complete = run_alone(clients, replica, collector)
         return FleetOutcome([replica.counters()], is_complete, {})
     router = make_router(config.router)
-    is_watched = wants_reports(config, router)
+    is_watched = wants_all_reports(config)
 
     def make(index: int, kind: ReplicaKind) -> VirtualReplica:
         own = _of(config, kind)

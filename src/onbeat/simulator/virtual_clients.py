@@ -171,6 +171,11 @@ class Clients:
         """When a replica hears of the next request; infinite where none is left, or all wait for an end."""
         self._find_next()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no request waits for the end of another."""
+        return self._max_concurrency == inf and self._chains is None
+
     def send(self, now: float) -> OfferedRequest:
         """Make the next request, of which a replica hears now; it arrived when its server began with it."""
         load, index, arrival = self._load, self._take_next(), now - self._overhead

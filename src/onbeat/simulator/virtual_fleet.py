@@ -12,7 +12,7 @@ from functools import partial
 from math import inf, nan
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
-from onbeat.core.fleet import ReplicaLimits, replica_id, replica_number
+from onbeat.core.fleet import ReplicaLimits, ReplicaLoad, replica_id, replica_number
 from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.cluster import events
@@ -136,11 +136,9 @@ _RARE = (
 """Events after which the fleet may want another tick."""
 
 
-def wants_reports(config: SimulationConfig, router: Router) -> bool:
-    """Return whether anything that is decided depends on what replicas report."""
-    if config.is_of_one:
-        return False
-    return router.reads_reports or config.kv_link is not None or config.fleet.autoscale is not None
+def wants_all_reports(config: SimulationConfig) -> bool:
+    """Return whether something is decided when a replica reports; else a choice asks how replicas stand."""
+    return not config.is_of_one and (config.kv_link is not None or config.fleet.autoscale is not None)
 
 
 def fleet_rules(config: SimulationConfig) -> FleetRules:
@@ -150,7 +148,7 @@ def fleet_rules(config: SimulationConfig) -> FleetRules:
     )
 
 
-class VirtualFleet:
+class VirtualFleet(FrontEnd):
     """Carries out what a fleet decides, on virtual replicas that start, die, drain and are added.
 
     A death is noticed when it happens.
@@ -183,8 +181,10 @@ class VirtualFleet:
         self._loop = loop
         self._config = config
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
-        self._dispatcher = events.EventDispatcher(self._fleet.on_event, self)
-        self._is_reported = wants_reports(config, router)
+        self._dispatcher = events.EventDispatcher(self._on_event, self)
+        wants_all = wants_all_reports(config)
+        self.hears_plans = router.reads_reports and not (wants_all or config.is_of_one)
+        self._is_reported = self.hears_plans or wants_all
         times = config.fleet_times
         self.lives = Lives(
             loop, self, kinds, make_replica, start_seconds=times.start_seconds, on_ready=self._on_ready
@@ -213,7 +213,7 @@ class VirtualFleet:
         )
         self._next_copy = inf
         """When an end of a copy is in the loop."""
-        self.hears_all = self._hears_all = self._is_reported or config.kv_link is not None
+        self.hears_all = self._hears_all = wants_all_reports(config) or config.kv_link is not None
 
     def open(self) -> None:
         """Start the replicas, and have happen to them what is to happen."""
@@ -357,6 +357,28 @@ class VirtualFleet:
 
     # ---- reports and moves ----
 
+    def _on_event(self, event: events.FleetEvent, now: float) -> list[events.FleetAction]:
+        """Tell the fleet of an event, and before of how those stand that it asks for."""
+        if self.hears_plans:
+            delay = self._config.fleet_times.report_seconds
+            for name in self._fleet.asks(event):
+                replica = self.lives.replicas.get(replica_number(name))
+                if replica is not None and (told := replica.load_by(now, delay)) is not None:
+                    self._fleet.on_event(events.Reported(name, told[1]), told[0] + delay)
+        return self._fleet.on_event(event, now)
+
+    def before_end(self, member: Member, now: float) -> None:
+        """Let the last report of a run be heard, where a choice may come between it and the next."""
+        clients, delay = self._loop.clients, self._config.fleet_times.report_seconds
+        if not clients.is_open or clients.next_time < now + delay:
+            self._report_run(member.number, now)
+
+    def _report_run(self, number: int, now: float) -> None:
+        """Let be heard how a replica stands whose run is about to end, or to be cut."""
+        replica = self.lives.replicas[number]
+        if self.hears_plans and (told := replica.load_by(now, 0.0)) is not None:
+            self._send_report(number, told[1], told[0], now)
+
     def _ask_for_report(self, number: int) -> None:
         """Let a replica say how it stands at this instant, once all have planned."""
         now = self._loop.now
@@ -369,13 +391,17 @@ class VirtualFleet:
         replica = self.lives.replicas.get(number)
         if replica is None or replica.next_time <= now:
             return  # it is gone; or its run had no further step, and it reports once that has ended
-        load = replica.load(now)
+        self._send_report(number, replica.load(now), now, now)
 
-        def hear(then: float) -> None:
+    def _send_report(self, number: int, load: ReplicaLoad, when: float, now: float) -> None:
+        """Let a report be heard a little after it was taken."""
+        replica, heard = self.lives.replicas[number], when + self._config.fleet_times.report_seconds
+
+        def hear(_then: float) -> None:
             if self.lives.replicas.get(number) is replica:
-                self._dispatcher.dispatch(events.Reported(replica_id(number), load), then)
+                self._dispatcher.dispatch(events.Reported(replica_id(number), load), heard)
 
-        self._loop.at(now + self._config.fleet_times.report_seconds, HEAR, hear)
+        self._loop.at(max(heard, now), HEAR, hear)
 
     def _hear_of(self, answered: events.Answered, now: float, delay: float) -> None:
         """Tell the fleet what came of a step of a move, once that is heard of."""
@@ -417,6 +443,7 @@ class VirtualFleet:
             self._num_before[request.request_id] = len(times)
             self.hears_all = True
         member = self._loop.members[number]
+        self._report_run(number, now)
         try:
             member.replica.add(offered, now)
             if action.stops:
@@ -432,6 +459,7 @@ class VirtualFleet:
         """Take a request from a replica, unless that has refused it, of which the fleet has yet to hear."""
         number = replica_number(action.replica)
         if self._open[action.request_id].refusal is None:
+            self._report_run(number, now)
             self.lives.replicas[number].withdraw(action.request_id, now)
         self._moves.forget(number, action.request_id)
         self._num_before.pop(action.request_id, None)

@@ -97,6 +97,22 @@ class VirtualReplica(ABC):
         self._largest = None if self._measured is None else LargestStep()
         self._busy_since = inf
 
+    is_over = True
+    """Whether what was planned ends with the step that ends next."""
+
+    def load_by(self, now: float, delay: float) -> tuple[float, ReplicaLoad] | None:  # noqa: ARG002
+        """Return how it stood when the newest step before the last of a run ended, and when that was.
+
+        Parameters
+        ----------
+        delay : the step must have ended so many seconds before now.
+
+        Returns
+        -------
+        None where none has, or none since this was asked.
+        """
+        return None
+
     @abstractmethod
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request.

@@ -49,7 +49,7 @@ class Searches:
     def __call__(self, _worker: Any, tasks: Sequence[FleetSearch]) -> list[FleetCapacity]:
         found = []
         for task in tasks:
-            degree = task.case.parts[0][0].num_devices
+            degree = task.task.case.parts[0][0].num_devices
             self.searched.append(degree)
             found.append(FleetCapacity(low=self.truths[degree], high=99.0, binds="TTFT"))
         return found

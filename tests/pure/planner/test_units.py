@@ -57,7 +57,7 @@ def test_a_tighter_objective_and_a_longer_request_leave_less() -> None:
     assert rate([(1000, 200)], 0.02) < rate([(1000, 200)], 0.05)
     assert rate([(8000, 200)], 0.05) < rate([(1000, 200)], 0.05)
     assert rate([(1000, 200)], 0.1, device="l4") < rate([(1000, 200)], 0.1)
-    assert rate([(1000, 200)], 0.05, device="l4") == 0  # its memory is read in more than that
+    assert rate([(1000, 200)], 0.05, ttft=0.5, device="l4") == 0  # its memory is read in more than that
     assert rate([(30_000, 200)], 0.1, ttft=0.5, device="h100-sxm") == 0
 
 
@@ -66,7 +66,7 @@ def test_units_that_serve_no_more_for_their_money_are_left_out() -> None:
     kept, left_out = without_dominated(rated(load, "h100-sxm", 1, 2, 4))
     assert [each.unit.name for each in kept] == ["H100-SXM"]
     assert "H100-SXM" in left_out["4 H100-SXM"]
-    tight = load_of([(1000, 200)], SLO(ttft=1.0, tbt=0.004))
+    tight = load_of([(1000, 200)], SLO(ttft=0.1, tbt=0.004))
     kept, left_out = without_dominated(rated(tight, "h100-sxm", 1, 4))
     assert [each.unit.name for each in kept] == ["4 H100-SXM"]
     assert "even alone" in left_out["H100-SXM"]

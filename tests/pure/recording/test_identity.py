@@ -195,7 +195,7 @@ class RecordedMachine(RuleBasedStateMachine):
                 <= scheduler.table.num_preemptions
             )
         # A request's release is told with the next step, which may never come.
-        assert self.run_.writer.num_open_requests <= scheduler.config.max_num_seqs
+        assert len(self.run_.writer._open) <= scheduler.config.max_num_seqs
 
 
 def test_a_request_that_comes_back_while_prompts_run_is_admitted_without_a_row(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ class TestShedding:
         result = Replay(recording).run()
         assert result.is_identical
         assert (result.num_rejected, result.num_expired) == (len(refused), len(expired))
-        assert run.writer.num_open_requests <= 1
+        assert len(run.writer._open) <= 1
 
     def test_each_has_a_record_of_its_own(self, path: Path) -> None:
         run = shedding_run(path)

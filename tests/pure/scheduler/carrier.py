@@ -34,6 +34,7 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.routers import make_router
+from tests.owners import check_owners
 from tests.pure.scheduler.carried_engine import Engine
 
 MOST_REPLICAS = 6
@@ -168,7 +169,7 @@ class Carrier:
 
     def check(self) -> None:
         """Assert that the fleet knows where everything is, and that nothing is forgotten."""
-        self.fleet.check_invariants()
+        check_owners(self.fleet)
         assert {each: self.fleet.owner(each) for each in self.owners} == self.owners
         status = self.fleet.status()
         assert status.num_waiting == sum(owner is None for owner in self.owners.values())

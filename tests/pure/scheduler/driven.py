@@ -17,6 +17,7 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
+from tests.owners import check_owners
 
 
 def limits(**changes) -> ReplicaLimits:
@@ -43,7 +44,7 @@ class Driven:
     def on(self, event, *, after: float = 0.0) -> list[FleetAction]:
         self.now += after
         actions = self.fleet.on_event(event, self.now)
-        self.fleet.check_invariants()
+        check_owners(self.fleet)
         return actions
 
     def send(self, *request_ids: str, **changes) -> None:

@@ -27,6 +27,7 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
+from tests.owners import check_owners
 
 LIMITS = ReplicaLimits(max_model_len=8192, max_num_seqs=64, num_blocks=4000, block_size=16)
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=2e-3, decode=1e-4, decode_base=5e-3)
@@ -57,7 +58,7 @@ class Scaled:
 
     def on(self, event) -> None:
         self.actions = self.fleet.on_event(event, self.now)
-        self.fleet.check_invariants()
+        check_owners(self.fleet)
         for action in self.actions:
             if isinstance(action, Rescale):
                 self.changes.append(action)

@@ -23,6 +23,7 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.migration import has_spare_capacity, is_worth_it, trouble
 from onbeat.scheduler.cluster.routers import make_router
+from tests.owners import check_owners
 
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=0.01, decode=1e-4)
 LIMITS = ReplicaLimits(
@@ -98,7 +99,7 @@ def test_the_last_to_come_moves_from_a_replica_that_runs_out_of_memory() -> None
     fleet = fleet_of()
     assert begun(fleet, 7.0, load_of(num_free_blocks=10), load_of()) == [("q4", "r1")]
     assert begun(fleet, 7.1, load_of(num_free_blocks=10), load_of()) == [], "one at a time"
-    fleet.check_invariants()
+    check_owners(fleet)
 
 
 def test_short_streams_move_where_they_would_wait_for_blocks() -> None:
@@ -117,7 +118,7 @@ def test_a_request_that_lacks_blocks_begins_elsewhere(has_tokens: bool) -> None:
     fleet.on_event(Reported("r1", load_of()), 7.0)
     actions = fleet.on_event(Reported("r0", full), 7.0)
     assert actions == [Withdraw("r0", name), Send("r1", name, "moved")]
-    fleet.check_invariants()
+    check_owners(fleet)
     fleet.on_event(Reported("r1", load_of(num_free_blocks=2, num_wanted_blocks=50, blocked=name)), 8.0)
     assert fleet.owner(name) == "r1", "it does not go to and fro"
 

@@ -86,6 +86,20 @@ class TestIdleReplica:
         driver.serve([])
         assert driver.ttft("again") <= 0.29
 
+    @pytest.mark.parametrize(
+        ("slo", "max_tokens", "is_taken"),
+        [
+            (SLO(ttft=4.0, tbt=1e-3), 40, True),
+            (SLO(ttft=0.3, tbt=1e-3), 400, False),
+            (SLO(tbt=1e-3), 40, False),
+        ],
+    )
+    def test_a_stream_may_use_the_slack_of_its_first_token(self, slo, max_tokens, is_taken):
+        """A decode takes about 21 ms, so each is 20 ms further behind."""
+        for mode, takes in (("stream", is_taken), ("gap", False)):
+            driver = Watch(FakeStepTime(fixed=0.02), slo_mode=mode)
+            assert (driver.ask("r", 900, max_tokens=max_tokens, slo=slo) is None) is takes
+
     def test_tries_one_while_its_model_has_seen_few_steps(self):
         driver = Watch()
         assert driver.ask("first", 900, max_tokens=20, slo=SLO(ttft=0.1)) is None
@@ -95,7 +109,7 @@ class TestIdleReplica:
             driver.now = float(second)
             assert driver.ask(f"r{second}", 900, slo=SLO(ttft=0.1)) is not None
 
-    @pytest.mark.parametrize("slo", [SLO(ttft=0.2), SLO(ttft=1.0, tbt=4e-3)], ids=["ttft", "tbt"])
+    @pytest.mark.parametrize("slo", [SLO(ttft=0.2), SLO(tbt=4e-3)], ids=["ttft", "tbt"])
     def test_tries_one_now_and_then_that_it_could_once_keep(self, slo):
         driver = Watch(model := SlowedModel())
         assert driver.ask("before", 900, max_tokens=40, slo=slo) is None

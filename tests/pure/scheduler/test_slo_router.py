@@ -140,7 +140,7 @@ def test_no_replica_that_is_passed_over_would_be_better(backlogs, held, steps, t
     router = router_of(*loads)
     for number, num_blocks in zip(range(len(loads)), held, strict=False):
         router._prefixes.send(number, tuple(range(num_blocks)))
-    asked = router._look_up(request(blocks=tuple(range(60)), ttft=ttft))
+    asked = request(blocks=tuple(range(60)), ttft=ttft)
     bids = router._bids(asked, 0.0, frozenset())
     offers = [router._offer(bid, asked, 0.0) for bid in bids]
     assert all(bid.least <= offer.cost for bid, offer in zip(bids, offers, strict=True))

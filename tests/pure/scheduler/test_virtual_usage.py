@@ -24,6 +24,7 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.routers import make_router
+from tests.owners import check_owners
 
 pytestmark = pytest.mark.usefixtures("comparators")
 
@@ -138,7 +139,7 @@ class TestPairs:
             for number, load in enumerate(loads):
                 actions = fleet.on_event(Reported(f"r{number}", load), time)
                 begun += [(each.request_id, each.replica) for each in actions if isinstance(each, MoveStep)]
-        fleet.check_invariants()
+        check_owners(fleet)
         return begun
 
     def test_the_least_free_is_paired_with_the_freest_and_the_next_with_the_next(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, SLO_MODES
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.idle import IdleReplica
@@ -28,12 +28,23 @@ def slow_time() -> ShapeTime:
         (SLO(ttft=0.109), True),
         (SLO(tbt=0.0212), False),
         (SLO(tbt=0.021), True),
-        (SLO(ttft=5.0, tbt=0.02), True),
+        (SLO(ttft=0.1101, tbt=0.02), True),
     ],
 )
 def test_a_prompt_of_100_tokens_by_hand(slo, is_out_of_reach):
     """0.11 s for the prompt in one step; 0.01 + 0.001 + 0.0101 s for the first decode."""
     assert IdleReplica(slow_time()).is_infeasible(slo, 100) is is_out_of_reach
+
+
+@pytest.mark.parametrize(
+    ("ttft", "num_output", "is_out_of_reach"),
+    [(None, 2, True), (0.2, 20, False), (0.2, 75, False), (0.2, 77, True), (2.0, 500, False)],
+)
+def test_a_stream_uses_the_slack_of_its_first_token(ttft, num_output, is_out_of_reach):
+    """A decode takes 1.2 ms more than the 19.9 ms of the objective: 75 of them take 90 ms more."""
+    slo = SLO(ttft=ttft, tbt=0.0199)
+    assert IdleReplica(slow_time()).is_infeasible(slo, 100, num_output) is is_out_of_reach
+    assert IdleReplica(slow_time(), mode="gap").is_infeasible(slo, 100, num_output)
 
 
 def test_a_single_token_has_no_gap_to_miss():
@@ -71,16 +82,17 @@ def test_it_remembers():
     ttft=st.floats(0.01, 0.3),
     tbt=st.floats(0.01, 0.04),
     e2e=st.none() | st.floats(0.05, 1.5),
+    mode=st.sampled_from(SLO_MODES),
 )
-def test_no_policy_serves_an_infeasible_request_in_time(prompt, output, ttft, tbt, e2e):
+def test_no_policy_serves_an_infeasible_request_in_time(prompt, output, ttft, tbt, e2e, mode):
     """Alone on a replica that may run its whole prompt at once: infeasible is never good."""
     slo = SLO(ttft=ttft, tbt=tbt, e2e=e2e)
     load = make_load([prompt], [output], [0.0]).with_classes([SLOClass(name="one", slo=slo)], seed=0)
     config = make_config(scheduler={"max_num_batched_tokens": 256})
     model = slow_time()
     [record] = simulate(load, config, model).records
-    [is_good] = good_requests([record], mode="gap")
-    assert not (is_good and IdleReplica(model)(record))
+    [is_good] = good_requests([record], mode=mode)
+    assert not (is_good and IdleReplica(model, mode=mode)(record))
 
 
 def test_records_are_asked_about_what_they_wanted():

@@ -93,14 +93,18 @@ OBJECTIVES = st.sampled_from(
     mode=st.sampled_from(["stream", "gap"]),
     num_blocks=st.integers(16, 40),
     num_replicas=st.integers(1, 2),
+    router=st.sampled_from(["least-outstanding", "slo"]),
     noise=st.sampled_from([0.0, 0.3, 2.0]),
     context=st.sampled_from([4.7e-8, 2e-5]),
 )
 @examples(200)
 def test_runs_equal_single_steps_of_policies_that_learn_step_times(
-    load, slos, policy, mode, num_blocks, num_replicas, noise, context
+    load, slos, policy, mode, num_blocks, num_replicas, router, noise, context
 ):
-    """Objectives are kept and missed, and the time of a step grows beyond the tightest while it is run."""
+    """Objectives are kept and missed, and the time of a step grows beyond the tightest while it is run.
+
+    A router that asks how replicas stand hears of runs what it would of single steps.
+    """
     offered, is_closed = load
     classes = tuple(
         SLOClass(name=f"c{index}", slo=slo, share=1 / len(slos)) for index, slo in enumerate(slos)
@@ -110,7 +114,7 @@ def test_runs_equal_single_steps_of_policies_that_learn_step_times(
         policy,
         scheduler={"num_blocks": num_blocks, "slo_mode": mode},
         replicas=num_replicas,
-        router="least-outstanding",
+        router=router,
         host_overhead=1e-3,
         max_concurrency=5 if is_closed else None,
         step_noise=noise,

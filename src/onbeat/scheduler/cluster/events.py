@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any, get_args
 
 from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
@@ -301,22 +301,8 @@ class Rescale:
 FleetAction = Send | Withdraw | Refuse | Start | Stop | MoveStep | Rescale
 
 
-class ActionExecutor(Protocol):
-    """Who carries out what a fleet decides: each action has its method, which is given the time, too."""
-
-    def do_send(self, action: Send, now: float) -> None: ...
-
-    def do_withdraw(self, action: Withdraw, now: float) -> None: ...
-
-    def do_refuse(self, action: Refuse, now: float) -> None: ...
-
-    def do_start(self, action: Start, now: float) -> None: ...
-
-    def do_stop(self, action: Stop, now: float) -> None: ...
-
-    def do_move_step(self, action: MoveStep, now: float) -> None: ...
-
-    def do_rescale(self, action: Rescale, now: float) -> None: ...
+_METHODS = ["do_send", "do_withdraw", "do_refuse", "do_start", "do_stop", "do_move_step", "do_rescale"]
+"""Of an executor, for each kind of action."""
 
 
 class EventDispatcher:
@@ -328,24 +314,20 @@ class EventDispatcher:
     Parameters
     ----------
     on_event : the fleet's.
-    executor : carry out what it returns.
+    executor : carries out what it returns. Each kind of action has its method, such as `do_send`, which is
+        given the action and the time.
     """
 
     def __init__(
-        self, on_event: Callable[[FleetEvent, float], Sequence[FleetAction]], executor: ActionExecutor
+        self, on_event: Callable[[FleetEvent, float], Sequence[FleetAction]], executor: object
     ) -> None:
         self._on_event = on_event
         self._events: deque[tuple[FleetEvent, float]] = deque()
         self.is_dispatching = False
-        self._calls: dict[type[FleetAction], Callable[[Any, float], None]] = {
-            Send: executor.do_send,
-            Withdraw: executor.do_withdraw,
-            Refuse: executor.do_refuse,
-            Start: executor.do_start,
-            Stop: executor.do_stop,
-            MoveStep: executor.do_move_step,
-            Rescale: executor.do_rescale,
-        }
+        methods = (getattr(executor, name) for name in _METHODS)
+        self._calls: dict[type, Callable[[Any, float], None]] = dict(
+            zip(get_args(FleetAction), methods, strict=True)
+        )
 
     def dispatch(self, event: FleetEvent, now: float) -> None:
         """Give the fleet an event, and carry out what it decides.

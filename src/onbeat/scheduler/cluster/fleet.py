@@ -38,6 +38,8 @@ from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 
 MOST_LIVES = 3
 """Replicas in a row that may die under a request before its next token: one that kills them must end."""
+_LEADS_TO_A_CHOICE = (events.Arrived, events.Refused, events.Lost, events.DrainAsked)
+"""As does any event while requests wait for a replica."""
 Decided = Callable[[events.FleetEvent, float, Sequence[events.FleetAction]], None]
 
 
@@ -137,6 +139,17 @@ class Fleet:
             self._on_decision(event, now, actions)
         return actions
 
+    def asks(self, event: events.FleetEvent) -> list[ReplicaId]:
+        """Return the replicas whose newest report is to be told before an event: it leads to a choice.
+
+        Where each step is not reported anyway.
+        """
+        if not (isinstance(event, _LEADS_TO_A_CHOICE) or self._requests.waiting):
+            return []
+        request = event.request if isinstance(event, events.Arrived) else None
+        by_number = self._members.by_number
+        return [by_number[number].replica_id for number in self._router.looks_at(request)]
+
     @property
     def next_time(self) -> float:
         """When a `Tick` is wanted at the latest, seconds; infinite where none is."""
@@ -176,10 +189,6 @@ class Fleet:
     def role(self, replica: ReplicaId) -> str:
         """Return what a replica is for: `prefill` or `decode`; nothing where all are alike."""
         return self._pools.role(replica)
-
-    def check_invariants(self) -> None:
-        """Assert that each request has one owner, and that only replicas that can have some do."""
-        self._members.check_owners(self._requests.open, self._requests.waiting)
 
     def _on_arrival(self, event: events.Arrived, now: float) -> None:
         open_request = RoutedRequest(event.request)

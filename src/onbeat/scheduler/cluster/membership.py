@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 from math import inf
+from operator import attrgetter
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import (
@@ -222,7 +223,7 @@ class Membership:
     def having(self, *states: ReplicaState) -> list[Replica]:
         """Return the replicas in some states, in the order in which they were first heard of."""
         found = [each for state in states for each in self._by_state[state].values()]
-        return sorted(found, key=_order)
+        return sorted(found, key=attrgetter("order"))
 
     @property
     def is_any_ready(self) -> bool:
@@ -280,29 +281,6 @@ class Membership:
             scaling,
         )
 
-    def check_owners(
-        self, open_request: Mapping[str, RoutedRequest], waiting: Mapping[str, RoutedRequest]
-    ) -> None:
-        """Assert that each open request has one owner, and that only replicas that can have some do."""
-        owned = dict(waiting)
-        for replica in self.replicas.values():
-            has_some = replica.state in (ReplicaState.READY, ReplicaState.DRAINING)
-            assert has_some or not replica.open, f"{replica.replica_id} is {replica.state}, but has requests"
-            queued = [each.num_tokens for each in replica.open.values() if not each.has_started]
-            assert replica.num_queued_tokens == sum(queued), f"{replica.replica_id} has another queue"
-            assert replica.num_streams == len(replica.open) - len(queued), f"{replica.replica_id} has others"
-            for request_id, each in replica.open.items():
-                assert request_id not in owned, f"{request_id} has two owners"
-                assert each.replica == replica.replica_id
-                owned[request_id] = each
-        assert owned.keys() == open_request.keys(), "a request has no owner, or has ended and has one"
-        assert all(each.replica is None for each in waiting.values())
-        for state, known in self._by_state.items():
-            assert all(each.state is state for each in known.values()), "a replica is in two states"
-        all_refused = self.is_any_ready and all(each.refused_by for each in waiting.values())
-        can_wait = not waiting or all_refused or self.is_one_coming
-        assert can_wait, "requests wait, but no replica is coming"
-
     def hand_over(self, open_request: RoutedRequest, destination: Replica) -> Replica:
         """Let another replica own a request; return the one that has owned it."""
         assert open_request.replica is not None
@@ -341,10 +319,6 @@ class Membership:
 
 def _length(replica: Replica) -> int:
     return 0 if replica.limits is None else replica.limits.max_model_len
-
-
-def _order(replica: Replica) -> int:
-    return replica.order
 
 
 def deadline(open_request: RoutedRequest) -> tuple[float, float]:

@@ -74,8 +74,15 @@ class Router:
     def on_finish(self, replica: int, request: RoutingRequest) -> None:
         """Hear that it ended there, or was taken back."""
 
+    def looks_at(self, request: RoutingRequest | None) -> Collection[int]:  # noqa: ARG002 (by itself at none)
+        """Return the replicas of which a choice needs the newest report; None: of any request.
+
+        Of others it is enough to hear when they have begun a step that is not as the one before.
+        """
+        return ()
+
     def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
-        """Hear how a replica stands."""
+        """Hear how a replica stood at a time, which another call may have been after."""
 
     def least_wait(self, request: RoutingRequest, now: float) -> float | None:
         """Return the seconds until the first token of a request where it is soonest; None if not known."""
@@ -125,7 +132,11 @@ class LeastLoaded:
 
     def add(self, replica: int, load: float) -> None:
         """Change a replica's load."""
-        self.loads[replica] += load
+        self.put(replica, self.loads[replica] + load)
+
+    def put(self, replica: int, load: float) -> None:
+        """Let a replica have a load."""
+        self.loads[replica] = load
         heappush(self._heap, self._entry(replica))
         if len(self._heap) > 4 * len(self.loads):
             self._heap = [self._entry(each) for each in self.members]

@@ -141,7 +141,6 @@ class Offered(NamedTuple):
     tbt: float
     """Objective, seconds, which more than a few requests have or a tighter one that a replica can keep;
     infinite where there is none."""
-    seconds: int
 
     def scaled(self, factor: float, *, backlog: float = 0.0) -> Offered:
         """Return so many times this load, and a backlog of prompt work for each second."""
@@ -155,11 +154,6 @@ class Offered(NamedTuple):
     def surely(self) -> Offered:
         """The load that there is at least, but for chance."""
         return self.scaled(max(0.0, 1 - _SURE * self.error))
-
-    @property
-    def surely_misses(self) -> bool:
-        """Whether more than a few of the requests are not in time, whatever is chance in that."""
-        return _is_surely_many(self.num_missed * self.seconds, self.num_requests * self.seconds)
 
 
 def _is_surely_many(num: float, num_requests: float) -> bool:
@@ -266,7 +260,6 @@ class OfferedWork:
             error=sqrt(squares) / work if work > 0 else 0.0,
             num_missed=num_missed / seconds,
             tbt=self._kept_tbt(paces, num_requests),
-            seconds=seconds,
         )
 
     def _kept_tbt(self, paces: Counter[int], num_requests: int) -> float:
@@ -436,7 +429,7 @@ class ObjectiveScaling(ScalingPolicy):
             if fleet.settled < seconds + _BACKLOG_SECONDS:
                 return 0
             offered = self._work.of_last(seconds, now)
-            if offered.surely_misses:
+            if _is_surely_many(offered.num_missed * seconds, offered.num_requests * seconds):
                 num = fleet.num_expected
                 if num < fleet.most:
                     share = self._work.share(offered, max(1, num))

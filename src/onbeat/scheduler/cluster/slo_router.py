@@ -8,9 +8,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf, sqrt
+from operator import itemgetter
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
@@ -22,10 +23,6 @@ _A_BIT_LESS = 1 - 1e-9
 """So that a sum that is rounded is no less than a bound of it."""
 _SHORTEST_STEP = 1e-4
 """Seconds: of a replica that reports no time for a step."""
-
-
-PromptJob = triage.DueWork[bool]
-"""Of a prompt no more is known than its work, its deadline, and whether it is protected."""
 
 
 class FirstToken(NamedTuple):
@@ -82,12 +79,16 @@ class LoadView:
     num_ended: int = 0
     """Since the last report."""
     ends: triage.Ends = field(default_factory=triage.Ends)
+    counted: float = -inf
+    """Up to when, by the report that last said another number of requests that run, or that some ended."""
 
     def on_report(self, load: ReplicaLoad, now: float) -> None:
         """Take a report, and count no more what it counts."""
-        if self.reported > -inf and load.num_running:
-            self.ends.count(now - self.reported, self.load.num_running, self.num_ended)
-        self.num_ended = 0
+        before = self.load.num_running
+        if self.num_ended or load.num_running != before or self.reported == -inf:
+            if self.reported > -inf and load.num_running:
+                self.ends.count(now - self.counted, before, self.num_ended)
+            self.num_ended, self.counted = 0, now  # else it is the same whether each step between was told
         self.load, self.reported = load, now
         self.num_sent = max(
             self.num_sent, load.num_taken
@@ -132,9 +133,9 @@ class LoadView:
         if sent:
             ahead = sorted((*ahead, *(triage.Demand(each.deadline, 1, each.num_blocks) for each in sent)))
         given_back = max(num_held / max(load.num_running + num_waiting, 1), 1.0)
-        capacity = triage.FreeCapacity(
-            num_free, load.num_free_blocks, given_back, self.ends.gap(load.num_running)
-        )
+        ends = replace(self.ends)
+        ends.count(self.reported - self.counted, load.num_running, 0)
+        capacity = triage.FreeCapacity(num_free, load.num_free_blocks, given_back, ends.gap(load.num_running))
         wait = triage.capacity_wait(ahead, triage.Demand(deadline, 1, num_blocks), capacity, self.reported)
         return max(0.0, self.reported + wait - now) if wait else 0.0
 
@@ -181,11 +182,11 @@ class LoadView:
         start = max(now, self.reported + self.load.busy)
         jobs, best_effort = self._jobs(now)
         total = sum([job.seconds for job in jobs])
-        num_ahead = bisect_right(jobs, deadline, key=_deadline)
+        num_ahead = bisect_right(jobs, deadline, key=itemgetter(0))
         prefill = self._prefill_share(costs, num_ahead, objective)
         before = None
         if deadline < inf:
-            own: PromptJob = triage.DueWork(deadline, seconds, state=False)
+            own: triage.DueWork[bool] = triage.DueWork(deadline, seconds, state=False)
             due_before = sum([job.seconds for job in jobs[:num_ahead]])
             jobs.insert(num_ahead, own)
             late = triage.select_feasible(
@@ -201,11 +202,11 @@ class LoadView:
             wait += 0.5 * shortest + max(triage.finish_seconds(prefill, seconds, seconds), shortest)
         return FirstToken(turn, wait, self.load.gives_up, deadline - now)
 
-    def _jobs(self, now: float) -> tuple[list[PromptJob], float]:
+    def _jobs(self, now: float) -> tuple[list[triage.DueWork[bool]], float]:
         """Return the prompts with deadlines, by deadline, and the work of the others, seconds."""
         load = self.load
         done = max(0.0, now - self.reported - load.busy) * load.prefill_share
-        jobs: list[PromptJob] = []
+        jobs: list[triage.DueWork[bool]] = []
         for until, seconds, _ in load.backlog:
             if done >= seconds:
                 done -= seconds
@@ -220,7 +221,7 @@ class LoadView:
                 for each in self.sent
                 if each.deadline < inf
             ]
-            jobs.sort(key=_deadline)
+            jobs.sort(key=itemgetter(0))
         return jobs, best_effort
 
     def _prefill_share(self, costs: PrefillCosts, num_more: int, objective: float) -> triage.PrefillShare:
@@ -234,11 +235,7 @@ class LoadView:
         return triage.PrefillShare(0, length, max(1 - fixed / length, triage.LEAST_SHARE))
 
 
-def _deadline(job: PromptJob) -> float:
-    return job.deadline
-
-
-def _cost(job: PromptJob) -> float | None:
+def _cost(job: triage.DueWork[bool]) -> float | None:
     return None if job.state else job.seconds
 
 
@@ -280,15 +277,6 @@ class _Bid(NamedTuple):
     """Tokens of the prompt that the replica holds."""
 
 
-class _Request(NamedTuple):
-    """A request, and what is looked up of it once."""
-
-    num_tokens: int
-    deadline: float
-    objective: float
-    holders: routing.Holders
-
-
 class SLORouter(routing.Router):
     """The replica where a request costs the fleet least: uncached prefill, and its wait at a price.
 
@@ -312,13 +300,12 @@ class SLORouter(routing.Router):
         self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = routing.NONE_EXCLUDED
     ) -> routing.RoutingChoice | None:
         """Return the cheapest replica."""
-        asked = self._look_up(request)
-        best = self._best(asked, now, excluded)
+        best = self._best(request, now, excluded)
         if best is None:
             return None
         number, bid, first_token = best.number, best.bid, best.first_token
         self._last_choices[number] = self._num_choices = self._num_choices + 1
-        self._views[number].send(asked.deadline, bid.seconds, bid.num_blocks, request.request_id)
+        self._views[number].send(request.ttft_deadline, bid.seconds, bid.num_blocks, request.request_id)
         self._weigh(number, now)
         if request.block_hashes:
             self._prefixes.send(number, request.block_hashes)
@@ -346,6 +333,13 @@ class SLORouter(routing.Router):
             if view.sent:
                 view.take_back(request.request_id)
 
+    def looks_at(self, request: RoutingRequest | None) -> Collection[int]:
+        """Return those that a choice compares, and the one whose costs are the unit."""
+        if request is None or len(self._members) <= _MOST_HOLDERS + _MOST_IDLE:
+            return self._members
+        holders = self._prefixes.look_up(request.block_hashes)
+        return {next(iter(self._members)), *self._candidates(holders, routing.NONE_EXCLUDED)}
+
     def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
         """Take a report."""
         view = self._views.get(replica)
@@ -355,8 +349,7 @@ class SLORouter(routing.Router):
 
     def least_wait(self, request: RoutingRequest, now: float) -> float | None:
         """Return the predicted seconds until the first token where it is soonest."""
-        asked = self._look_up(request)
-        offers = [self._offer(bid, asked, now) for bid in self._bids(asked, now, routing.NONE_EXCLUDED)]
+        offers = [self._offer(bid, request, now) for bid in self._bids(request, now, routing.NONE_EXCLUDED)]
         return min([each.first_token.seconds for each in offers if each.first_token], default=None)
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
@@ -378,22 +371,12 @@ class SLORouter(routing.Router):
         self._last_choices.pop(replica, None)
         self._prefixes.forget(replica)
 
-    def _look_up(self, request: RoutingRequest) -> _Request:
-        num_tokens = request.num_prompt_tokens + request.num_output_tokens
-        holders = self._prefixes.look_up(request.block_hashes)
-        return _Request(num_tokens, request.ttft_deadline, request.ttft_objective, holders)
-
-    def _num_cached(self, number: int, asked: _Request) -> int:
-        """Return the tokens of a prompt that a replica holds; one at least is computed."""
-        num_tokens = asked.holders.num_held(number) * self._views[number].limits.block_size
-        return min(num_tokens, max(0, asked.num_tokens - 1))
-
-    def _candidates(self, asked: _Request, excluded: Collection[int]) -> list[int]:
+    def _candidates(self, holders: routing.Holders, excluded: Collection[int]) -> list[int]:
         """Return the replicas to look at."""
         if len(self._members) <= _MOST_HOLDERS + _MOST_IDLE:
             return [number for number in self._members if number not in excluded]
-        holders = asked.holders.longest_first()
-        allowed = (number for number in holders if number in self._members and number not in excluded)
+        longest_first = holders.longest_first()
+        allowed = (number for number in longest_first if number in self._members and number not in excluded)
         looked_at = list(islice(allowed, _MOST_HOLDERS))
         return looked_at + self._by_work.least(_MOST_IDLE, {*excluded, *looked_at})
 
@@ -401,14 +384,18 @@ class SLORouter(routing.Router):
         """Note how much a replica has to do."""
         view = self._views[number]
         work = view.work_left(now) + _A_REQUEST * view.num_requests
-        self._by_work.add(number, work - self._by_work.loads[number])
+        if work != self._by_work.loads[number]:
+            self._by_work.put(number, work)
 
-    def _bids(self, asked: _Request, now: float, excluded: Collection[int]) -> list[_Bid]:
+    def _bids(self, request: RoutingRequest, now: float, excluded: Collection[int]) -> list[_Bid]:
         """Return what is known at once of the replicas to look at, those first that may be the cheapest."""
-        reference, num_tokens = self._reference, asked.num_tokens
+        reference, num_tokens = self._reference, request.num_prompt_tokens + request.num_output_tokens
+        holders = self._prefixes.look_up(request.block_hashes)
         bids = []
-        for number in self._candidates(asked, excluded):
-            view, num_cached = self._views[number], self._num_cached(number, asked)
+        for number in self._candidates(holders, excluded):
+            view = self._views[number]
+            # One token at least is computed.
+            num_cached = min(holders.num_held(number) * view.limits.block_size, max(0, num_tokens - 1))
             work = reference.seconds(num_tokens - num_cached, num_cached)
             num_blocks = view.limits.num_blocks_for(num_tokens - num_cached)
             seconds = (view.load.costs or _UNKNOWN_COSTS).seconds(num_tokens - num_cached, num_cached)
@@ -417,27 +404,28 @@ class SLORouter(routing.Router):
         bids.sort()
         return bids
 
-    def _best(self, asked: _Request, now: float, excluded: Collection[int]) -> _Offer | None:
+    def _best(self, request: RoutingRequest, now: float, excluded: Collection[int]) -> _Offer | None:
         """Return the least offer; where even the least that it can be is more, none is asked for."""
         best: _Offer | None = None
-        for bid in self._bids(asked, now, excluded):
+        for bid in self._bids(request, now, excluded):
             if best is not None and bid.least > best.cost:
                 break
-            offer = self._offer(bid, asked, now)
+            offer = self._offer(bid, request, now)
             if best is None or offer < best:
                 best = offer
         return best
 
-    def _offer(self, bid: _Bid, asked: _Request, now: float) -> _Offer:
+    def _offer(self, bid: _Bid, request: RoutingRequest, now: float) -> _Offer:
         """Return what a request would cost on a replica."""
         number = bid.number
         view = self._views[number]
-        first_token = view.first_token(asked.deadline, asked.objective, bid.seconds, bid.num_blocks, now)
+        deadline = request.ttft_deadline
+        first_token = view.first_token(deadline, request.ttft_objective, bid.seconds, bid.num_blocks, now)
         if first_token is not None:
             wait = first_token.seconds
         else:
             wait = view.num_requests / view.limits.max_num_seqs
-            wait += view.capacity_wait(asked.deadline, bid.num_blocks, now)
+            wait += view.capacity_wait(deadline, bid.num_blocks, now)
         last_choice = self._last_choices.get(number, -1)
         return _Offer(bid.work + _PRICE * wait, view.num_requests, last_choice, number, bid, first_token)
 

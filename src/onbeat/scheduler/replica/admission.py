@@ -22,7 +22,7 @@ from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, LATE_TOKENS_IN, num_late_at
 from onbeat.scheduler.replica.slo.rules import OVERDUE
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import SPARE_SHARE, StepPlan
@@ -73,7 +73,7 @@ def idle_misses(state: RequestState, cost_model: CostModel) -> list[IdleMiss]:
     slo, stated = state.slo, state.request.slo
     if stated is None:
         return []
-    found = []
+    found, slack = [], 0.0
     objective = slo.ttft_deadline - state.request.arrival
     if objective < inf:
         work = cost_model.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
@@ -82,8 +82,12 @@ def idle_misses(state: RequestState, cost_model: CostModel) -> list[IdleMiss]:
             by_ttft = stated.ttft is not None and stated.ttft <= objective * (1 + 1e-9)
             name, value = ("TTFT", stated.ttft) if by_ttft or stated.e2e is None else ("E2E", stated.e2e)
             found.append(IdleMiss(name, value or objective, objective, first))
-    if will_stream(state) and slo.tbt_objective < cost_model.alone_seconds:
-        found.append(IdleMiss("TBT", slo.tbt_objective, slo.tbt_objective, cost_model.alone_seconds))
+        elif stated.ttft is not None and not slo.is_gap_mode:
+            slack = stated.ttft - first
+    pace, num_tokens = cost_model.alone_seconds, ceil(slo.num_left)
+    num_late = num_late_at(pace, slo.tbt_objective, slack, num_tokens - 1)
+    if will_stream(state) and num_late * LATE_TOKENS_IN > num_tokens:
+        found.append(IdleMiss("TBT", slo.tbt_objective, slo.tbt_objective, pace))
     return found
 
 

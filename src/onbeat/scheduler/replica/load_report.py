@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from operator import itemgetter
 
 from onbeat.core.fleet import MOST_BACKLOG_ENTRIES, ReplicaLoad
 from onbeat.core.step import BatchShape
@@ -43,17 +44,20 @@ class LoadReporter:
         self._has_deadlines = policy.known.order is not None
         self._budget = config.max_num_batched_tokens
         self._own_cost_model = None if model is None or policy.slo is not None else CostModel(model, None)
+        self._num_steps = 0
 
-    def take(self, now: float, *, num_taken: int, busy: float, num_kept_slots: int = 0) -> ReplicaLoad:
+    def take(
+        self, now: float, *, num_taken: int, num_steps: int, busy: float, num_kept_slots: int = 0
+    ) -> ReplicaLoad:
         """Return how things stand.
 
         Parameters
         ----------
-        num_taken : requests that came so far.
+        num_taken, num_steps : requests that came so far, and steps that were planned.
         busy : seconds until the step under way is expected to end.
         num_kept_slots : of the batch, for requests on their way.
         """
-        cost_model = self._cost_model()
+        cost_model = self._cost_model(num_steps)
         table = self._table
         running, waiting, kv = table.running, table.waiting, table.kv
         num_decodes = num_context = 0
@@ -111,13 +115,15 @@ class LoadReporter:
             costs=None if cost_model is None else cost_model.costs,
         )
 
-    def _cost_model(self) -> CostModel | None:
+    def _cost_model(self, num_steps: int) -> CostModel | None:
         """Return what prompts cost now."""
         if self._slo is not None:
             return self._slo.cost_model
-        if self._own_cost_model is not None:
-            self._own_cost_model.count()
-        return self._own_cost_model
+        own = self._own_cost_model
+        if own is not None:
+            own.count(min(num_steps - self._num_steps, own.num_left))
+            self._num_steps = num_steps
+        return own
 
     def _prompts(
         self, cost_model: CostModel, prefills: list[RequestState], now: float, busy: float
@@ -144,7 +150,7 @@ class LoadReporter:
             queued, others = self._queued(cost_model, ranked, now, earliest)
             entries += _grouped(queued, max(1, MOST_BACKLOG_ENTRIES - len(entries)))
             best_effort += others
-        entries.sort(key=_due)  # equal ones in the order that plans have them in
+        entries.sort(key=itemgetter(0))  # equal ones in the order that plans have them in
         return tuple(_grouped(entries, MOST_BACKLOG_ENTRIES)), best_effort
 
     def _queued(
@@ -195,10 +201,6 @@ class LoadReporter:
         seconds = cost_model.seconds(max(self._budget - num_decodes, 1), 0)
         length = seconds + cost_model.costs.step + num_decodes * cost_model.costs.decode
         return length, max(seconds / length, LEAST_SHARE) if length > 0 else 1.0
-
-
-def _due(entry: Entry) -> float:
-    return entry[0]
 
 
 def _grouped(entries: list[Entry], most: int) -> list[Entry]:
