@@ -36,7 +36,7 @@ class LoadedModel:
     @property
     def gives_kv(self) -> bool:
         """Whether `kv_memory` can be had."""
-        if self.backend.model.linear is not None and not self.limits.num_snapshots:
+        if self.backend.model.state_numbers and not self.limits.num_snapshots:
             return False  # there is no place for states that come
         return isinstance(self.runner.forward, GivesKV) and self.backend.device.device.type == "cpu"
 

@@ -110,7 +110,7 @@ class Footprint:
     row_bytes: int
     """Of each row that samples, about."""
     state_bytes: int = 0
-    """What layers of linear attention keep of each request, however long it is."""
+    """What layers that keep a state have of each request, however long it is."""
 
     @classmethod
     def of(cls, config: ModelConfig, kv_cache: KVCacheSpec, weight_bytes: int) -> Footprint:

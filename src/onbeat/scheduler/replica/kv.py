@@ -241,7 +241,7 @@ class BlockPool:
 
 
 class Snapshots:
-    """States of linear attention at the ends of blocks, from which hits of the prefix cache go on.
+    """States of requests at the ends of blocks, from which hits of the prefix cache go on.
 
     A state is as large as the KV of thousands of tokens, so few are kept: where a prompt ends, and where one
     was seen to part from another (Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", 2024).
