@@ -186,6 +186,11 @@ class PlanSearch:
         fleets = [*search.fleets, *apart]
         kept = sorted((fleet for fleet in fleets if self._is_proved(fleet)), key=_cost)
         shown = _worth_showing(kept)
+        if shown:
+            cost = f"${shown[0].usd_per_hour:.2f}/h"
+            self.progress.on_note(
+                f"found: {shown[0].name} ({cost}); the highest rate that it keeps up follows"
+            )
         shown = self._at_promise([*self._with_capacities(shown[:1]), *shown[1:]])
         return FleetPlan(
             rate=self.task.rate,
