@@ -11,8 +11,7 @@ from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, first_deadline
-from onbeat.scheduler.replica.slo.filler import StepFiller
-from onbeat.scheduler.replica.slo.view import decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.view import StepFiller, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan, needs_block
 from onbeat.scheduler.triage import LEAST_SHARE, select_feasible
 

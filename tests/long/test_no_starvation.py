@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
-from onbeat.scheduler.replica.slo.rules import OVERDUE
+from onbeat.scheduler.replica.slo.composer import OVERDUE
 from tests.pure.scheduler.test_slo_properties import IMPOSSIBLE
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 

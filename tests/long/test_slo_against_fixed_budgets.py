@@ -6,7 +6,7 @@ import pytest
 
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.scheduler.replica.slo.rules import LONGEST_GAP
+from onbeat.scheduler.replica.slo.composer import LONGEST_GAP
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
 

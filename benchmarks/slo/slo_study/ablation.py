@@ -19,8 +19,7 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.slo.rules import SPENT_SHARE, StepRules
+from onbeat.scheduler.replica.slo.composer import SPENT_SHARE, SLOComposer, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import LEAST_SHARE, PrefillShare

@@ -422,13 +422,10 @@ def plan_step(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
     A scheduler may also plan nothing because it only preempted requests or ended some: the next plan, at the
     same time, is another.
     """
-    num_unfinished = scheduler.num_unfinished
-    while num_unfinished:
-        num_preemptions, num_before = scheduler.table.num_preemptions, num_unfinished
+    table = scheduler.table
+    while table.states:
+        before = table.num_preemptions, len(table.states)
         scheduled = scheduler.schedule(now)
-        if scheduled is not None:
+        if scheduled is not None or before == (table.num_preemptions, len(table.states)):
             return scheduled
-        num_unfinished = scheduler.num_unfinished
-        if (scheduler.table.num_preemptions, num_unfinished) == (num_preemptions, num_before):
-            return None
     return None

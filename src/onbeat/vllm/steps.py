@@ -281,10 +281,11 @@ class EngineSteps:
     def plan(self, now: float) -> StepPlan:
         """Plan the next step; nothing but the plan changes, and what is known of vLLM's requests."""
         self._sync(now)
-        plan = self.planner.new_plan(self.planner.begin(now))
+        self.in_flight.last_plan = self.in_flight.next_start(now)
+        plan = self.planner.new_plan(self.in_flight.last_plan)
         num_left = self.surface.scheduler.max_num_scheduled_tokens
         plan.num_tokens_left = max(num_left - self.surface.num_drafts * len(plan.running), 0)
-        self.planner.compose(plan)
+        self.planner.policy.composer.compose(plan)
         return plan
 
     def commit(self, plan: StepPlan) -> list[RequestOutput]:

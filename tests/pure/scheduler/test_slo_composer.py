@@ -8,7 +8,7 @@ from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.slo import rules
-from onbeat.scheduler.replica.slo.rules import EARNED_SHARE, GAP_QUANTILE, LONGEST_GAP, SPENT_SHARE
+from onbeat.scheduler.replica.slo.composer import EARNED_SHARE, GAP_QUANTILE, LONGEST_GAP, SPENT_SHARE
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.scheduler.replica.slo.rules import PACED_BEHIND_STREAMS, PACED_SHARE
+from onbeat.scheduler.replica.slo.composer import PACED_BEHIND_STREAMS, PACED_SHARE
 from tests.pure.scheduler.watch import Watch
 
 

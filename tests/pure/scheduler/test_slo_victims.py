@@ -10,9 +10,9 @@ import pytest
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.composer import StepRules
 from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.filler import Loss, free_blocks, preempt_for
-from onbeat.scheduler.replica.slo.rules import StepRules
+from onbeat.scheduler.replica.slo.view import Loss, free_blocks, preempt_for
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
 

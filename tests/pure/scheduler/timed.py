@@ -13,8 +13,8 @@ from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.slo.composer import GAP_QUANTILE
 from onbeat.scheduler.replica.slo.deadlines import SLOState
-from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.pure.scheduler.driver import Driver
 

@@ -20,10 +20,9 @@ from onbeat.scheduler import triage
 from onbeat.scheduler.replica.idle_check import ms_text
 from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.composer import OVERDUE, SLOComposer
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, LATE_TOKENS_IN, num_late_at
-from onbeat.scheduler.replica.slo.rules import OVERDUE
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import SPARE_SHARE, StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig

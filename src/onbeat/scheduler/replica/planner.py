@@ -208,11 +208,6 @@ class Planner:
 
     # --- a step ---------------------------------------------------------------------------------------
 
-    def begin(self, now: float) -> float:
-        """Return when a step that is planned now starts, seconds."""
-        start = self.in_flight.last_plan = self.in_flight.next_start(now)
-        return start
-
     def new_plan(self, now: float) -> StepPlan:
         """Return a plan in which nothing is decided.
 
@@ -232,10 +227,6 @@ class Planner:
         )
         plan.max_num_seqs -= self._num_slots_kept()
         return plan
-
-    def compose(self, plan: StepPlan) -> None:
-        """Decide what a step holds. Nothing but the plan changes."""
-        self.policy.composer.compose(plan)
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan decides that is carried out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import chain
+from operator import attrgetter
 
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
@@ -14,12 +15,8 @@ _MOST_IN_BUCKET = 512
 100,000 waiting some 300 of each."""
 
 
-def _sort_key(state: RequestState) -> tuple[float, ...]:
-    return state.sort_key
-
-
-def _rank(state: RequestState) -> float:
-    return state.sort_key[0]
+_sort_key = attrgetter("sort_key")
+"""Of a request. The rank alone, as `(rank,)`, stands before all keys that begin with it."""
 
 
 class QueuedWork:
@@ -102,7 +99,7 @@ class WaitingQueue:
             found += bucket.items[: most - len(found)]
             if len(found) >= most or found[-1].sort_key[0] >= rank:
                 break
-        return found[: bisect_left(found, rank, key=_rank)]
+        return found[: bisect_left(found, (rank,), key=_sort_key)]
 
     def first_from(self, rank: float, most: int) -> list[RequestState]:
         """Return the first requests of at least this rank, at most so many."""
@@ -111,7 +108,7 @@ class WaitingQueue:
         index = self._bucket_of_rank(rank)
         found: list[RequestState] = []
         for bucket in self._buckets[index:]:
-            start = 0 if found else bisect_left(bucket.items, rank, key=_rank)
+            start = 0 if found else bisect_left(bucket.items, (rank,), key=_sort_key)
             found += bucket.items[start : start + most - len(found)]
             if len(found) >= most:
                 break
@@ -140,7 +137,7 @@ class WaitingQueue:
                 below.add(bucket, -1)
         if index < len(buckets):
             items = buckets[index].items
-            for state in items[: bisect_left(items, rank, key=_rank)]:
+            for state in items[: bisect_left(items, (rank,), key=_sort_key)]:
                 below.count(state, 1)
         return below
 
@@ -183,15 +180,11 @@ class WaitingQueue:
 
     def _bucket_of_rank(self, rank: float) -> int:
         """Return the first bucket that has a request of at least this rank; their number if none has."""
-        return bisect_left(self._buckets, rank, key=_last_rank)
+        return bisect_left(self._buckets, (rank,), key=_last_key)
 
 
 def _last_key(bucket: _Bucket) -> tuple[float, ...]:
     return bucket.items[-1].sort_key
-
-
-def _last_rank(bucket: _Bucket) -> float:
-    return bucket.items[-1].sort_key[0]
 
 
 class RunningList(list[RequestState]):

@@ -24,7 +24,7 @@ from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.rows import SampledRow, correct_shape, sampled_rows
-from onbeat.scheduler.replica.slo.rules import StepRules
+from onbeat.scheduler.replica.slo.composer import StepRules
 from onbeat.scheduler.replica.speculation.drafting import Drafting
 from onbeat.scheduler.replica.tracker import Delivered
 

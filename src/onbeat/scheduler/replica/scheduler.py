@@ -295,7 +295,7 @@ class Scheduler:
         """Plan the next step, or return None where nothing can run (yet)."""
         if not self.running and not self.waiting:
             return None
-        start = self.planner.begin(now)
+        start = self.in_flight.last_plan = self.in_flight.next_start(now)
         if self.waiting and self.config.window_tokens is not None:
             self._give_way(start)
         left = take_turns(self.running) if self.table.num_guided else inf
@@ -345,7 +345,7 @@ class Scheduler:
     def _compose(self, now: float) -> StepPlan:
         """Plan a step. Nothing but the plan changes."""
         plan = self.planner.new_plan(now)
-        self.planner.compose(plan)
+        self.policy.composer.compose(plan)
         if self._drafting is not None and plan.decodes:
             self._drafting.plan(plan)
         return plan
