@@ -7,7 +7,7 @@ import pytest
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.slo import rules
+from onbeat.scheduler.replica.slo import composer
 from onbeat.scheduler.replica.slo.composer import EARNED_SHARE, GAP_QUANTILE, LONGEST_GAP, SPENT_SHARE
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
@@ -370,6 +370,6 @@ class TestExpectedLength:
         driver.add(make_request("r", 900, 2, slo=SLO(ttft=1.0), arrival=driver.now))
         driver.serve([], watch="r")
         steps = [step for step in driver.log if any(row.request_id == "r" for row in step.rows)]
-        longest = driver.model.smallest_step / (1 - rules.PACED_SHARE)
+        longest = driver.model.smallest_step / (1 - composer.PACED_SHARE)
         assert all(driver.model.step_time(step.shape) <= 1.2 * longest for step in steps[:-1])
         assert steps[0].shape.num_chunk_tokens > 10

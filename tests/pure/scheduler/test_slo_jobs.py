@@ -16,9 +16,8 @@ from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
 
 def plan_of(queue: WaitingQueue, num_cached_blocks: int = 0) -> Any:
     """Return of a plan what `prefill_jobs` asks it, with so much in the prefix cache for everybody."""
-    return SimpleNamespace(
-        waiting=queue, match=lambda _: [*range(num_cached_blocks)], block_size=16, num_hit_tokens={}
-    )
+    kv = SimpleNamespace(match=lambda _: [*range(num_cached_blocks)], block_size=16)
+    return SimpleNamespace(waiting=queue, kv=kv, num_hit_tokens={})
 
 
 class TestPrefillJobs:

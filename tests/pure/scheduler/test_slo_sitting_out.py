@@ -9,7 +9,6 @@ import pytest
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode
 from onbeat.core.step import SchedulerOutput
 from onbeat.scheduler.replica.slo import composer as composition
-from onbeat.scheduler.replica.slo import rules
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.view import RunningView, prefill_jobs
 from tests.pure.scheduler.slo_watch import Watch
@@ -45,7 +44,7 @@ class TestSittingOut:
         driver, steps = self.serve(0.38)
         assert len(steps) > 2
         assert self.num_good(driver) == 4
-        monkeypatch.setattr(rules.StepRules, "slack_tokens", inf)
+        monkeypatch.setattr(composition.StepRules, "slack_tokens", inf)
         driver, steps = self.serve(0.38)
         assert steps == []
         assert self.num_good(driver) < 4
@@ -57,7 +56,7 @@ class TestSittingOut:
             planned = driver.planned_at[step.step_id]
             num_out = sum(time <= planned for time in driver.times["fresh"])
             in_hand = 0.52 + num_out * 0.05 - planned
-            if in_hand <= rules.SLACK_TOKENS * 0.05:
+            if in_hand <= composition.SLACK_TOKENS * 0.05:
                 num_close += 1
                 assert "fresh" in {row.request_id for row in step.rows}
         assert num_close > 2
@@ -94,7 +93,7 @@ class TestSittingOut:
 class TestStalls:
     @pytest.mark.parametrize(("mode", "reserve"), [("stream", 0.95), ("gap", 0.0)])
     def test_streams_earn_more_for_a_while(self, mode, reserve):
-        step_rules = rules.StepRules(
+        step_rules = composition.StepRules(
             make_config(slo_mode=mode), CostModel(FakeStepTime(), None), lambda _: 1.0
         )
         view = RunningView([], 0.0, 0.0)
@@ -106,7 +105,7 @@ class TestStalls:
         after = step_rules.limit(view, 0.01, 1.5)
         assert after == pytest.approx(0.075 if reserve else before)
         assert step_rules.limit(view, 0.09, 1.5) > 0.09, "decodes never sit out for it"
-        assert step_rules.slack_reserve(1.1 + rules.STALL_MEMORY) == 0.0
+        assert step_rules.slack_reserve(1.1 + composition.STALL_MEMORY) == 0.0
 
 
 class TestClasses:

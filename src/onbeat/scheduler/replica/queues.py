@@ -180,7 +180,8 @@ class WaitingQueue:
 
     def _bucket_of_rank(self, rank: float) -> int:
         """Return the first bucket that has a request of at least this rank; their number if none has."""
-        return bisect_left(self._buckets, (rank,), key=_last_key)
+        before: tuple[float, ...] = (rank,)
+        return bisect_left(self._buckets, before, key=_last_key)
 
 
 def _last_key(bucket: _Bucket) -> tuple[float, ...]:
