@@ -20,7 +20,7 @@ from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.engine.stateful_models import STATEFUL
-from tests.cpu.engine.tiny_models import ON_TORCH, StateCheckpoint, hf_tiny_model, tiny_model
+from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, tiny_model
 from tests.cpu.golden.moving import Pair, Streams, make_core, undisturbed
 from tests.cpu.speculation.runs import fixed, make_request, make_requests, ngram
 from tests.cpu.speculation.test_lossless import SAMPLINGS, budget
@@ -63,7 +63,7 @@ def check_moves(
     return streams
 
 
-@pytest.mark.parametrize("name", ON_TORCH)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str) -> None:
     check_moves(exact(name), make_requests(temperature=0.8, repetition_penalty=1.1))
 

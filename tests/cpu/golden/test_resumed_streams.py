@@ -21,7 +21,7 @@ from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
-from tests.cpu.engine.tiny_models import ON_TORCH, tiny_model
+from tests.cpu.engine.tiny_models import FAMILIES, tiny_model
 from tests.cpu.speculation.runs import Run, fixed, make_request, make_requests, ngram, run
 from tests.cpu.speculation.test_lossless import SAMPLINGS, budget
 
@@ -78,7 +78,7 @@ def exact(name: str = "llama3") -> MakeForward:
     return on_torch(tiny_model(name, torch.float64).weights)
 
 
-@pytest.mark.parametrize("name", ON_TORCH)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_family(name: str, temperature: float) -> None:
     resume_everywhere(exact(name), make_requests(temperature=temperature, repetition_penalty=1.1))

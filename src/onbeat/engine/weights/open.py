@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, reduce
@@ -78,7 +79,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, directory: Path, config: ModelConfig, settings: Settings | None = None) -> None:
         self._family = FAMILIES[config.architecture]
         self._stored: dict[str, Stored] = {}
-        self._num_left_out = 0
+        self._left_out: Counter[str] = Counter()
         for path in weight_files(directory):
             self._open(path)
         self._quantized = gather(self._stored, settings or Settings())
@@ -94,8 +95,9 @@ class SafetensorsCheckpoint(Checkpoint):
             config = replace(config, tie_word_embeddings=True, has_head=False)
         super().__init__(config)
         self._rows = self._find(self._used(shapes), f"the checkpoint {directory}")
-        if self._num_left_out:
-            self.left_out = f"its vision part ({self._num_left_out} tensors)"
+        if self._left_out:
+            kinds, number = " and ".join(sorted(self._left_out)), self._left_out.total()
+            self.left_out = f"its {kinds} part ({number} tensors)"
 
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
@@ -157,7 +159,7 @@ class SafetensorsCheckpoint(Checkpoint):
             if stored_name == "__metadata__":
                 continue
             if self._family.multimodal and _VISION_PART.match(stored_name):
-                self._num_left_out += 1
+                self._left_out["audio" if "audio" in stored_name else "vision"] += 1
                 continue
             if about["dtype"] not in _TYPES:
                 raise _unsupported(path, stored_name, about["dtype"])
