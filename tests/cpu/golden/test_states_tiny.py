@@ -5,13 +5,16 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+import torch
 
+from onbeat.engine.native.library import NativeLibrary
 from onbeat.scheduler.replica.policies import POLICIES
 from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine
+from tests.cpu.engine.forwards import on_native
 from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.test_golden_tiny import MAX_TOKENS, PROMPT_LENGTHS, assert_equals_reference
-from tests.cpu.engine.tiny_models import random_prompt, tiny_model
+from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import Setting, run_engine
 from tests.many_cases import each_case
 
@@ -36,6 +39,18 @@ def test_tokens_and_logits_equal_the_reference(engine: TinyEngine, name: str, ch
         driver.add(random_prompt(length), MAX_TOKENS)
     driver.run(chunk)
     assert_equals_reference(driver, engine, name)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_every_instruction_set_equals_the_reference(native_library: NativeLibrary, chunk: int) -> None:
+    """Tokens meet the state one by one, or a few together; how many depends on the registers."""
+    checkpoint = StateCheckpoint(hf_tiny_model("qwen3.5", torch.float64))
+    for instruction_set in native_library.instruction_sets:
+        driver = StepDriver(on_native(native_library, checkpoint, instruction_set=instruction_set))
+        for length in (3, 38):
+            driver.add(random_prompt(length), 2)
+        driver.run(chunk)
+        assert_equals_reference(driver, NativeEngine(native_library), "qwen3.5")
 
 
 @pytest.mark.parametrize("seed", range(3))

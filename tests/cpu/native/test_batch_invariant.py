@@ -128,7 +128,7 @@ def assert_all_equal(found: Sequence[torch.Tensor], what: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama3", "mistral-sliding", "gemma3"])
+@pytest.mark.parametrize("name", ["llama3", "mistral-sliding", "gemma3", "qwen3.5"])
 def test_plain_weights(native_library: NativeLibrary, name: str, dtype: torch.dtype) -> None:
     for instruction_set in native_library.instruction_sets:
         found = all_logits(native_library, checkpoint_of(name), dtype=dtype, instruction_set=instruction_set)
