@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 16
+#define OB_ABI_VERSION 17
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -135,6 +135,7 @@ typedef struct {
     int64_t window;                    /* tokens that a token sees, itself included; 0: all */
     int64_t rope;                      /* index into `rope_frequencies` */
     int64_t place;                     /* among the layers that keep keys and values, or among those that keep states */
+    int64_t table;                     /* of `num_tables`, the one of its blocks */
     /* Of linear attention, of which `qkv` projects to queries and keys of the key heads, values of the value heads, as
      * many gates, then a beta and a decay of each value head. */
     const float* conv;       /* [conv_width, queries, keys and values], the oldest token first; NULL: the layer attends */
@@ -165,6 +166,8 @@ typedef struct {
     int32_t num_experts, experts_per_token, expert_size; /* 0 where no layer has experts; the size padded to 16 */
     int32_t shared_experts; /* 1: the last expert is every token's, by a sigmoid of its own; else 0 */
     int32_t num_kv_layers;  /* that keep keys and values */
+    int32_t layers_of_block; /* places of a block: `num_kv_layers`, or fewer where groups of layers have blocks of their own */
+    int32_t num_tables;      /* block tables of a request, one of each group */
     int32_t gates_attention; /* not 0: what attention mixes is multiplied by a sigmoid */
     /* Of linear attention; 0 where no layer has it. States are kept for lines 0 to `num_slots` - 1 of the block tables;
      * slots behind those of all lines are for `kept_slots`. */
@@ -198,12 +201,12 @@ typedef struct {
     int64_t num_tokens;
     const int64_t* token_ids;    /* [T] */
     const int64_t* positions;    /* [T] */
-    const int64_t* slot_mapping; /* [T]: block id * block size + offset, where a token's KV goes */
+    const int64_t* slot_mapping; /* [tables, T]: block id * block size + offset, where a token's KV goes */
     int64_t num_rows;
     const int64_t* query_lens;   /* [R], at least 1, sums to T */
     const int64_t* context_lens; /* [R]: tokens that the row's last token sees, itself included */
-    const int64_t* slots;        /* [R]: lines of `block_tables` */
-    const int32_t* block_tables; /* lines of block ids */
+    const int64_t* slots;        /* [R]: lines of `block_tables`, of the first table */
+    const int32_t* block_tables; /* lines of block ids: those of the first table, then as many of the second */
     int64_t num_block_tables;    /* lines */
     int64_t block_table_stride;  /* entries from line to line */
     int64_t num_samples;         /* at most T */

@@ -112,7 +112,7 @@ private:
         const Number* values[kChunkPages];
         const int64_t num_pages = (end - first + kPageTokens - 1) / kPageTokens;
         const ob_step& step = *context_.step;
-        const int32_t* table = step.block_tables + step.slots[item.row] * step.block_table_stride;
+        const int32_t* table = table_of(model_, step, item.row, model_.layers[layer_].table);
         for (int64_t page = 0; page < num_pages; ++page) {
             const int64_t position = first + page * kPageTokens;
             const int64_t block = table[position / model_.block_size];

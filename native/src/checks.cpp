@@ -62,7 +62,7 @@ int64_t most_qkv_outputs(const ob_model& model) {
 
 bool count_kv_bytes(const ob_model& model, int64_t& bytes) {
     return multiply(bytes, page_numbers(model), int64_t{model.block_size} / kPageTokens, model.num_kv_heads,
-                    model.num_kv_layers, model.num_blocks, int64_t{model.precision == OB_STORE_BF16 ? 2 : 4});
+                    model.layers_of_block, model.num_blocks, int64_t{model.precision == OB_STORE_BF16 ? 2 : 4});
 }
 
 bool count_state_bytes(const ob_model& model, int64_t& bytes) {
@@ -99,6 +99,7 @@ std::string fault_of(const ob_model& model) {
     const int64_t queries = int64_t{model.num_heads} * model.head_dim;
     const int64_t values = int64_t{model.value_heads} * model.value_dim;
     if (model.num_kv_layers < 0 || model.num_kv_layers > model.num_layers) return "no number of layers that attend";
+    if (model.num_tables < 1 || model.layers_of_block < 0) return "no number of block tables or layers of a block";
     int64_t state_bytes = 0;
     if (count_states(model) > 0) {
         // Columns go sixteen at once, and blocks of the output's inputs must not reach behind a row.
@@ -125,7 +126,8 @@ std::string fault_of(const ob_model& model) {
             qkv_outputs += matrix->num_outputs;
         }
         const bool is_linear = layer.conv != nullptr;
-        if (layer.place < 0 || layer.place >= (is_linear ? count_states(model) : model.num_kv_layers)) {
+        if (layer.place < 0 || layer.place >= (is_linear ? count_states(model) : model.layers_of_block) ||
+            layer.table < 0 || layer.table >= model.num_tables) {
             return "a layer has no place among its kind";
         }
         if (is_linear && !(layer.decay && layer.dt_bias && layer.delta_norm)) return "a part of linear attention is missing";
@@ -167,13 +169,15 @@ bool is_well_formed(const ob_model& model, const ob_step& step) {
         const int64_t context = step.context_lens[row];
         if (step.query_lens[row] < 1 || step.query_lens[row] > step.num_tokens - num_tokens) return false;
         if (context < step.query_lens[row] || context > kMostTokens) return false;
-        if (step.slots[row] < 0 || step.slots[row] >= step.num_block_tables) return false;
+        if (step.slots[row] < 0 || step.slots[row] >= step.num_block_tables / model.num_tables) return false;
         if (count_states(model) > 0 && step.slots[row] >= model.num_slots) return false;
         const int64_t blocks = (context + model.block_size - 1) / model.block_size;
         if (blocks > step.block_table_stride) return false;
-        const int32_t* table = step.block_tables + step.slots[row] * step.block_table_stride;
-        for (int64_t block = 0; block < blocks; ++block) {
-            if (table[block] < 0 || table[block] >= model.num_blocks) return false;
+        for (int64_t table = 0; table < model.num_tables; ++table) {
+            const int32_t* ids = table_of(model, step, row, table);
+            for (int64_t block = 0; block < blocks; ++block) {
+                if (ids[block] < 0 || ids[block] >= model.num_blocks) return false;
+            }
         }
         num_tokens += step.query_lens[row];
     }
@@ -186,7 +190,9 @@ bool is_well_formed(const ob_model& model, const ob_step& step) {
     for (int64_t token = 0; token < num_tokens; ++token) {
         if (step.token_ids[token] < 0 || step.token_ids[token] >= model.vocab_size) return false;
         if (step.positions[token] < 0 || step.positions[token] >= kMostTokens) return false;
-        if (step.slot_mapping[token] < 0 || step.slot_mapping[token] >= num_slots) return false;
+    }
+    for (int64_t index = 0; index < model.num_tables * num_tokens; ++index) {
+        if (step.slot_mapping[index] < 0 || step.slot_mapping[index] >= num_slots) return false;
     }
     for (int64_t sample = 0; sample < step.num_samples; ++sample) {
         if (step.sample_tokens[sample] < 0 || step.sample_tokens[sample] >= num_tokens) return false;

@@ -116,7 +116,7 @@ void ob_engine::prepare_experts(ob::StepContext& context) {
 
 void ob_engine::run(ob_step& step) {
     ob::StepContext context = prepare(step);
-    const int64_t last_slot = *std::max_element(step.slot_mapping, step.slot_mapping + step.num_tokens);
+    const int64_t last_slot = *std::max_element(step.slot_mapping, step.slot_mapping + model.num_tables * step.num_tokens);
     num_used_blocks = std::max(num_used_blocks, last_slot / model.block_size + 1);
     struct Job {
         const ob::Kernels* kernels;

@@ -59,7 +59,7 @@ void rotate_and_store(const StepContext& context, int64_t index, int64_t token) 
         rotate(heads, turn, turning, dim, scale);
         convert(queries, heads, dim);
     }
-    const int64_t slot = context.step->slot_mapping[token];
+    const int64_t slot = context.step->slot_mapping[layer.table * context.step->num_tokens + token];
     const int64_t block = slot / model.block_size, offset = slot % model.block_size;
     for (int64_t head = 0; head < model.num_kv_heads; ++head, keys += dim, values += dim) {
         rotate(keys, turn, turning, dim, 1.0f);

@@ -140,12 +140,18 @@ inline int64_t page_numbers(const ob_model& model) {
 // never touched in the same step, which then waits for dozens of large pages at once.
 inline int64_t page_index(const ob_model& model, int64_t layer, int64_t block, int64_t kv_head, int64_t offset) {
     const int64_t pages = model.block_size / kPageTokens;
-    return ((block * model.num_kv_layers + layer) * model.num_kv_heads + kv_head) * pages + offset / kPageTokens;
+    return ((block * model.layers_of_block + layer) * model.num_kv_heads + kv_head) * pages + offset / kPageTokens;
 }
 
 // Numbers of a block in all layers.
 inline int64_t block_numbers(const ob_model& model) {
-    return page_numbers(model) * (model.block_size / kPageTokens) * model.num_kv_heads * model.num_kv_layers;
+    return page_numbers(model) * (model.block_size / kPageTokens) * model.num_kv_heads * model.layers_of_block;
+}
+
+// A row's line of one of its tables.
+inline const int32_t* table_of(const ob_model& model, const ob_step& step, int64_t row, int64_t table) {
+    const int64_t line = step.slots[row] + table * (step.num_block_tables / model.num_tables);
+    return step.block_tables + line * step.block_table_stride;
 }
 
 constexpr int64_t kDeltaTokens = 32;  // that linear attention takes at once

@@ -137,6 +137,22 @@ class KeptState(NamedTuple):
     snapshot: int
 
 
+class NewPages(NamedTuple):
+    """Blocks of layers with a window that a request has been given.
+
+    Parameters
+    ----------
+    num_passed : its blocks of tokens that no window reaches any more.
+    first_block : the first of its blocks of tokens that these are for.
+    block_ids : one of each further table for the first block of tokens, then for the next, and so on.
+    """
+
+    request_id: str
+    num_passed: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
     """A request that runs for the first time, or again after a preemption: all the model runner must know."""
@@ -169,6 +185,7 @@ class SchedulerOutput(NamedTuple):
     """Requests that were preempted, in this step or before, and will not come again."""
     kept_states: tuple[KeptState, ...] = ()
     """Of a model that keeps states."""
+    new_pages: tuple[NewPages, ...] = ()  # of a model whose windows give KV back, in their order
 
 
 class GuidedRows(NamedTuple):

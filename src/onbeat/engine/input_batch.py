@@ -7,7 +7,7 @@ Legend: T tokens of the step, R rows, S request slots, P positions, B blocks of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
 from operator import is_
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.step import AdmittedRequest, KeptState, ScheduledRequest
+from onbeat.core.step import AdmittedRequest, KeptState, NewPages, ScheduledRequest
 from onbeat.engine.pooling import PooledPrompt, PooledTokens
 from onbeat.engine.sampler import SampledTokens, SamplingRow
 
@@ -35,8 +35,9 @@ class AttentionBatch:
     slots_R: IntArray
     """Each row's line of `block_tables_SB`."""
     block_tables_SB: BlockTable
+    """Where requests have several tables: the lines of the first ones, then as many of the second."""
     slot_mapping_T: IntArray
-    """Where each token's KV goes: block id * block size + offset."""
+    """Where each token's KV goes: block id * block size + offset; [tables, T] where there are several."""
     admissions_S: IntArray | None = None
     """Whose line of `block_tables_SB` it is. As long as a line's number stays, blocks are only added at its
     end. None where nobody asks: only devices remember tables."""
@@ -106,13 +107,18 @@ class InputBatch:
     max_num_seqs : most requests at once.
     max_model_len : most tokens of one request.
     block_size : tokens of a KV block.
+    tables : block tables of a request, and the blocks that there are for each of them.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, tables: tuple[int, int] = (1, 0)
+    ) -> None:
+        self.block_size, (self._num_tables, num_blocks) = block_size, tables
+        self._first_ids: BlockTable = num_blocks * np.arange(self._num_tables, dtype=np.int32)[:, None]
         # One position more than is ever run: the last sampled token.
         self.token_ids_SP: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
-        self.block_tables_SB: BlockTable = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        shape = self._num_tables * max_num_seqs, -(-max_model_len // block_size)
+        self.block_tables_SB: BlockTable = np.zeros(shape, np.int32)
         self.num_blocks_S: IntArray = np.zeros(max_num_seqs, np.int64)
         self.num_tokens_S: IntArray = np.zeros(max_num_seqs, np.int64)
         """Known tokens: drafts lie behind them."""
@@ -165,6 +171,16 @@ class InputBatch:
         for row in rows:
             if row.new_block_ids:
                 self._append_blocks(self.slots[row.request_id], row.new_block_ids)
+
+    def take_pages(self, new_pages: Iterable[NewPages]) -> None:
+        """Put blocks of layers with windows into the tables of who is here; after `take_blocks`."""
+        for request_id, num_passed, first, page_ids in new_pages:
+            if (slot := self.slots.get(request_id)) is not None:
+                pages = np.array(page_ids, np.int32).reshape(-1, self._num_tables - 1).T
+                lines = self.block_tables_SB[self.max_num_seqs + slot :: self.max_num_seqs]
+                lines[:, first : first + pages.shape[1]] = pages
+                # Where no window reaches, its own: what is read for nothing must be finite.
+                lines[:, :num_passed] = lines[:, num_passed : num_passed + 1]
 
     def prepare(
         self,
@@ -229,6 +245,8 @@ class InputBatch:
     ) -> AttentionBatch:
         """Return what attention must know of rows; `slots_T` and `positions_T` are where each token is."""
         columns_T, offsets_T = np.divmod(positions_T, self.block_size)
+        if self._num_tables > 1:
+            slots_T = slots_T + self.max_num_seqs * np.arange(self._num_tables)[:, None]
         blocks_T = self.block_tables_SB[slots_T, columns_T].astype(np.int64)
         return AttentionBatch(
             query_lens_R=query_lens_R,
@@ -292,8 +310,9 @@ class InputBatch:
         self.num_tokens_S[inputs.sampling_slots] = inputs.sampling_positions + [len(ids) for ids in token_ids]
 
     def block_ids(self, slot: int) -> IntArray:
-        """Return the block table of a request."""
-        return self.block_tables_SB[slot, : self.num_blocks_S[slot]].astype(np.int64)
+        """Return the blocks of all tables of a request."""
+        lines = self.block_tables_SB[slot :: self.max_num_seqs, : self.num_blocks_S[slot]]
+        return lines.astype(np.int64).ravel()
 
     def _write(self, slots_R: IntArray, positions_R: IntArray, token_ids: Sequence[Sequence[int]]) -> None:
         """Put each row's tokens in its slot, from a position on."""
@@ -307,7 +326,8 @@ class InputBatch:
     def _append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
         start = self.num_blocks_S[slot]
         end = start + len(block_ids)
-        self.block_tables_SB[slot, start:end] = block_ids
+        # Of tables beyond the first, what a measurement uses: a scheduler says which blocks they have.
+        self.block_tables_SB[slot :: self.max_num_seqs, start:end] = self._first_ids + np.array(block_ids)
         self.num_blocks_S[slot] = end
 
 

@@ -71,7 +71,7 @@ class LoadedModel:
         if regions and isinstance(self.runner, ModelRunner):
             num_slots = limits.max_num_seqs + (limits.num_snapshots or 0)
             states = States(regions, num_slots, self.runner.batch.slots.__getitem__)
-        return BlockMemory(forward, layout, num_blocks=limits.num_blocks, states=states)
+        return BlockMemory(forward, layout, num_blocks=limits.num_pages, states=states)
 
 
 def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:

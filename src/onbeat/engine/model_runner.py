@@ -49,6 +49,7 @@ class ModelRunner:
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             block_size=limits.block_size,
+            tables=(limits.num_tables, limits.num_blocks),
         )
         self.prompts = PromptScorer(self.batch, sampler, forward.config.vocab_size)
         self.guides: Guides | None = None
@@ -91,6 +92,7 @@ class ModelRunner:
             if not rows:
                 return DoneStep(ModelRunnerOutput([]))
             self.batch.take_blocks(rows)
+            self.batch.take_pages(scheduled.new_pages)
             inputs = None
             may_launch = self.proposer is None and not self.prompts.has_any(rows)
             if self._launches is not None and may_launch:

@@ -298,12 +298,14 @@ def _settle(
     step_time: StepTimeModel | None,
     speculation: scheduler_config.SpeculationConfig | None,
     num_blocks: int,
+    **windows: int,
 ) -> scheduler_config.SchedulerConfig:
     """Return limits that go with a number of KV blocks, or with fewer.
 
     Parameters
     ----------
     step_time : derives how many tokens the largest step has; None where nothing is known of the device yet.
+    windows : `num_tables` and `window_length`, where windows give KV back.
     """
     wanted_len = limits.max_model_len or model_len
     block_size = limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE
@@ -316,6 +318,7 @@ def _settle(
         model_len=model_len,
         model=step_time,
         speculation=speculation,
+        **windows,
     )
 
 

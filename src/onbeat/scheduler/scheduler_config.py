@@ -152,6 +152,10 @@ class SchedulerConfig(SchedulerLimits):
     num_snapshots: int | None = None
     """States of requests that can be kept for prefix hits, of a model that keeps states; None of any other,
     which needs none."""
+    num_tables: int = 1
+    """Block tables of a request: the first, and one of each group of layers whose windows give KV back."""
+    window_length: int = 0
+    """Tokens that layers with a window read, the newest included, where they have tables of their own."""
     window_tokens: int | None = None
     """Output tokens that a request may have which nobody has fetched; with so many it sits out. None where
     nobody says what is fetched."""
@@ -178,7 +182,7 @@ class SchedulerConfig(SchedulerLimits):
                 f"({self.max_num_seqs}); every running request needs one token a step: raise the first or "
                 "lower the second"
             )
-        room = self.num_blocks * self.block_size - self.num_lookahead_tokens
+        room = self.longest_request
         if self.max_model_len > room:
             needed = -(-(self.max_model_len + self.num_lookahead_tokens) // self.block_size)
             raise ConfigError(
@@ -186,6 +190,25 @@ class SchedulerConfig(SchedulerLimits):
                 f"({self.num_blocks} blocks of {self.block_size}); lower max_model_len, or make it {needed} "
                 "blocks (--num-blocks of a simulation; a server takes --kv-cache-memory-bytes)"
             )
+
+    @property
+    def num_pages(self) -> int:
+        """KV blocks of single tables: of these, `num_blocks` for each."""
+        return self.num_blocks * self.num_tables
+
+    @property
+    def most_window_blocks(self) -> int:
+        """Blocks of tokens whose windowed KV a request holds at most: a window, and a step's tokens."""
+        return (
+            self.window_length + self.max_num_batched_tokens + self.num_lookahead_tokens
+        ) // self.block_size + 2
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest request that the KV cache holds."""
+        # Behind a window's blocks, only the layers that attend to everything hold more.
+        num_more = max(self.num_blocks - self.most_window_blocks, 0) * (self.num_tables - 1)
+        return (self.num_blocks + num_more) * self.block_size - self.num_lookahead_tokens
 
     @property
     def num_lookahead_tokens(self) -> int:

@@ -34,6 +34,7 @@ class VLLMKVView:
 
     Attributes
     ----------
+    num_tables : see `KVView`; all groups of a block count as one.
     promised : blocks that running prompts have yet to be given.
     has_prefix_cache : whether vLLM looks for prompts in it.
 
@@ -41,6 +42,8 @@ class VLLMKVView:
     ------
     ConfigError : groups with different block sizes, or drafts that do not fit into a block.
     """
+
+    num_tables = 1
 
     def __init__(self, surface: Surface, requests: dict[str, EngineRequest]) -> None:
         self._manager = manager = surface.scheduler.kv_cache_manager

@@ -75,11 +75,12 @@ def on_native(
     """Return what makes native forward passes that share packed weights."""
     weights = pack(library, checkpoint, dtype=dtype, quantization=quantization)
 
-    def make(*, num_blocks: int, block_size: int) -> NativeForward:
+    def make(*, num_blocks: int, block_size: int, num_tables: int = 1) -> NativeForward:
         options = NativeOptions(
             dtype=numpy_dtype(dtype),
             num_blocks=num_blocks,
             block_size=block_size,
+            num_tables=num_tables,
             num_slots=NUM_SLOTS,
             num_threads=num_threads,
             activation_quantization=activation_quantization,

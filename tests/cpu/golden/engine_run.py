@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.slo import SLO, Fate
@@ -36,6 +37,8 @@ class Setting:
     num_prompt_logprobs: int | None = None
     is_cached: bool = True
     num_snapshots: int | None = None
+    windows: tuple[int, int] = (1, 0)
+    """Block tables of a request, and tokens that a window reads; `num_blocks` are of each table."""
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in (self.policy, self.budget, self.num_blocks, self.depth))
@@ -88,8 +91,11 @@ def run_engine(
         policy=setting.policy,
         enable_prefix_caching=setting.is_cached,
         num_snapshots=setting.num_snapshots,
+        num_tables=setting.windows[0],
+        window_length=setting.windows[1],
     )
-    forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
+    more: dict[str, Any] = {"num_tables": config.num_tables} if config.num_tables > 1 else {}
+    forward = make_forward(num_blocks=config.num_pages, block_size=config.block_size, **more)
     runner = ModelRunner(config, forward, Sampler(forward.config.vocab_size))
     scheduler = Scheduler(config, LinearStepTime())
     executor = PredictedTime(ThreadExecutor(runner), scheduler)

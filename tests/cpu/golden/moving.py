@@ -46,7 +46,8 @@ def make_core(
 ) -> EngineCore:
     """Build an engine whose KV can be handed over."""
     config = SchedulerConfig(**{**LIMITS, **limits})
-    forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
+    more: dict[str, Any] = {"num_tables": config.num_tables} if config.num_tables > 1 else {}
+    forward = make_forward(num_blocks=config.num_pages, block_size=config.block_size, **more)
     assert isinstance(forward, GivesKV)
     sampler = Sampler(forward.config.vocab_size)
     runner = ModelRunner(config, forward, sampler, make_proposer and make_proposer())
@@ -63,7 +64,7 @@ def make_core(
     )
     num_slots = config.max_num_seqs + (config.num_snapshots or 0)
     states = States(regions, num_slots, runner.batch.slots.__getitem__) if regions else None
-    memory = BlockMemory(forward, layout, num_blocks=config.num_blocks, states=states)
+    memory = BlockMemory(forward, layout, num_blocks=config.num_pages, states=states)
     ticks = itertools.count()
     return EngineCore(
         Scheduler(config, LinearStepTime()),

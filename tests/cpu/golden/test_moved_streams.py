@@ -68,6 +68,18 @@ def test_every_family(name: str) -> None:
     check_moves(exact(name), make_requests(temperature=0.8, repetition_penalty=1.1))
 
 
+@pytest.mark.parametrize("name", ["gemma3", "olmo3"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_windows_that_give_kv_back(name: str, drafts: bool) -> None:
+    config = tiny_model(name).weights.config
+    windows: dict[str, Any] = {
+        "num_tables": 1 + config.num_window_groups,
+        "window_length": config.sliding_window,
+    }
+    more: dict[str, Any] = {"speculation": fixed(3), "make_proposer": lambda: ngram(3)} if drafts else {}
+    check_moves(exact(name), make_requests(temperature=0.8), **windows, **more)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_way_to_sample(sampling: str) -> None:
     check_moves(exact(), make_requests(**SAMPLINGS[sampling]))

@@ -123,6 +123,8 @@ class Engine:
         self._model = ModelStructure(
             num_layers=sizes.num_layers,
             num_kv_layers=sizes.num_layers,
+            layers_of_block=sizes.num_layers,
+            num_tables=1,
             hidden_size=sizes.hidden,
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,

@@ -164,7 +164,8 @@ void tell_steps(const char* name, int32_t precision, bool is_hybrid) {
     }
     ob_model model = {};
     model.num_layers = 2;
-    model.num_kv_layers = is_hybrid ? 1 : 2;
+    model.num_kv_layers = model.layers_of_block = is_hybrid ? 1 : 2;
+    model.num_tables = 1;
     model.hidden_size = kHidden, model.num_heads = 4, model.num_kv_heads = 2, model.head_dim = model.rotary_dim = kHeadDim;
     model.intermediate_size = kInner, model.vocab_size = kVocab, model.precision = precision;
     model.block_size = 16, model.num_blocks = 48, model.num_threads = 2;

@@ -119,6 +119,7 @@ class Driver(EngineLoop):
         super().__init__(Scheduler(config, LinearStepTime()), depth)
         self.first_scheduled: list[str] = []
         self.blocks: dict[str, list[int]] = {}
+        self.pages = Pages(config)
         self.known_tokens: dict[str, int] = {}
         self.breaking: set[str] = set()
         """Requests whose next token is no number."""
@@ -159,6 +160,7 @@ class Driver(EngineLoop):
                 assert not {row.request_id for row in other.rows} & set(ids), "a request in two micro-batches"
         for request_id in scheduled.released_ids:
             del self.blocks[request_id]
+        self.pages.take(scheduled)
         for admitted in scheduled.admitted:
             request_id = admitted.request.request_id
             assert request_id not in self.blocks
@@ -177,6 +179,48 @@ class Driver(EngineLoop):
             if row.samples:
                 assert end == self.known_tokens[row.request_id]
                 self.known_tokens[row.request_id] += 1
+        self.pages.check_owners(scheduled, self.blocks)
+
+
+class Pages:
+    """The blocks of tables beyond the first, as a runner knows them."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.size, self.window, self.num_tables = config.block_size, config.window_length, config.num_tables
+        self.pages: dict[str, dict[int, tuple[int, ...]]] = {}
+        """Of each request, for each of its blocks that a window reaches, one of each further table."""
+
+    def take(self, scheduled: SchedulerOutput) -> None:
+        for admitted in scheduled.admitted:
+            self.pages[admitted.request.request_id] = {}
+        for request_id, num_passed, first, ids in scheduled.new_pages:
+            known = self.pages.setdefault(request_id, {})
+            for place in range(0, len(ids), self.num_tables - 1):
+                known[first + place // (self.num_tables - 1)] = ids[place : place + self.num_tables - 1]
+            for index in [index for index in known if index < num_passed]:
+                del known[index]
+
+    def check_owners(self, scheduled: SchedulerOutput, blocks: dict[str, list[int]]) -> None:
+        """A row has all that its windows reach, and nobody else reads or writes what it writes."""
+        read: list[set[int]] = []
+        written: list[set[int]] = []
+        for row in scheduled.rows:
+            start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_new_tokens
+            own = blocks[row.request_id][: -(-end // self.size)]
+            new = own[start // self.size :]
+            if self.num_tables > 1:
+                # Of drafts in flight some may be rejected: then it starts earlier than it was planned to.
+                pages = self.pages[row.request_id]
+                first = max(start + 1 - self.window, 0) // self.size
+                seen = [pages[index] for index in range(first, -(-end // self.size))]
+                own = [*own, *(each for ids in seen for each in ids)]
+                new = [*new, *(each for ids in seen[start // self.size - first :] for each in ids)]
+            assert len(set(own)) == len(own), "a request has a block twice"
+            read.append(set(own))
+            written.append(set(new))
+        for index, mine in enumerate(written):
+            for other in (*read[:index], *read[index + 1 :]):
+                assert not mine & other, "a block has two owners"
 
 
 def sent_tokens(request_id: str, num_prompt_tokens: int, num_tokens: int) -> dict[str, Any]:

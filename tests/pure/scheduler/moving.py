@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from onbeat.core.handover import Detached
 from onbeat.core.request import Request
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.fake_step_time import LinearStepTime
-from tests.pure.scheduler.driver import EngineLoop, token_of
+from tests.pure.scheduler.driver import EngineLoop, Pages, token_of
 
 LEASE = 40.0
 MOST_ACCEPTED = 3
@@ -33,6 +33,7 @@ class Replica(EngineLoop):
         self.memory: dict[int, int] = {}
         self.blocks: dict[str, list[int]] = {}
         """Of those that the model runner knows."""
+        self.pages = Pages(config)
         self.tokens: dict[str, list[int]] = {}
         """What the model runner has of them."""
         self.states: dict[str | int, int | None] = {}
@@ -54,6 +55,7 @@ class Replica(EngineLoop):
     def collect(self) -> None:
         scheduled = self.in_flight.popleft()
         self.change_requests(scheduled)
+        self.pages.take(scheduled)
         assert len(self.blocks) <= self.scheduler.config.max_num_seqs, "more than the runner has slots for"
         sampled, num_drafted = [], []
         for row in scheduled.rows:
@@ -65,23 +67,26 @@ class Replica(EngineLoop):
                 end + row.num_draft_tokens - row.num_new_tokens if row.samples else row.num_computed_tokens
             )
             wanted = prefixes(tokens)
-            for position in range(start):
-                assert self.memory.get(self.slot(blocks, position)) == wanted[position], (
-                    f"{self.name}: KV of token {position} of {row.request_id} is not there"
-                )
-            for position in range(start, end):
-                self.memory[self.slot(blocks, position)] = wanted[position]
+            for table in range(self.pages.num_tables):
+                first = max(start + 1 - self.pages.window, 0) if table else 0
+                for position in range(first, start):
+                    assert self.memory.get(self.place(row, table, position)) == wanted[position], (
+                        f"{self.name}: KV of token {position} of {row.request_id} is not there"
+                    )
+                for position in range(start, end):
+                    self.memory[self.place(row, table, position)] = wanted[position]
             if self.scheduler.config.num_snapshots and row.request_id not in self.finished:
                 self.fold(scheduled, row.request_id, range(start, end), wanted)
             if row.samples:
                 num_accepted = min(num_drafts, len(tokens) % MOST_ACCEPTED)
                 new = [token_of(row.request_id, len(tokens) + i) for i in range(1 + num_accepted)]
-                for place in range(len(tokens), len(tokens) + num_drafts):  # drafts, some of them rejected
-                    self.memory[self.slot(blocks, place)] = -1
+                drafted = range(len(tokens), len(tokens) + num_drafts)  # drafts, some of them rejected
                 tokens += new
                 after = prefixes(tokens)
-                for place in range(len(tokens) - len(new), len(tokens) - 1):
-                    self.memory[self.slot(blocks, place)] = after[place]
+                for table in range(self.pages.num_tables):
+                    for place in drafted:
+                        is_kept = place < len(tokens) - 1
+                        self.memory[self.place(row, table, place)] = after[place] if is_kept else -1
                 sampled.append(new)
                 num_drafted.append(num_drafts)
         result = ModelRunnerOutput(sampled)
@@ -109,8 +114,13 @@ class Replica(EngineLoop):
                 assert 0 < num_tokens <= len(places)
                 self.states[snapshot] = wanted[places.start + num_tokens - 1]
 
-    def slot(self, blocks: Sequence[int], position: int) -> int:
-        return blocks[position // self.block_size] * self.block_size + position % self.block_size
+    def place(self, row: ScheduledRequest, table: int, position: int) -> int:
+        """Where a row has the KV of a token, of the layers of a table."""
+        block, offset = divmod(position, self.block_size)
+        own = self.blocks[row.request_id][block]
+        if table:
+            own = self.pages.pages[row.request_id][block][table - 1]
+        return own * self.block_size + offset
 
     # --- moving ---------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from onbeat.scheduler.scheduler_config import SpeculationConfig
 from tests.examples import examples
 from tests.pure.scheduler.driver import POLICY_NAMES, make_config, make_request
 from tests.pure.scheduler.moving import Replica, expected
+from tests.pure.scheduler.test_properties import WINDOWS
 
 PICK = st.randoms(use_true_random=False)
 
@@ -31,8 +32,9 @@ class MovingMachine(RuleBasedStateMachine):
         prefix=st.booleans(),
         drafts=st.sampled_from([None, "fixed"]),
         num_snapshots=st.sampled_from([None, 1, 3]),
+        windows=WINDOWS,
     )
-    def start(self, policies, depths, is_pipeline, num_blocks, prefix, drafts, num_snapshots):
+    def start(self, policies, depths, is_pipeline, num_blocks, prefix, drafts, num_snapshots, windows):
         self.replicas = []
         for name, policy, depth, blocks in zip("SD", policies, depths, num_blocks, strict=True):
             num_micro_batches = depth if is_pipeline and drafts is None else 1
@@ -42,6 +44,8 @@ class MovingMachine(RuleBasedStateMachine):
                 enable_prefix_caching=prefix,
                 num_snapshots=num_snapshots if drafts is None else None,
                 num_micro_batches=num_micro_batches,
+                num_tables=windows[0],
+                window_length=windows[1],
                 speculation=drafts and SpeculationConfig(num_speculative_tokens=3, draft_length=drafts),
             )
             self.replicas.append(Replica(name, config, depth=depth))

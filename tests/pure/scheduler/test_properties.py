@@ -19,6 +19,9 @@ from tests.pure.scheduler.driver import (
     token_of,
 )
 
+WINDOWS = st.sampled_from([(1, 0), (2, 24), (3, 40), (4, 1)])
+"""Block tables of a request, and tokens that a window reads."""
+
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, aborts and steps in any order; `Driver.check_step` looks at every plan."""
@@ -30,8 +33,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_pipeline=st.booleans(),
         num_blocks=st.integers(16, 40),
         prefix=st.booleans(),
+        windows=WINDOWS,
     )
-    def start(self, policy, order, depth, is_pipeline, num_blocks, prefix):
+    def start(self, policy, order, depth, is_pipeline, num_blocks, prefix, windows):
         if POLICIES[policy].order is not None:
             order = "fcfs"  # its own takes the place of priorities
         config = make_config(
@@ -40,6 +44,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=order,
             enable_prefix_caching=prefix,
             num_micro_batches=depth if is_pipeline else 1,
+            num_tables=windows[0],
+            window_length=windows[1],
         )
         self.driver = Driver(config, depth=depth)
         self.requests: dict[str, tuple[int, int]] = {}

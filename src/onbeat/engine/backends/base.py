@@ -32,7 +32,7 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler import scheduler_config
 
 Propose = Callable[[ForwardPass, scheduler_config.SchedulerConfig], Proposer]
-SettleLimits = Callable[[int], scheduler_config.SchedulerConfig]
+SettleLimits = Callable[..., scheduler_config.SchedulerConfig]
 """From a number of KV blocks to limits that go with it."""
 
 
@@ -168,6 +168,7 @@ class CheckpointBackend(ForwardBackend):
 
     checkpoint: Checkpoint
     has_graphs: bool = False
+    frees_windows: bool = True  # whether layers with a window can have block tables of their own
 
     @abstractmethod
     def needs(self, block_size: int) -> Footprint:
@@ -179,8 +180,12 @@ class CheckpointBackend(ForwardBackend):
         """Calculate them from `needs`; see `Backend.fit`."""
         block_size = config.limits.block_size or self.block_size
         footprint = self.needs(block_size)
+        windows: dict[str, int] = {}
         if draft is not None:
             footprint = footprint.beside(draft.needs(block_size))
+        elif windows := self._windows(config):
+            heads = footprint.kv_cache.heads[: self.model.layers_of_block(2)] * windows["num_tables"]
+            footprint = replace(footprint, kv_cache=replace(footprint.kv_cache, heads=heads))
         free = free_for(config.memory_share, self.device.device)
         kv_cache_bytes = config.kv_cache_memory_bytes or 0
         footprint.check_weights(free, kv_cache_bytes=kv_cache_bytes, savings=self.savings())
@@ -190,7 +195,8 @@ class CheckpointBackend(ForwardBackend):
         if footprint.state_bytes:
             num_snapshots = scheduler_config.with_states(config.limits, footprint.most_states(budget))[1]
         state_bytes += (num_snapshots or 0) * footprint.state_bytes
-        limits = replace(settle(footprint.num_blocks_in(budget - state_bytes)), num_snapshots=num_snapshots)
+        num_blocks = footprint.num_blocks_in(budget - state_bytes)
+        limits = replace(settle(num_blocks, **windows), num_snapshots=num_snapshots)
         free = free._replace(num_bytes=free.num_bytes - state_bytes)
         footprint.check_fits(
             free,
@@ -203,6 +209,14 @@ class CheckpointBackend(ForwardBackend):
     def savings(self) -> Iterator[tuple[str, int]]:
         """Yield flags with which the weights would take less memory, and by how much: the least first."""
         return iter(())
+
+    def _windows(self, config: EngineConfig) -> dict[str, int]:
+        """Return what `settle` must hear of layers whose windows give KV back; nothing where none do."""
+        model, window = self.model, self.model.sliding_window
+        longest = config.limits.max_model_len or model.max_position_embeddings
+        if not (self.frees_windows and model.num_window_groups and window and window < longest):
+            return {}
+        return {"num_tables": 1 + model.num_window_groups, "window_length": window}
 
     def _kv_bytes(self, config: EngineConfig, footprint: Footprint, free: FreeMemory) -> int:
         """Return what KV blocks and states take together."""

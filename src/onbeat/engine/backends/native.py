@@ -92,7 +92,8 @@ class NativeBackend(CheckpointBackend):
         packer = WeightPacker(self._library, self.checkpoint, self._layouts, num_threads=num_threads)
         options = NativeOptions(
             dtype=self.device.dtype,
-            num_blocks=limits.num_blocks,
+            num_blocks=limits.num_pages,
+            num_tables=limits.num_tables,
             block_size=limits.block_size,
             num_slots=limits.max_num_seqs + (limits.num_snapshots or 0),
             num_threads=num_threads,

@@ -134,9 +134,10 @@ class TorchBackend(CheckpointBackend):
         weights = load_weights(self.checkpoint, dtype, device)
         forward = TorchForward(
             weights,
-            num_blocks=limits.num_blocks,
+            num_blocks=limits.num_pages,
             block_size=limits.block_size,
             num_slots=limits.max_num_seqs + (limits.num_snapshots or 0),
+            num_tables=limits.num_tables,
         )
         return forward, limits
 
@@ -152,6 +153,7 @@ class CudaBackend(TorchBackend):
     """
 
     has_graphs = True
+    frees_windows = False
     block_size = 64  # a row's plan changes when it gets another block: of 32 rows one in two steps, not each
 
     def __init__(

@@ -251,7 +251,8 @@ class CudaForward(ForwardPass):
         self.settings = {"backend": "cuda", "kernels": kernels.name, "graphs": graphs_name}
         with torch.inference_mode():
             self._state = DeviceState(spec, options, weights.device)
-            self._kv = [self._state.kv[self.config.place(index)] for index in range(self.config.num_layers)]
+            places = map(self.config.place, range(self.config.num_layers))
+            self._kv = [self._state.kv[place] for _, place in places]
             shape = most, weights.config.vocab_size
             self._logits_NV = torch.zeros(shape, dtype=weights.wide_dtype, device=weights.device)
             self._packer = StepPacker(options)

@@ -380,13 +380,33 @@ class ModelConfig:
         """Numbers that all layers' states of one request have, float32; 0 without linear attention."""
         return 0 if self.linear is None else self.num_linear_layers * self.linear.state_numbers
 
-    def place(self, layer_index: int) -> int:
-        """Return a layer's number among those that keep keys and values, or among those that keep states.
+    @property
+    def num_window_groups(self) -> int:
+        """Groups of as many layers with a window as there are without; 0 where there are no such groups.
 
-        Of a layer that reads another's keys and values it is that one's.
+        What lacks in the last group is memory for nothing: at most a seventh of a block.
         """
-        kind = self.is_linear(layer_index)
-        return sum(self.is_linear(index) == kind for index in range(self.kv_layer(layer_index)))
+        num_sliding = sum(self.sliding_layers)
+        num_full = self.num_kv_layers - num_sliding
+        if not num_full or self.linear is not None or self.full_heads is not None or self.num_kv_sharers:
+            return 0
+        num_groups = -(-num_sliding // num_full)
+        return num_groups if 7 * self.num_kv_layers >= 6 * num_full * (num_groups + 1) else 0
+
+    def layers_of_block(self, num_tables: int) -> int:
+        """Return how many layers a KV block holds, of a request with so many block tables."""
+        return self.num_kv_layers - (sum(self.sliding_layers) if num_tables > 1 else 0)
+
+    def place(self, layer_index: int, num_tables: int = 1) -> tuple[int, int]:
+        """Return which of so many block tables is a layer's, and its number among the layers of a block.
+
+        Of a layer that reads another's keys and values it is that one's; with a state, among such.
+        """
+        kind, own = self.is_sliding if num_tables > 1 else self.is_linear, self.kv_layer(layer_index)
+        number = sum(kind(index) == kind(own) for index in range(own))
+        if num_tables == 1 or not kind(own):
+            return 0, number
+        return 1 + number // self.layers_of_block(num_tables), number % self.layers_of_block(num_tables)
 
     def some_layers(self, first: int, end: int) -> ModelConfig:
         """Return a model of some of the layers alone, none of which reads one that is left out.

@@ -51,13 +51,14 @@ _STEP_PROBLEMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeOptions:
-    """How the native engine runs a model."""
+    """How the native engine runs a model; `num_tables`: see `SchedulerConfig`."""
 
     dtype: np.dtype[Any]
     """Of activations inside products, and of the KV cache: float32 or bfloat16."""
     num_blocks: int
     block_size: int
     num_threads: int
+    num_tables: int = 1
     num_slots: int = 0
     """Requests whose states are kept, where layers keep any."""
     activation_quantization: ActivationQuantization = "auto"
@@ -109,9 +110,8 @@ class NativeForward(ForwardPass):
         if options.batch_invariant:
             self.settings["batch_invariant"] = "yes"
         self._num_threads = options.num_threads
-        kv_numbers = (
-            2 * max(config.num_kv_layers, 1) * config.num_kv_heads * config.head_dim * options.block_size
-        )
+        num_layers = max(config.layers_of_block(options.num_tables), 1)
+        kv_numbers = 2 * num_layers * config.num_kv_heads * config.head_dim * options.block_size
         self._num_blocks_ahead = max(1, _BYTES_AHEAD // (kv_numbers * options.dtype.itemsize))
         self._library, self._options = library, options
         self._functions = library.functions
@@ -229,7 +229,7 @@ class _FirstLayer:
             library,
             config,
             weights,
-            replace(options, num_blocks=_PRODUCT_SEQUENCES, block_size=_PRODUCT_TOKENS),
+            replace(options, num_blocks=_PRODUCT_SEQUENCES, block_size=_PRODUCT_TOKENS, num_tables=1),
         )
 
     def run(self, num_rows: int) -> float:
@@ -275,9 +275,9 @@ class _EngineStructures:
             *(
                 self._layer(
                     layer,
+                    config.place(index, options.num_tables),
                     window=config.layer_window(index) or 0,
                     rope=ropes.index(config.layer_rope(index)),
-                    place=config.place(index),
                 )
                 for index, layer in enumerate(weights.layers)
             )
@@ -313,6 +313,8 @@ class _EngineStructures:
             expert_size=weights.expert_size,
             shared_experts=experts is not None and experts.shared_size > 0,
             num_kv_layers=config.num_kv_layers,
+            layers_of_block=config.layers_of_block(options.num_tables),
+            num_tables=options.num_tables,
             gates_attention=config.gates_attention,
             **self._linear_sizes(config, options),
             normalizes_experts=experts is not None and experts.normalizes,
@@ -348,7 +350,9 @@ class _EngineStructures:
             "alternates_values": linear.alternates,
         }
 
-    def _layer(self, layer: LayerWeights, *, window: int, rope: int, place: int) -> LayerStructure:
+    def _layer(
+        self, layer: LayerWeights, where: tuple[int, int], *, window: int, rope: int
+    ) -> LayerStructure:
         vectors = (
             *("qkv_bias", "o_bias", "attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
             *("query_norm", "key_norm", "sinks", "conv", "decay", "dt_bias", "delta_norm"),
@@ -358,7 +362,8 @@ class _EngineStructures:
             o=layer.o.handle,
             window=window,
             rope=rope,
-            place=place,
+            table=where[0],
+            place=where[1],
             **self._feed_forward(layer.feed_forward),
             **{name: address(getattr(layer, name), np.float32) for name in vectors},
         )

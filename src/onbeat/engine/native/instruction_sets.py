@@ -131,7 +131,7 @@ class InstructionSetTimer:
         self._block_size = block_size = model.options.block_size
         blocks = max(kind.num_rows * _row_blocks(kind, block_size) for kind in kinds)
         self._options = replace(
-            model.options, num_blocks=blocks, num_slots=max(kind.num_rows for kind in kinds)
+            model.options, num_blocks=blocks, num_tables=1, num_slots=max(kind.num_rows for kind in kinds)
         )
         self._forwards: dict[tuple[str, int], NativeForward] = {}
 

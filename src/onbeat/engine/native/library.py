@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.engine_config import ActivationQuantization
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 
 
 class CallStatus(IntEnum):
@@ -103,6 +103,7 @@ class LayerStructure(Structure):
         ("window", c_int64),
         ("rope", c_int64),
         ("place", c_int64),
+        ("table", c_int64),
         ("conv", c_void_p),
         ("decay", c_void_p),
         ("dt_bias", c_void_p),
@@ -140,6 +141,8 @@ class ModelStructure(Structure):
         ("expert_size", c_int32),
         ("shared_experts", c_int32),
         ("num_kv_layers", c_int32),
+        ("layers_of_block", c_int32),
+        ("num_tables", c_int32),
         ("gates_attention", c_int32),
         ("num_slots", c_int32),
         ("key_heads", c_int32),

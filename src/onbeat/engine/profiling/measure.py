@@ -178,4 +178,5 @@ def _touch_cache(runner: Runner, num_blocks: int) -> None:
     """Write the first blocks of every layer, with what is in them."""
     for start in range(0, num_blocks, _BLOCKS_AT_ONCE):
         blocks = np.arange(start, min(start + _BLOCKS_AT_ONCE, num_blocks))
-        runner.forward.scrub(blocks)
+        for table in range(runner.limits.num_tables):
+            runner.forward.scrub(blocks + table * runner.limits.num_blocks)

@@ -8,6 +8,7 @@ feed-forward width, V vocabulary, B blocks of a row, C keys of a row, X = (N + 2
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ from onbeat.engine.torch.layer import (
     Hidden,
     LayerStep,
     final_states,
-    first_of_windows,
     multiply_by,
     run_layers,
     write_logits,
@@ -48,24 +48,33 @@ class TorchForward(ForwardPass):
     num_blocks : KV blocks, ids 0 to `num_blocks` - 1.
     block_size : tokens of a block, a multiple of 16.
     num_slots : requests whose states are kept, where layers keep any.
+    num_tables : block tables of a request: more than one where groups of layers have blocks of their own.
     """
 
     def __init__(
-        self, weights: TorchWeights, *, num_blocks: int, block_size: int, num_slots: int = 0
+        self,
+        weights: TorchWeights,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int = 0,
+        num_tables: int = 1,
     ) -> None:
         self.weights, self.config, self.device = weights, weights.config, device_of(weights.device)
         self.settings = {"backend": "torch"}
         self._block_size = block_size
         self._kernels = TorchKernels(weights.dtype, weights.device, block_size)
-        self._windows = first_of_windows(weights)
+        self._most_table = num_tables - 1
+        self._kinds = {self._kind(layer.spec): layer.spec for layer in reversed(weights.layers)}
         dtype = numpy_dtype(weights.dtype)
         spec = KVCacheSpec.of_model(weights.config, dtype=dtype, block_size=block_size)
+        spec = replace(spec, heads=spec.heads[: self.config.layers_of_block(num_tables)])
         with torch.inference_mode():
             self.kv = allocate_kv(spec, num_blocks, weights.device)
             self._kept: list[LayerKVCache | LayerState] = [
                 allocate_state(self.config, num_slots, weights.wide_dtype, weights.device)
                 if self.config.is_linear(index)
-                else self.kv[self.config.place(index)]
+                else self.kv[self.config.place(index, num_tables)[1]]
                 for index in range(self.config.num_layers)
             ]
 
@@ -73,11 +82,13 @@ class TorchForward(ForwardPass):
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         """Run one step; see `ForwardPass.run`."""
         batch, num_samples = inputs.attention, len(inputs.sampling_tokens)
-        rows = ChunkRows.of(batch, self._block_size)
-        plans = {window: self._kernels.plan_chunks(rows, spec) for window, spec in self._windows.items()}
+        plans = {
+            kind: self._kernels.plan_chunks(ChunkRows.of(batch, self._block_size, table=kind[1]), spec)
+            for kind, spec in self._kinds.items()
+        }
 
         def attend(q_TNH: Tensor, kv: LayerKVCache, layer: LayerSpec, out_TNH: Tensor) -> None:
-            self._kernels.attend_chunks(q_TNH, kv, plans[layer.window], layer, out_TNH)
+            self._kernels.attend_chunks(q_TNH, kv, plans[self._kind(layer)], layer, out_TNH)
 
         ids_T, positions_T, kv_slots_T, sampled_N, pooled_P = (
             torch.from_numpy(part).to(self.weights.device)
@@ -111,6 +122,10 @@ class TorchForward(ForwardPass):
             BestTokens(best.ids_R.cpu().numpy(), best.peaks_R.cpu().numpy()),
             hidden_PD=hidden_PD,
         )
+
+    def _kind(self, layer: LayerSpec) -> tuple[int | None, int]:
+        """Return the window and the block table of a layer: one plan is for all that have both in common."""
+        return layer.window, min(layer.table, self._most_table)
 
     @torch.inference_mode()
     def scrub(self, block_ids: IntArray) -> None:
@@ -198,7 +213,7 @@ class TorchKernels:
         if layer.value_norm is not None:
             v_TKH = _normalised(v_TKH, layer.value_norm)
         k_TKH = self._turned(k_TKH, layer.key_norm, cos_T1H, sin_T1H).to(k_TKH.dtype)
-        slots_T = step.kv_slots_T.long()
+        slots_T = (step.kv_slots_T[layer.table] if step.kv_slots_T.dim() > 1 else step.kv_slots_T).long()
         where = (slots_T // self._block_size, slots_T % self._block_size)
         for part, x_TKH in ((kv.k_BKSH, k_TKH), (kv.v_BKSH, v_TKH)):
             part.transpose(1, 2).index_put_(where, stored(x_TKH, part.dtype))

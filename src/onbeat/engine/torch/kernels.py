@@ -95,6 +95,7 @@ class LayerSpec:
     query_norm: Norm | None
     key_norm: Norm | None
     """Of each head, before the rotation."""
+    table: int = 0  # which block table is its own, where a request has several
     softcap: float | None = None
     query_growth: tuple[float, int] | None = None
     """See `ModelConfig.attention_softcap` and `ModelConfig.query_growth`."""
@@ -137,12 +138,16 @@ class ChunkRows(NamedTuple):
     """[sum of num_blocks_R]: row after row."""
 
     @classmethod
-    def of(cls, batch: AttentionBatch, block_size: int, rows: IntArray | slice = slice(None)) -> ChunkRows:
-        """Return some rows of a step."""
+    def of(
+        cls, batch: AttentionBatch, block_size: int, rows: IntArray | slice = slice(None), table: int = 0
+    ) -> ChunkRows:
+        """Return some rows of a step, with one of their block tables."""
+        num_tables = batch.slot_mapping_T.size // batch.slot_mapping_T.shape[-1]
+        first_line = table * len(batch.block_tables_SB) // num_tables
         context_lens_R = batch.context_lens_R[rows].astype(np.int32)
         num_blocks_R = -(-context_lens_R // block_size)
         blocks = [
-            batch.block_tables_SB[slot, :num_blocks]
+            batch.block_tables_SB[first_line + slot, :num_blocks]
             for slot, num_blocks in zip(batch.slots_R[rows].tolist(), num_blocks_R.tolist(), strict=True)
         ]
         query_lens_R = batch.query_lens_R[rows].astype(np.int32)

@@ -304,7 +304,9 @@ class Admission:
             gap=self._ends_until(plan.now).gap(len(staying), step_seconds * usual),
         )
         wanted = [
-            triage.Demand(job.deadline, 1, -(-job.state.queued_work[0] // plan.kv.block_size))
+            triage.Demand(
+                job.deadline, 1, -(-job.state.queued_work[0] // plan.kv.block_size) * plan.kv.num_tables
+            )
             for job in ahead
         ]
         num_blocks = plan.num_blocks_wanted(own.state)

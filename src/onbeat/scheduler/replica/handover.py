@@ -273,11 +273,11 @@ class Handovers:
         is_in_prompt = num_external_tokens < num_tokens - 1
         # A chunk takes no blocks: they are there when it is planned.
         num_needed = num_tokens if is_in_prompt else num_external_tokens
-        num_reserved = 0 if reservation is None else len(reservation.block_ids) * self._kv.block_size
-        if reservation is None or num_reserved < num_needed:
+        num_blocks = 0 if reservation is None else len(reservation.block_ids)
+        if reservation is None or num_blocks < self._kv.num_blocks_for(num_needed):
             raise InvalidRequest(
-                f"hand-over {handover_id!r} has room for {num_reserved} tokens here, but {num_needed} are to "
-                "be adopted; reserve it first, and adopt before its end",
+                f"hand-over {handover_id!r} has {num_blocks} blocks here, too few for {num_needed} tokens "
+                "that are to be adopted; reserve it first, and adopt before its end",
                 param="handover_id",
             )
         if self._policy.known.holds_finished:
@@ -318,7 +318,7 @@ class Handovers:
         for reservation in self._reservations.values():
             yield from reservation.block_ids
         for state in self._detached.values():
-            yield from state.block_ids
+            yield from state.held_ids
 
     @property
     def _has_slot(self) -> bool:
@@ -340,7 +340,7 @@ class Handovers:
             request_id=state.request_id,
             output_token_ids=tuple(state.output_token_ids),
             num_kv_tokens=num_kv_tokens,
-            block_ids=tuple(state.block_ids[: self._kv.num_blocks_for(num_kv_tokens)]),
+            block_ids=self._kv.moved_ids(state),
             scheduled_time=state.scheduled_time,
             num_cached_tokens=state.num_cached_tokens,
             num_preemptions=state.num_preemptions,

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from onbeat.core.hashing import BlockHash, hash_blocks
-from onbeat.core.step import KeptState, ScheduledRequest
+from onbeat.core.step import KeptState, NewPages, ScheduledRequest
 from onbeat.scheduler.replica.request_state import NEVER, RequestState
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 KEPT_SHARE = 0.3
 """Of all blocks, those that may be kept for calls to come."""
+ContentName = BlockHash | tuple[int, BlockHash]
+"""A block's hash; with the number of a group of layers with a window before it, that group's part of it."""
 
 
 class BlockPool:
@@ -45,8 +48,8 @@ class BlockPool:
         """For which tenant they are kept, and each tenant's in the order in which they came to be."""
         self._num_sharers: dict[int, int] = {}
         """References to a block beyond the first; most blocks are not shared and have no entry."""
-        self._id_of_hash: dict[BlockHash, int] = {}
-        self._hash_of_id: dict[int, BlockHash] = {}
+        self._id_of_hash: dict[ContentName, int] = {}
+        self._hash_of_id: dict[int, ContentName] = {}
         self.unsound_ids: set[int] = set()
         """Blocks that were unregistered since whoever lends blocks to others looked."""
 
@@ -55,7 +58,7 @@ class BlockPool:
         """Blocks that `allocate` could hand out now."""
         return self.num_blocks - self.num_used_blocks
 
-    def find(self, block_hash: BlockHash) -> int | None:
+    def find(self, block_hash: ContentName) -> int | None:
         """Return the block that holds this content, if any."""
         return self._id_of_hash.get(block_hash)
 
@@ -194,7 +197,7 @@ class BlockPool:
         else:
             self._num_sharers[block_id] -= 1
 
-    def register(self, block_id: int, block_hash: BlockHash) -> None:
+    def register(self, block_id: int, block_hash: ContentName) -> None:
         """Make the content of a full block findable; the first block with a content keeps the name."""
         if block_hash not in self._id_of_hash and block_id not in self._hash_of_id:
             self._id_of_hash[block_hash] = block_id
@@ -302,34 +305,31 @@ class Snapshots:
 class KVCacheManager:
     """Gives requests their block tables; knows block ids only, never tensors.
 
+    Layers with a window read the last tokens only. Where they have tables of their own, all tables have their
+    blocks from one pool, and a request gives back those that its windows have passed (Zhang et al., "Jenga",
+    SOSP 2025). Their content stays findable while nobody needs the room.
+
     Parameters
     ----------
-    num_blocks : blocks in the cache.
-    block_size : tokens a block holds.
-    enable_prefix_caching : whether full blocks can be found again by their content.
-    num_lookahead_tokens : slots that each request has behind its tokens.
-    num_snapshots : states that can be kept, of a model that needs a state to go on; None of any other.
+    config : sizes of the cache.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        enable_prefix_caching: bool = True,
-        num_lookahead_tokens: int = 0,
-        num_snapshots: int | None = None,
-    ) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self._num_lookahead = num_lookahead_tokens
-        self.keeps_states = bool(num_snapshots)
-        self.snapshots = Snapshots(num_snapshots or 0)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.pool = BlockPool(config.num_pages)
+        self.block_size = config.block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self._num_lookahead = config.num_lookahead_tokens
+        self.keeps_states = bool(config.num_snapshots)
+        self.snapshots = Snapshots(config.num_snapshots or 0)
+        self.num_tables = config.num_tables
+        self._num_groups, self._window = config.num_tables - 1, config.window_length
+        self._most_window_blocks = config.most_window_blocks
+        self.new_pages: list[NewPages] = []  # what the model runner has yet to hear of
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold so many tokens, and the slots behind them."""
-        return -(-(num_tokens + self._num_lookahead) // self.block_size)
+        num_blocks = -(-(num_tokens + self._num_lookahead) // self.block_size)
+        return num_blocks + min(num_blocks, self._most_window_blocks) * self._num_groups
 
     def looks_up(self, state: RequestState) -> bool:
         """Return whether a cached prefix of it may be used."""
@@ -354,14 +354,27 @@ class KVCacheManager:
             if block_id is None:
                 break
             block_ids.append(block_id)
+        if self._num_groups:
+            del block_ids[self._num_with_window(state, len(block_ids)) :]
         if self.keeps_states:
             state.num_shared_blocks = len(block_ids)
             while block_ids and state.block_hashes[len(block_ids) - 1] not in self.snapshots:
                 block_ids.pop()
         return block_ids
 
+    def hold(self, state: RequestState, cached_block_ids: list[int]) -> None:
+        """Keep what `match` has found of a request until it is admitted."""
+        self.pool.hold(cached_block_ids)
+        if self._num_groups:
+            num_cached = len(cached_block_ids)
+            state.num_passed_blocks = self._first_block(num_cached * self.block_size)
+            hashes = state.block_hashes[state.num_passed_blocks : num_cached]
+            state.page_ids = [page_id for each in hashes for page_id in self._pages_of(each)]
+            self.pool.hold(state.page_ids)
+            self.tell_pages(state)
+
     def admit(self, state: RequestState, cached_block_ids: list[int]) -> None:
-        """Give a waiting request its cached prefix (already held by the caller's `pool.hold`)."""
+        """Give a waiting request its cached prefix, which it holds already."""
         assert not state.block_ids, "a waiting request holds no blocks"
         state.block_ids = list(cached_block_ids)
         num_cached = len(cached_block_ids) * self.block_size
@@ -374,9 +387,26 @@ class KVCacheManager:
         """Give a new request blocks that hold the KV of its first tokens."""
         assert not state.block_ids, "it has blocks"
         assert num_computed <= len(block_ids) * self.block_size
+        if self._num_groups:
+            first = self._first_block(num_computed)
+            num_filled = -(-(num_computed + self._num_lookahead) // self.block_size)
+            end = num_filled + (num_filled - first) * self._num_groups
+            self.pool.release(block_ids[end:])
+            state.page_ids, state.num_passed_blocks = block_ids[num_filled:end], first
+            block_ids = block_ids[:num_filled]
         state.block_ids = block_ids
         state.num_allocated_tokens = len(block_ids) * self.block_size - self._num_lookahead
         state.restart(num_computed)
+        if self._num_groups:
+            self.grow(state, state.num_tokens)
+
+    def moved_ids(self, state: RequestState) -> tuple[int, ...]:
+        """Return the blocks of a request, in no step, that hold what goes with it to another replica."""
+        if self._num_groups:
+            self.slide(state)
+        num_blocks = -(-(state.num_computed_tokens + self._num_lookahead) // self.block_size)
+        num_pages = (num_blocks - state.num_passed_blocks) * self._num_groups
+        return (*state.block_ids[:num_blocks], *state.page_ids[:num_pages])
 
     def grow(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
         """Extend the block table to hold `num_tokens`; return the new ids."""
@@ -387,7 +417,50 @@ class KVCacheManager:
         new_block_ids = self.pool.allocate(num_new_blocks)
         state.block_ids += new_block_ids
         state.num_allocated_tokens = len(state.block_ids) * self.block_size - self._num_lookahead
+        if self._num_groups:
+            self.slide(state)
         return tuple(new_block_ids)
+
+    def slide(self, state: RequestState) -> None:
+        """Give back what the windows of a request have passed, before the step that computes its next tokens.
+
+        What a prompt gives back it takes again for the tokens to come: these were counted at its admission.
+        """
+        num_certain = state.num_computed_tokens - state.num_in_flight_drafts
+        first = max(self._first_block(num_certain), state.num_passed_blocks)
+        num_passed = (first - state.num_passed_blocks) * self._num_groups
+        self.pool.release(state.page_ids[:num_passed])
+        del state.page_ids[:num_passed]
+        state.num_passed_blocks, num_held = first, len(state.page_ids)
+        num_wanted = min(len(state.block_ids) - first, self._most_window_blocks) * self._num_groups
+        state.page_ids += self.pool.allocate(max(num_wanted - num_held, 0))
+        self.tell_pages(state, num_held)
+
+    def tell_pages(self, state: RequestState, start: int = 0) -> None:
+        """Have the model runner hear of a request's pages, from one of them on, with the next step."""
+        if self._num_groups:
+            passed, page_ids = state.num_passed_blocks, tuple(state.page_ids[start:])
+            first = passed + start // self._num_groups
+            self.new_pages.append(NewPages(state.request_id, passed, first, page_ids))
+
+    def _first_block(self, num_computed: int) -> int:
+        """Return the first block that the windows of a request's next token reach into."""
+        return max(num_computed + 1 - self._window, 0) // self.block_size
+
+    def _pages_of(self, block_hash: BlockHash) -> list[int]:
+        """Return the cached blocks of all groups for a block of tokens; none unless all are there."""
+        found = [self.pool.find((group, block_hash)) for group in range(self._num_groups)]
+        return [page_id for page_id in found if page_id is not None] if None not in found else []
+
+    def _num_with_window(self, state: RequestState, num_blocks: int) -> int:
+        """Return how long a prefix of cached blocks is, of which the last window is cached, too."""
+        end = num_blocks
+        for index in range(num_blocks - 1, -1, -1):
+            if index < self._first_block(end * self.block_size):
+                break
+            if not self._pages_of(state.block_hashes[index]):
+                end = index
+        return end
 
     def places_to_keep(self, state: RequestState) -> tuple[int, ...]:
         """Return after how many of a request's tokens its state is worth keeping, as it is admitted."""
@@ -416,7 +489,11 @@ class KVCacheManager:
 
     def distrust(self, state: RequestState) -> None:
         """Let nobody go on from what a request has computed."""
-        self.pool.unregister(state.block_ids)
+        names = [(group, each) for each in state.block_hashes for group in range(self._num_groups)]
+        page_ids = [page_id for name in names if (page_id := self.pool.find(name)) is not None]
+        self.pool.hold(page_ids)  # those that its windows have passed lie idle
+        self.pool.unregister([*state.held_ids, *page_ids])
+        self.pool.release(page_ids)
         self.snapshots.drop(state.block_hashes)
 
     def register_full_blocks(self, state: RequestState, num_valid_tokens: int) -> None:
@@ -431,6 +508,9 @@ class KVCacheManager:
         num_known_blocks = self._extend_hashes(state, num_full_blocks)
         for index in range(state.num_registered_blocks, min(num_full_blocks, num_known_blocks)):
             self.pool.register(state.block_ids[index], state.block_hashes[index])
+            start = (index - state.num_passed_blocks) * self._num_groups
+            for group in range(self._num_groups if start >= 0 else 0):
+                self.pool.register(state.page_ids[start + group], (group, state.block_hashes[index]))
         state.num_registered_blocks = max(state.num_registered_blocks, num_full_blocks)
         has_more = state.request.block_hashes is None or num_full_blocks < num_known_blocks
         state.num_tokens_to_register = (num_full_blocks + 1) * self.block_size if has_more else NEVER
@@ -441,7 +521,8 @@ class KVCacheManager:
 
     def detach(self, state: RequestState) -> list[int]:
         """Take all blocks from a request and return their ids; they stay in use."""
-        block_ids, state.block_ids = state.block_ids, []
+        block_ids, state.block_ids = state.held_ids, []
+        state.page_ids, state.num_passed_blocks = [], 0
         state.num_allocated_tokens = 0
         state.restart(0)
         state.num_registered_blocks = 0

@@ -48,6 +48,8 @@ class KVView(Protocol):
         """Tokens a block holds."""
         ...
 
+    num_tables: int  # blocks that one more block of tokens takes
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold so many tokens."""
         ...

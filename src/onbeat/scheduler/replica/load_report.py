@@ -92,6 +92,7 @@ class LoadReporter:
         if head is not None:
             num_lacking = max(0, kv.num_blocks_for(head.num_tokens - head.num_hit_tokens) - num_free)
             blocked = head.request_id if num_lacking else ""
+        num_queued = waiting.ranked.num_tokens + waiting.best_effort.num_tokens
         return ReplicaLoad(
             time=now,
             num_taken=num_taken,
@@ -99,10 +100,10 @@ class LoadReporter:
             num_running=len(running),
             num_waiting=len(waiting),
             num_kept_slots=num_kept_slots,
-            num_free_blocks=num_free,
-            num_wanted_blocks=num_lacking,
+            num_free_blocks=num_free // kv.num_tables,
+            num_wanted_blocks=-(-num_lacking // kv.num_tables),
             blocked=blocked,
-            num_queued_blocks=kv.num_blocks_for(waiting.ranked.num_tokens + waiting.best_effort.num_tokens),
+            num_queued_blocks=-(-kv.num_blocks_for(num_queued) // kv.num_tables),
             num_decodes=num_decodes,
             num_context_tokens=num_context,
             tightest_tbt=tightest,

@@ -6,9 +6,10 @@ In which order a policy fills a step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf
+from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import Request
@@ -27,7 +28,6 @@ from onbeat.scheduler.scheduler_config import (
     DEFAULT_POLICY,
     SchedulerConfig,
     SchedulerLimits,
-    SpeculationConfig,
 )
 
 
@@ -296,8 +296,7 @@ def settle(
     num_blocks: int,
     model_len: int,
     model: StepTimeModel | None = None,
-    num_micro_batches: int = 1,
-    speculation: SpeculationConfig | None = None,
+    **others: Any,
 ) -> SchedulerConfig:
     """Decide what the limits leave open, and check that all goes together.
 
@@ -306,6 +305,7 @@ def settle(
     num_blocks : KV blocks in the cache.
     model_len : tokens of the longest request that the model was made for.
     model : predicts steps; None where nobody does yet.
+    others : further fields of `SchedulerConfig`.
 
     Raises
     ------
@@ -320,8 +320,9 @@ def settle(
     settled["policy"] = policy = limits.policy or DEFAULT_POLICY
     settled["block_size"] = block_size = limits.block_size or DEFAULT_BLOCK_SIZE
     # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
+    num_behind = speculation.num_lookahead_tokens if (speculation := others.get("speculation")) else 0
     settled["max_model_len"] = longest = limits.max_model_len or min(
-        model_len, num_blocks * block_size - (speculation.num_lookahead_tokens if speculation else 0)
+        model_len, num_blocks * block_size - num_behind
     )
     if limits.max_num_batched_tokens == "auto":
         raise ConfigError("max_num_batched_tokens is 'auto', which is for simulations; give a number")
@@ -330,9 +331,9 @@ def settle(
             policy, max_model_len=longest, max_num_seqs=limits.max_num_seqs, model=model
         )
     settled["max_queue_seconds"] = queue_seconds(policy, limits.max_queue_seconds)
-    config = SchedulerConfig(
-        **settled, num_blocks=num_blocks, num_micro_batches=num_micro_batches, speculation=speculation
-    )
+    config = SchedulerConfig(**settled, num_blocks=num_blocks, **others)
+    if limits.max_model_len is None:
+        config = replace(config, max_model_len=min(model_len, config.longest_request))
     check_policy(config)
     return config
 

@@ -67,26 +67,12 @@ class RequestState:
     """
 
     __slots__ = (
-        *(
-            "admitted_step_id",
-            "block_hashes",
-            "block_ids",
-            "draft",
-            "guide_seconds",
-            "is_guided",
-            "is_in_flight",
-        ),
-        *("kept_until", "last_step_id", "max_total_tokens", "num_allocated_tokens", "num_cached_tokens"),
-        *("num_computed_tokens", "num_hit_tokens", "num_in_flight_drafts", "num_in_flight_tokens"),
-        *("num_preemptions", "num_prompt_tokens", "num_registered_blocks", "num_shared_blocks", "num_tokens"),
-        *(
-            "num_tokens_to_register",
-            "output_token_ids",
-            "pause_at",
-            "places_to_keep",
-            "queued_work",
-            "request",
-        ),
+        *("admitted_step_id", "block_hashes", "block_ids", "draft", "guide_seconds", "is_guided"),
+        *("is_in_flight", "kept_until", "last_step_id", "max_total_tokens", "num_allocated_tokens"),
+        *("num_cached_tokens", "num_computed_tokens", "num_hit_tokens", "num_in_flight_drafts"),
+        *("num_in_flight_tokens", "num_passed_blocks", "num_preemptions", "num_prompt_tokens"),
+        *("num_registered_blocks", "num_shared_blocks", "num_tokens", "num_tokens_to_register"),
+        *("output_token_ids", "page_ids", "pause_at", "places_to_keep", "queued_work", "request"),
         *("request_id", "scheduled_time", "sits_out", "slo", "sort_key", "status", "stop_token_ids"),
     )
 
@@ -121,6 +107,10 @@ class RequestState:
         self.sits_out = False
         """Whether its next token has to wait for a step that has time for its grammar; see `guides`."""
         self.block_ids: list[int] = []
+        # Blocks of layers with a window, if these have tables of their own: for those of its blocks of tokens
+        # that a window still reaches, one of each such table for the first, then for the next.
+        self.page_ids: list[int] = []
+        self.num_passed_blocks = 0  # its blocks of tokens before these, which no window reaches any more
         self.num_allocated_tokens = 0
         """KV slots in `block_ids`."""
         self.block_hashes: list[BlockHash] = list(request.block_hashes or ())
@@ -148,6 +138,11 @@ class RequestState:
         self.admitted_step_id = -1
         self.scheduled_time = -1.0
         """Seconds; of a stream that came from elsewhere before this clock began, if need be."""
+
+    @property
+    def held_ids(self) -> list[int]:
+        """All blocks that it holds a reference to."""
+        return [*self.block_ids, *self.page_ids]
 
     @property
     def is_protected(self) -> bool:

@@ -24,13 +24,7 @@ class RequestTable:
     """
 
     def __init__(self, config: SchedulerConfig, tracker: SLOTracker | None) -> None:
-        self.kv = KVCacheManager(
-            config.num_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            num_lookahead_tokens=config.num_lookahead_tokens,
-            num_snapshots=config.num_snapshots,
-        )
+        self.kv = KVCacheManager(config)
         self.running = RunningList()
         self.waiting = WaitingQueue()
         self.states: dict[str, RequestState] = {}
@@ -70,7 +64,7 @@ class RequestTable:
             self.preempt(state)
         # Before any allocation: an eviction must not take a prefix that this step has counted on.
         for admission in plan.admissions:
-            self.kv.pool.hold(admission.cached_block_ids)
+            self.kv.hold(admission.state, admission.cached_block_ids)
 
     def admit(self, admission: PlannedAdmission, now: float, step_id: int) -> AdmittedRequest:
         """Take a request that has left the queue into the batch and give it its blocks."""
@@ -153,6 +147,7 @@ class RequestTable:
             outputs, block_ids = tuple(state.output_token_ids), tuple(state.block_ids)
             admitted = AdmittedRequest(state.request, outputs, block_ids, snapshot)
             self._unannounced[state.request_id] = admitted
+            self.kv.tell_pages(state)
 
     # --- what others must hear of ---------------------------------------------------------------------
 
@@ -180,7 +175,7 @@ class RequestTable:
         """
         self.kv.pool.check_invariants()
         self.kv.snapshots.check_invariants()
-        held = Counter(block_id for state in self.running for block_id in state.block_ids)
+        held = Counter(block_id for state in self.running for block_id in state.held_ids)
         held.update(kept_block_ids)
         self.kv.pool.check_references(held)
         assert list(self.running) == sorted(self.running, key=lambda state: state.sort_key)

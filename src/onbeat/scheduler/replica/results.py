@@ -415,14 +415,14 @@ def _let_go_of_sharers(
             continue  # it has other blocks than the row had, or none
         if state.request_id in failed:
             lost.add(state.request_id)
-            unsound.update(state.block_ids)
+            unsound.update(state.held_ids)
         elif row.samples:
-            sound.update(state.block_ids)
+            sound.update(state.held_ids)
     unsound -= sound
     outputs = []
     for state in list(table.running):
         is_lost = state.status is not RequestStatus.RUNNING or state.request_id in lost
-        if is_lost or unsound.isdisjoint(state.block_ids):
+        if is_lost or unsound.isdisjoint(state.held_ids):
             continue
         if state.num_in_flight_tokens:  # they would be delivered
             outputs.append(_fail(state, _SHARED_KV, table))

@@ -50,6 +50,8 @@ def commit_rows(
     else:
         rows = decode_rows(states, table.kv, shape)
     for state, num_new in plan.chunks:
+        if table.kv.num_tables > 1:
+            table.kv.slide(state)
         rows.append(advance_chunk(state, num_new, shape))
         states.append(state)
     for admission in plan.admissions:

@@ -374,6 +374,7 @@ class Scheduler:
         if self.config.num_micro_batches > 1:
             self.table.mark_in_flight(states, is_in_flight=True)
         released_ids, preempted_ids, forgotten_ids = self.table.take_left()
+        new_pages, self.kv.new_pages = self.kv.new_pages, []
         return SchedulerOutput(
             step_id,
             step.rows,
@@ -385,6 +386,7 @@ class Scheduler:
             preempted_ids,
             forgotten_ids,
             self.kv.kept_states(states, step.rows) if self.kv.keeps_states else (),
+            tuple(new_pages),
         )
 
     def _accept(self, request: Request, now: float) -> RequestState:

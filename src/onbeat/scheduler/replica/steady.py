@@ -85,7 +85,7 @@ def _rows_and_steps(running: Sequence[RequestState], kv: KVCacheManager) -> tupl
     if not states:
         return states, 1
     # Every row may be about to need a block, and then one more each block_size tokens.
-    num_blocks_each = kv.pool.num_free_blocks // len(states)
+    num_blocks_each = kv.pool.num_free_blocks // (len(states) * kv.num_tables)
     return states, min(max_steps, (num_blocks_each - 1) * block_size + 1)
 
 

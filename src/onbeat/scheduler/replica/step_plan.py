@@ -248,14 +248,15 @@ class StepPlan:
         return True
 
     def num_growing(self, states: Iterable[RequestState]) -> int:
-        """Return how many of these need another block for their next token."""
-        return sum([state.num_computed_tokens >= state.num_allocated_tokens for state in states])
+        """Return the blocks that those of these need whose next token has no slot yet."""
+        num_growing = sum([state.num_computed_tokens >= state.num_allocated_tokens for state in states])
+        return num_growing * self.kv.num_tables
 
     def take_block(self) -> bool:
         """Set a block aside for a request that grows; False where none is left."""
-        if self.num_blocks_left < 1:
+        if self.num_blocks_left < self.kv.num_tables:
             return False
-        self.num_blocks_left -= 1
+        self.num_blocks_left -= self.kv.num_tables
         return True
 
     def preempt(self, state: RequestState) -> None:
@@ -270,7 +271,7 @@ class StepPlan:
         self.num_blocks_left += len(freed_ids)
 
     def _freed_by(self, state: RequestState) -> list[int]:
-        return self.kv.pool.exclusive_ids(state.block_ids)
+        return self.kv.pool.exclusive_ids(state.held_ids)
 
     def preempt_for_waiting(self) -> None:
         """Preempt running requests of strictly lower priority for the head of the queue, if it fits then.
@@ -309,12 +310,12 @@ class StepPlan:
 
     def _take_block(self, index: int) -> bool:
         """Find a block for the request at `index`, preempting from the end; False if it fell itself."""
-        while self.num_blocks_left < 1:
+        while self.num_blocks_left < self.kv.num_tables:
             self.ran_out_of_blocks = True
             self._preempt_last()
             if self.num_kept == index:
                 return False
-        self.num_blocks_left -= 1
+        self.num_blocks_left -= self.kv.num_tables
         return True
 
     def _preempt_last(self) -> None:

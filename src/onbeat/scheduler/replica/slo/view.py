@@ -294,7 +294,7 @@ def free_blocks(plan: StepPlan, rows: list[RequestState], loss: Loss) -> list[Re
         plan.preempt(victim)
         rows = [state for state in rows if state is not victim]
         num_growing = plan.num_growing(rows)
-    num_over = num_growing - plan.num_blocks_left
+    num_over = -(-(num_growing - plan.num_blocks_left) // plan.kv.num_tables)
     if num_over > 0:  # no others can be preempted: some wait for a block
         waits = {id(state) for state in sorted(filter(needs_block, rows), key=loss)[-num_over:]}
         rows = [state for state in rows if id(state) not in waits]

@@ -1,0 +1,62 @@
+"""Models whose windows give KV back give transformers' tokens, and hold more of them in the same memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from onbeat.scheduler.replica.policies import POLICIES
+from tests.cpu.engine.engines import NativeEngine, TinyEngine, TorchEngine
+from tests.cpu.engine.tiny_models import random_prompt, tiny_model
+from tests.cpu.golden.engine_run import Setting, run_engine
+from tests.many_cases import each_case
+
+pytestmark = pytest.mark.golden
+
+WINDOWED = ("gemma3", "gpt-oss", "olmo3")
+"""The windows of the first two are 20 tokens, in two layers of three, that of the last 24, in one of two."""
+every_family = each_case("name", WINDOWED)
+PROMPT_LENGTHS = (70, 31, 128, 61, 60, 29, 140, 15, 16, 44)
+
+
+@pytest.fixture(params=["torch", "native"])
+def engine(request: pytest.FixtureRequest) -> TinyEngine:
+    if request.param == "native":
+        return NativeEngine(request.getfixturevalue("native_library"))
+    return TorchEngine()
+
+
+def windows_of(name: str) -> tuple[int, int]:
+    config = tiny_model(name).weights.config
+    assert config.sliding_window is not None
+    return 1 + config.num_window_groups, config.sliding_window
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_blocks", [400, 17])
+@every_family
+def test_every_policy_gives_the_references_tokens(
+    engine: TinyEngine, name: str, policy: str, num_blocks: int
+) -> None:
+    """Chunks shorter and longer than a window, steps of chunks and decodes, preemptions, shared prefixes."""
+    shared = random_prompt(90)
+    prompts = [random_prompt(length) for length in PROMPT_LENGTHS]
+    prompts += [[*shared, *random_prompt(length)] for length in (30, 31, 32)]
+    budget = None if POLICIES[policy].whole_prompts else 24
+    setting = Setting(
+        policy=policy, budget=budget, num_blocks=num_blocks, arrivals=2, windows=windows_of(name), repeats=2
+    )
+    outcome = run_engine(engine.make_forward(name), prompts, 24, setting, max_model_len=192)
+    for tokens, prompt in zip(outcome.tokens, prompts * 2, strict=True):
+        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 24))
+    assert outcome.num_preemptions or num_blocks == 400 or policy in ("orca", "static")
+    assert outcome.num_prefix_hits > 700 or num_blocks < 400
+
+
+@every_family
+def test_a_request_fits_that_is_longer_than_the_blocks_of_all_groups(engine: TinyEngine, name: str) -> None:
+    """Of 9 blocks, or 144 tokens, the windows take up to 5 blocks of each of their groups."""
+    setting = Setting(budget=16, num_blocks=9, windows=windows_of(name), max_num_seqs=2)
+    prompts = [random_prompt(length) for length in (150, 160)]
+    outcome = run_engine(engine.make_forward(name), prompts, 16, setting, max_model_len=176)
+    for tokens, prompt in zip(outcome.tokens, prompts, strict=True):
+        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 16))

@@ -1,0 +1,71 @@
+"""Windows that give KV back: more requests at once, and prefix hits that need the last window alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.pure.scheduler.driver import Driver, make_config, make_request
+
+WINDOWED: dict[str, Any] = {"num_tables": 6, "window_length": 32}
+"""As in Gemma 3, of which five layers in six have a window."""
+
+
+def most_running(**changes: Any) -> int:
+    """Return how many requests of 200 tokens decode at once, before one has to be preempted."""
+    driver = Driver(make_config(num_blocks=40, enable_prefix_caching=False, max_num_seqs=16, **changes))
+    for index in range(16):
+        driver.add(make_request(f"r{index}", 150, 51))
+    most = 0
+    for _ in range(2000):
+        if not driver.step():
+            break
+        most = max(most, len(driver.scheduler.running))
+    driver.scheduler.check_invariants()
+    assert driver.scheduler.kv.pool.num_used_blocks == 0
+    return most
+
+
+def start_of(driver: Driver, request_id: str) -> int:
+    rows = (row for step in driver.log for row in step.rows)
+    return next(row.num_computed_tokens for row in rows if row.request_id == request_id)
+
+
+def test_the_same_memory_holds_twice_the_requests() -> None:
+    """A prompt of ten blocks takes 60 parts, or 40 with windows; with the answer 78, or 33."""
+    assert (most_running(), most_running(**WINDOWED)) == (4, 8)
+
+
+@pytest.mark.parametrize("others", [0, 12])
+def test_a_hit_needs_the_last_window_alone(others: int) -> None:
+    """It is there as long as nobody took its room."""
+    driver = Driver(make_config(num_blocks=30, max_num_batched_tokens=64, **WINDOWED))
+    shared = list(range(160))
+    driver.add(make_request("first", 0, 3, prompt=[*shared, 1, 2, 3], salt="all"))
+    driver.run()
+    for index in range(others):
+        driver.add(make_request(f"other{index}", 200, 40))
+        driver.run()
+    driver.add(make_request("second", 0, 3, prompt=[*shared, 7, 8, 9], salt="all"))
+    driver.run()
+    starts = [
+        row.num_computed_tokens for step in driver.log for row in step.rows if row.request_id == "second"
+    ]
+    assert starts[0] == (0 if others else 160)
+    driver.scheduler.check_invariants()
+
+
+def test_nobody_goes_on_from_windows_of_a_request_that_failed() -> None:
+    driver = Driver(make_config(num_blocks=30, max_num_batched_tokens=64, **WINDOWED))
+    prompt = list(range(160))
+    driver.breaking.add("first")
+    driver.add(make_request("first", 0, 3, prompt=prompt, salt="all"))
+    driver.run()
+    driver.add(make_request("second", 0, 3, prompt=prompt, salt="all"))
+    driver.run()
+    second = [
+        row.num_computed_tokens for step in driver.log for row in step.rows if row.request_id == "second"
+    ]
+    assert second[0] == 0
+    assert driver.scheduler.kv.pool.num_used_blocks == 0
