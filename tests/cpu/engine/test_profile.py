@@ -205,6 +205,20 @@ def test_the_timer_verifies_the_drafts_of_a_step(loaded, monkeypatch):
     )
 
 
+def test_rows_of_a_timed_step_have_tokens_of_their_own(loaded, monkeypatch):
+    seen: list[SchedulerOutput] = []
+    launch = loaded.runner.launch
+    monkeypatch.setattr(
+        loaded.runner, "launch", lambda scheduled: (seen.append(scheduled), launch(scheduled))[1]
+    )
+    timer = StepTimer(loaded.runner, num_blocks=8)
+    timer.time(MeasuredBatch((BatchRow(30, 1),) * 4))
+    timer.close()
+    prompts = {admitted.request.prompt_token_ids for step in seen for admitted in step.admitted}
+    assert {len(prompt) for prompt in prompts} == {31}
+    assert len({prompt[-1] for prompt in prompts}) == 4
+
+
 def test_a_campaign_takes_medians_and_stops_in_time():
     batches = [MeasuredBatch((BatchRow(10 * i, 1),)) for i in range(1, 4)]
     runs: dict[int, int] = {}

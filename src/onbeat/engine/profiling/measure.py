@@ -82,9 +82,8 @@ class StepTimer:
         self._blocks = np.arange(min(num_blocks, runner.limits.num_blocks))
         self._sampling = sampling or SamplingParams()
         vocab_size = runner.forward.config.vocab_size
-        self._token_ids: list[int] = self._rng.integers(
-            0, vocab_size, runner.limits.max_model_len + 1
-        ).tolist()
+        num_tokens = runner.limits.max_model_len + runner.limits.max_num_seqs
+        self._token_ids: list[int] = self._rng.integers(0, vocab_size, num_tokens).tolist()
         self._proposing = runner if isinstance(runner, ModelRunner) else None
         self._own_proposer = None if self._proposing is None else self._proposing.proposer
         self._given_drafts = GivenDrafts(self._token_ids)
@@ -150,9 +149,10 @@ class StepTimer:
             num_blocks = -(-num_tokens // self._block_size)
             block_ids = tuple(self._blocks[first_block : first_block + num_blocks].tolist())
             first_block += num_blocks
+            # Each row has tokens of its own: those with the same ones would choose the same experts.
             request = Request(
                 request_id=f"measured-{index}",
-                prompt_token_ids=tuple(self._token_ids[: num_tokens - row.num_drafts]),
+                prompt_token_ids=tuple(self._token_ids[index : index + num_tokens - row.num_drafts]),
                 sampling=self._sampling,
             )
             admitted.append(AdmittedRequest(request, (), block_ids))
