@@ -166,7 +166,6 @@ class ServerCounts:
     num_choices: Histogram = histogram("vllm:request_params_n", "choices asked for of each prompt", ROWS)
     max_tokens: Histogram = histogram("vllm:request_params_max_tokens", "asked for, of each choice", TOKENS)
 
-    @property
     @shown("log_lines_dropped_total")
     def num_dropped_lines(self) -> int:
         """Lines of the server's own process that its output did not take."""
@@ -290,89 +289,75 @@ class RunCounts:
     def __post_init__(self) -> None:
         self.slo = SLOCounts(self.slo_mode)
 
-    @property
     @shown("step_prediction_bias_ratio")
     def prediction_bias(self) -> float | None:
         """Typical (geometric mean) actual / predicted of the last 64 steps or so; 1 is right."""
         return math.exp(self._log_bias) if self._num_predicted else None
 
-    @property
     @shown("requests_running")
     def num_running(self) -> int:
         """Requests in the batch as of the last step, less those that have left since."""
         return min(sum(each.num_running for each in self.engines.values()), self.num_open)
 
-    @property
     @shown("kv_blocks")
     def num_blocks(self) -> int:
         """KV blocks in all."""
         return sum(each.num_blocks for each in self.engines.values())
 
-    @property
     @shown("step_prediction_drift")
     def is_drifting(self) -> int | None:
         """1 while steps have left the model as it was before it corrected itself, else 0."""
         known = [each.is_drifting for each in self.engines.values() if each.is_drifting is not None]
         return int(any(known)) if known else None
 
-    @property
     @shown("requests_best_effort")
     def num_best_effort(self) -> int:
         """Open requests served from what is left over."""
         state = self.policy.state
         return 0 if state is None else min(state.num_best_effort, self.num_open)
 
-    @property
     @shown("predicted_wait_seconds")
     def predicted_wait(self) -> float | None:
         """Until a prompt that came now would be begun; 0 when no request is open."""
         state = self.policy.state
         return None if state is None else state.predicted_wait if self.num_open else 0.0
 
-    @property
     @shown("predicted_queue_seconds")
     def queue_seconds(self) -> float | None:
         """The same of a prompt that could not be in time, or has no objective."""
         state = self.policy.state
         return None if state is None else state.queue_seconds if self.num_open else 0.0
 
-    @property
     @shown("requests_waiting")
     def num_waiting(self) -> int:
         """Requests that the engine has yet to finish and that are not in the batch."""
         return self.num_open - self.num_running
 
-    @property
     @shown("kv_blocks_used")
     def num_used_blocks(self) -> int:
         """KV blocks held by requests as of the last step; 0 when none is open."""
         return sum(each.num_used_blocks for each in self.engines.values()) if self.num_open else 0
 
-    @property
     @shown("kv_blocks_kept")
     def num_kept_blocks(self) -> int:
         """KV blocks kept for calls to come of open jobs."""
         return sum(each.num_kept_blocks for each in self.engines.values()) if self.jobs.num_open else 0
 
-    @property
     @shown("vllm:kv_cache_usage_perc")
     def kv_usage(self) -> float:
         """Share of the KV blocks that is held; 1 is full."""
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
-    @property
     @shown("vllm:num_requests_waiting_by_reason", "reason")
     def waiting_by_reason(self) -> Mapping[str, int]:
         """Waiting requests: all for `capacity`, none is `deferred`."""
         return {"capacity": self.num_waiting, "deferred": 0}
 
-    @property
     @shown("vllm:request_success_total", "finished_reason")
     def finished_for_vllm(self) -> Mapping[str, int]:
         """Ended requests."""
         return {reason: self.finished[reason] for reason in FINISHES_OF_VLLM}
 
-    @property
     @shown("vllm:admission_rejections_total", "reason")
     def refused_by_queue(self) -> Mapping[str, int]:
         """Requests that the queue's limits refused."""

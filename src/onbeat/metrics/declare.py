@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from onbeat.metrics.histogram import Histogram
 
@@ -21,7 +21,7 @@ Labels = tuple[tuple[str, str], ...]
 VLLM = "vllm:"
 """How metrics begin that only vLLM has a name for."""
 _METRIC, _PART = "metric", "part"
-FunctionT = TypeVar("FunctionT", bound=Callable[[Any], Any])
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +74,37 @@ def part(kind: type, label: str = "") -> Any:
     return field(default_factory=dict if label else kind, metadata={_PART: (kind, label)})
 
 
-def shown(name: str, *labels: str) -> Callable[[FunctionT], FunctionT]:
-    """Declare what a property computes, a counter or a gauge: its text is the first line of its docstring."""
+class Shown(Generic[ValueT]):
+    """A property that is a metric, or has some.
 
-    def note(function: FunctionT) -> FunctionT:
-        text = (function.__doc__ or "").partition("\n")[0].removesuffix(".")
+    Parameters
+    ----------
+    compute : returns its value.
+    metadata : as a field has it that is declared.
+    """
+
+    def __init__(self, compute: Callable[[Any], ValueT], metadata: Mapping[str, Any]) -> None:
+        self._compute, self.metadata, self.__doc__ = compute, metadata, compute.__doc__
+
+    def __get__(self, counts: object, kind: type) -> ValueT:
+        return self._compute(counts)
+
+
+def shown(name: str, *labels: str) -> Callable[[Callable[[Any], ValueT]], Shown[ValueT]]:
+    """Make a property of a method, a counter or a gauge: its text is the first line of its docstring."""
+
+    def note(compute: Callable[[Any], ValueT]) -> Shown[ValueT]:
+        text = (compute.__doc__ or "").partition("\n")[0].removesuffix(".")
+        text = text if text[1:2].isupper() else text[:1].lower() + text[1:]
         kind: Kind = "counter" if name.endswith("_total") else "gauge"
-        setattr(
-            function,
-            _METRIC,
-            Metric(name, text if text[1:2].isupper() else text[:1].lower() + text[1:], kind, labels),
-        )
-        return function
+        return Shown(compute, {_METRIC: Metric(name, text, kind, labels)})
 
     return note
 
 
-def shown_parts(kind: type, label: str) -> Callable[[FunctionT], FunctionT]:
-    """Declare a property whose value is a mapping, by a label's value, of counts of their own."""
-
-    def note(function: FunctionT) -> FunctionT:
-        setattr(function, _PART, (kind, label))
-        return function
-
-    return note
+def shown_parts(kind: type, label: str) -> Callable[[Callable[[Any], ValueT]], Shown[ValueT]]:
+    """Make a property of a method that returns a mapping, by a label's value, of counts of their own."""
+    return lambda compute: Shown(compute, {_PART: (kind, label)})
 
 
 def samples(counts: object, outer: Labels = ()) -> Iterator[tuple[Metric, Labels, Any]]:
@@ -146,7 +153,7 @@ def _members(kind: type) -> tuple[tuple[str, Metric | None, tuple[type | None, s
     found: list[tuple[str, Mapping[str, Any]]] = []
     if is_dataclass(kind):
         found += [(each.name, each.metadata) for each in fields(kind)]
-    found += [(name, vars(each.fget)) for name, each in vars(kind).items() if isinstance(each, property)]
+    found += [(name, each.metadata) for name, each in vars(kind).items() if isinstance(each, Shown)]
     return tuple(
         (name, own.get(_METRIC), own.get(_PART, (None, "")))
         for name, own in found

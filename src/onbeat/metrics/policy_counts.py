@@ -33,13 +33,11 @@ class PolicyCounts:
     """What lives of replicas that are over have counted."""
     _has_lost: bool = False
 
-    @property
     @shown("requests_relegated_total")
     def num_relegated(self) -> int | None:
         """Requests turned into best effort, at arrival or later."""
         return None if self.state is None else self.state.num_relegated
 
-    @property
     @shown("requests_lost_total")
     def num_missed(self) -> int | None:
         """Running requests that missed their objective."""

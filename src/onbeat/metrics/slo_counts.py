@@ -63,7 +63,6 @@ class ClassCounts:
     _num_good: int = 0
     """Of these."""
 
-    @property
     @shown("slo_objective_seconds", "objective")
     def objective_seconds(self) -> Mapping[str, float | None]:
         """`ttft`, `tbt` or `e2e` of the latest request of the class, where it has one."""
@@ -114,7 +113,6 @@ class SLOCounts:
         self._ended: deque[RequestRecord] = deque()
         """Requests that wait to be judged."""
 
-    @property
     @shown_parts(ClassCounts, "slo_class")
     def classes(self) -> dict[str, ClassCounts]:
         """Counts by class, with all requests that have ended."""

@@ -54,31 +54,26 @@ class SpeculationCounts:
     goodput: RecentRate = field(default_factory=RecentRate)
     predicted_goodput: RecentRate = field(default_factory=RecentRate)
 
-    @property
     @shown("spec_drafts_total")
     def num_drafts(self) -> int:
         """Decode rows that verified drafts."""
         return self.drafted_at[0]
 
-    @property
     @shown("spec_draft_tokens_total")
     def num_drafted_tokens(self) -> int:
         """Drafts verified; the proposer may have fewer than were planned."""
         return self.drafted_at.total()
 
-    @property
     @shown("spec_accepted_tokens_total")
     def num_accepted_tokens(self) -> int:
         """Of these, drafts accepted, those behind the end of an answer too."""
         return self.accepted_at.total()
 
-    @property
     @shown("spec_goodput_tokens_per_second")
     def goodput_per_second(self) -> float | None:
         """Output tokens of decode rows / step time, over the last 64 steps or so."""
         return self.goodput.per_second
 
-    @property
     @shown("spec_goodput_predicted_tokens_per_second")
     def predicted_goodput_per_second(self) -> float | None:
         """Expected tokens / predicted step time, over the same steps; drafts are chosen by it."""
