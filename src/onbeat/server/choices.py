@@ -12,7 +12,7 @@ from onbeat.core.request import FinishReason, Placement, Request, RequestOutput,
 from onbeat.core.slo import Fate
 from onbeat.metrics.record import RequestRecord
 from onbeat.text.reply.calls import CallStart, ContentText, MarkToken, ReplyEvent
-from onbeat.text.reply.harmony import ReplyReader
+from onbeat.text.reply.parser import ReplyParser
 from onbeat.text.stream import TextDelta, TextStream, holds_text
 
 
@@ -118,7 +118,7 @@ class TextOptions:
     """Whether an end token, which is no text, is among the tokens whose log-probabilities are shown."""
     drops_answer: bool = False
     """Whether the prompt alone was asked for, and the one token that is generated goes nowhere."""
-    new_reader: Callable[[], ReplyReader] | None = None
+    new_reader: Callable[[], ReplyParser] | None = None
     """Makes what tells the parts of a choice's text apart; None where all of it is content."""
 
 
@@ -223,7 +223,7 @@ class ChoiceText:
         return ChoiceDelta(choice, text, shown, new_ids, reason, events=events)
 
     def _read(
-        self, reader: ReplyReader, token_ids: list[int], *, final: bool
+        self, reader: ReplyParser, token_ids: list[int], *, final: bool
     ) -> tuple[TextDelta, list[ReplyEvent], bool]:
         """Return what tokens add to the text and to its parts, and whether they complete it; one by one.
 

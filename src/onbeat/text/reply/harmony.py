@@ -9,10 +9,9 @@ What stands in `analysis` is reasoning, all else is content. Source: OpenAI harm
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from onbeat.text.reply.body import SPACE
-from onbeat.text.reply.calls import Calls, ContentText, MarkToken, ReasoningText, ReplyEvent
+from onbeat.text.reply.calls import ContentText, ReasoningText
 from onbeat.text.reply.families import HARMONY_MARKS
 from onbeat.text.reply.parser import MarkScanner, ReplyOptions, ReplyParser, ReplyStyle
 
@@ -21,8 +20,8 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-class HarmonyParser:
-    """Turns the text of one choice into events, as `ReplyParser` does.
+class HarmonyParser(ReplyParser):
+    """Turns the text of one choice into events, message by message.
 
     Parameters
     ----------
@@ -31,57 +30,21 @@ class HarmonyParser:
     """
 
     def __init__(self, style: ReplyStyle, options: ReplyOptions) -> None:
-        self.mark_token_ids = frozenset(style.mark_ids.values())
+        super().__init__(style, options)
         self._scanner = MarkScanner(set(HARMONY_MARKS) - style.mark_ids.keys())
         self._reasons = style.reasoning is not None
-        self._drops_reasoning = options.drops_reasoning
-        self._calls = Calls(options.tools, options.new_call_id, is_single=options.is_single)
         self._head: str | None = None if options.opens_in_reasoning else ""
         """What has come of a message's header; None inside of a message."""
-        self._said: type[ContentText | ReasoningText] = (
-            ReasoningText if options.opens_in_reasoning else ContentText
-        )
-        self._has_header = self._has_content = False
-        self._has_arguments = False
-        self._pending = ""
-        self._num_uncertain = 0
-        """The last tokens, as long as they are a header whose channel is not known."""
-        self.num_reasoning_tokens = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing more is wanted, so that the answer ends here."""
-        return self._calls.is_complete
-
-    def push(self, pieces: Sequence[str | MarkToken], *, final: bool) -> list[ReplyEvent]:
-        """Take what one token adds, which may be nothing, and return what is certain by now.
-
-        Parameters
-        ----------
-        pieces : text and special tokens, in their order.
-        final : whether the answer ends here, so that nothing is held back any longer.
-        """
-        was_reasoning = self._is_reasoning
-        for piece in pieces:
-            if isinstance(piece, MarkToken):
-                self._run(settles=True)
-                self._on_mark(piece.text)
-            else:
-                self._pending += piece
-                self._run(settles=False)
-        if final:
-            self._run(settles=True)
-            self._end(self._head or "")
-        else:
-            self._count_token(was_reasoning=was_reasoning)
-        events, self._calls.events = self._calls.events, []
-        return events
+        self._has_header = self._has_arguments = False
 
     @property
     def _is_reasoning(self) -> bool:
-        return self._head is None and self._said is ReasoningText
+        return self._head is None and super()._is_reasoning
 
-    def _count_token(self, *, was_reasoning: bool) -> None:
+    def _count_token(self, *, was_reasoning: bool, final: bool) -> None:
+        """Count the last token, once it is known; a header is uncertain as long as its channel is."""
+        if final:
+            return
         if was_reasoning or self._is_reasoning:
             self.num_reasoning_tokens += self._num_uncertain + 1
             self._num_uncertain = 0
@@ -95,7 +58,7 @@ class HarmonyParser:
             before, mark, self._pending = self._scanner.split(self._pending, final=settles)
             self._on_text(before)
             if mark:
-                self._on_mark(mark)
+                self._on_token(mark)
 
     def _on_text(self, text: str) -> None:
         if self._head is None:
@@ -107,18 +70,18 @@ class HarmonyParser:
             text, self._head, self._said = self._head, None, ContentText
             self._say(text)
 
-    def _on_mark(self, mark: str) -> None:
+    def _on_token(self, mark: str) -> None:
         if self.is_complete:
             return
         if mark in _ENDS or (mark in _BEGINS and self._head is None):
             self._end("")
             self._head = ""
         if self._head is not None and mark == "<|message|>":
-            self._begin(self._head)
+            self._begin_message(self._head)
         elif self._head is not None and mark not in _ENDS:
             self._head += mark
 
-    def _begin(self, head: str) -> None:
+    def _begin_message(self, head: str) -> None:
         """Begin the message of a header."""
         channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
         self._head, self._has_header = None, True
@@ -144,6 +107,10 @@ class HarmonyParser:
             self._said = ContentText
             self._say(head)
 
+    def _finish(self) -> None:
+        self._run(settles=True)
+        self._end(self._head or "")
+
     def _say(self, text: str) -> None:
         if self._calls.is_open:
             self._has_arguments |= bool(text.strip(SPACE))
@@ -153,9 +120,6 @@ class HarmonyParser:
             self._calls.events.append(self._said(text))
 
 
-ReplyReader = ReplyParser | HarmonyParser
-
-
-def new_reader(style: ReplyStyle, options: ReplyOptions) -> ReplyReader:
+def new_reader(style: ReplyStyle, options: ReplyOptions) -> ReplyParser:
     """Return what reads one choice's answer in the style of the model."""
     return (HarmonyParser if "<|channel|>" in style.inner_marks else ReplyParser)(style, options)

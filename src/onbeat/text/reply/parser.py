@@ -160,6 +160,10 @@ class ReplyParser:
         """Whether nothing more is wanted, so that the answer ends here."""
         return self._calls.is_complete
 
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._said is ReasoningText
+
     def push(self, pieces: Sequence[str | MarkToken], *, final: bool) -> list[ReplyEvent]:
         """Take what one token adds, which may be nothing, and return what is certain by now.
 
@@ -168,7 +172,7 @@ class ReplyParser:
         pieces : text and special tokens, in their order.
         final : whether the answer ends here, so that nothing is held back any longer.
         """
-        was_reasoning = self._said is ReasoningText
+        was_reasoning = self._is_reasoning
         for piece in pieces:
             if isinstance(piece, MarkToken):
                 self._run(settles=True)

@@ -19,8 +19,8 @@ from onbeat.text.reply.calls import (
     ReplyEvent,
 )
 from onbeat.text.reply.families import FAMILIES, REASONING
-from onbeat.text.reply.harmony import ReplyReader, new_reader
-from onbeat.text.reply.parser import ReplyOptions, ReplyStyle
+from onbeat.text.reply.harmony import new_reader
+from onbeat.text.reply.parser import ReplyOptions, ReplyParser, ReplyStyle
 
 TOOLS: dict[str, Any] = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -100,7 +100,7 @@ def parser(
     reasoning: str | None = "think",
     tokenizer: Tokenizer | None = None,
     **options: Any,
-) -> ReplyReader:
+) -> ReplyParser:
     ids = count()
     style = ReplyStyle(
         None if family is None else FAMILIES[family],
@@ -111,7 +111,7 @@ def parser(
     return new_reader(style, ReplyOptions(**(defaults | options)))
 
 
-def events(reader: ReplyReader, pieces: Pieces) -> list[ReplyEvent]:
+def events(reader: ReplyParser, pieces: Pieces) -> list[ReplyEvent]:
     """Return the events of pieces, neighbouring texts joined."""
     found: list[ReplyEvent] = []
     for piece in pieces:
