@@ -21,22 +21,7 @@ from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.hashing import hash_blocks
 from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, RequestOutput
 from onbeat.core.step import AdmittedRequest, ModelRunnerOutput, SchedulerOutput
-from onbeat.recording.log import (
-    FILE_KIND,
-    SCHEMA_VERSION,
-    AbortCall,
-    AddCall,
-    Call,
-    HandoverCall,
-    HandoverVerb,
-    RecordedAdmission,
-    RecordedAdoption,
-    RecordedRefusal,
-    RecordHeader,
-    ScheduleCall,
-    Trailer,
-    UpdateCall,
-)
+from onbeat.recording import log
 from onbeat.typed import Hash
 
 LOGGED_BYTES = 8
@@ -93,16 +78,16 @@ class _OpenRequest:
 
 
 def _guarded(
-    log: Callable[Concatenate[RecordWriter, P], None],
+    method: Callable[Concatenate[RecordWriter, P], None],
 ) -> Callable[Concatenate[RecordWriter, P], None]:
     """Let a failure of the record end the record only: the step loop that calls it goes on."""
 
-    @wraps(log)
+    @wraps(method)
     def guarded(writer: RecordWriter, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if writer.sink.is_broken:
             return
         try:
-            log(writer, *args, **kwargs)
+            method(writer, *args, **kwargs)
         except Exception as error:
             logger.exception("cannot record this call")
             writer.sink.give_up(f"{type(error).__name__}: {error}")
@@ -122,7 +107,7 @@ class RecordWriter:
     header : the file's first line.
     """
 
-    def __init__(self, sink: BackgroundFile, header: RecordHeader) -> None:
+    def __init__(self, sink: BackgroundFile, header: log.RecordHeader) -> None:
         self.sink = sink
         self._block_size: int = header.scheduler["block_size"]
         self._logs_hashes: bool = header.scheduler["enable_prefix_caching"]
@@ -132,7 +117,7 @@ class RecordWriter:
         self._is_idle = False
         """Whether the last call was one that planned nothing."""
         self._logs_idle_plans = header.step_time is not None
-        self._append({"file": FILE_KIND, "schema_version": SCHEMA_VERSION, **asdict(header)})
+        self._append({"file": log.FILE_KIND, "schema_version": log.SCHEMA_VERSION, **asdict(header)})
 
     @_guarded
     def add(
@@ -141,7 +126,7 @@ class RecordWriter:
         now: float,
         *,
         refusal: Overloaded | SLOUnattainable | None = None,
-        adoption: RecordedAdoption | None = None,
+        adoption: log.RecordedAdoption | None = None,
     ) -> None:
         """Log a request that the scheduler took, or refused for want of capacity; or that it adopted.
 
@@ -160,7 +145,7 @@ class RecordWriter:
         hashes: list[Hash] = []
         if chain is not None:
             hashes = chain.extend(request.prompt_token_ids) + chain.extend(request.resumed_token_ids)
-        call = AddCall(
+        call = log.AddCall(
             now=now,
             request=opened.number,
             request_id=printable(request.request_id),
@@ -175,7 +160,7 @@ class RecordWriter:
             tenant=request.tenant and printable(request.tenant),
             shed=request.shed,
             whole=None if whole is None else (printable(whole.whole_id), *whole[1:]),
-            refused=None if refusal is None else RecordedRefusal.of(refusal),
+            refused=None if refusal is None else log.RecordedRefusal.of(refusal),
             num_resumed_tokens=len(request.resumed_token_ids),
             first_token_time=request.first_token_time if request.resumed_token_ids else None,
             num_external_tokens=request.num_external_tokens,
@@ -191,7 +176,7 @@ class RecordWriter:
     @_guarded
     def handover(
         self,
-        verb: HandoverVerb,
+        verb: log.HandoverVerb,
         name: str,
         now: float,
         *,
@@ -203,7 +188,7 @@ class RecordWriter:
         if verb == "free" and (opened := self._open.get(name)) is not None:
             self._end(name, opened)
         blocks = None if block_ids is None else tuple(block_ids)
-        self._write(HandoverCall(now, verb, printable(name), num_tokens, blocks, is_out))
+        self._write(log.HandoverCall(now, verb, printable(name), num_tokens, blocks, is_out))
 
     @_guarded
     def abort(self, request_ids: Iterable[str], now: float) -> None:
@@ -215,7 +200,7 @@ class RecordWriter:
                 numbers.append(opened.number)
                 self._end(request_id, opened)
         if numbers:
-            self._write(AbortCall(now, tuple(numbers)))
+            self._write(log.AbortCall(now, tuple(numbers)))
 
     @_guarded
     def schedule(
@@ -244,7 +229,7 @@ class RecordWriter:
         gone = tuple(self._expire(output.request_id) for output in expired)
         if scheduled is None:
             if num_preempted or expired or self._logs_idle_plans or not self._is_idle:
-                self._write(ScheduleCall(now, expired=gone))
+                self._write(log.ScheduleCall(now, expired=gone))
                 self._is_idle = True
             return
         released = tuple(self._release(request_id) for request_id in scheduled.released_ids)
@@ -259,7 +244,7 @@ class RecordWriter:
             if block_ids:
                 blocks[place] = block_ids
         self._write(
-            ScheduleCall(
+            log.ScheduleCall(
                 now,
                 scheduled.step_id,
                 tuple(rows),
@@ -314,7 +299,7 @@ class RecordWriter:
         counts, undelivered = _counts(scheduled, result, outputs)
         has_drafts = any(row.num_draft_tokens for row in scheduled.rows)
         self._write(
-            UpdateCall(
+            log.UpdateCall(
                 now,
                 scheduled.step_id,
                 seconds,
@@ -333,12 +318,12 @@ class RecordWriter:
 
     def close(self) -> None:
         """Write the trailer and close the file."""
-        self._append(Trailer(self._num_calls))
+        self._append(log.Trailer(self._num_calls))
         self.sink.close()
 
-    def _admission(self, admitted: AdmittedRequest) -> RecordedAdmission:
+    def _admission(self, admitted: AdmittedRequest) -> log.RecordedAdmission:
         number = self._open[admitted.request.request_id].number
-        return RecordedAdmission(number, len(admitted.output_token_ids), tuple(admitted.block_ids))
+        return log.RecordedAdmission(number, len(admitted.output_token_ids), tuple(admitted.block_ids))
 
     def _end(self, request_id: str, opened: _OpenRequest) -> None:
         """Note that a request delivers no more; the scheduler still names it until its batch lets it go."""
@@ -360,12 +345,12 @@ class RecordWriter:
             del self._open[request_id]
         return opened.number
 
-    def _write(self, call: Call) -> None:
+    def _write(self, call: log.Call) -> None:
         self._is_idle = False
         self._num_calls += 1
         self._append(call)
 
-    def _append(self, line: Call | Trailer | Mapping[str, Any]) -> None:
+    def _append(self, line: log.Call | log.Trailer | Mapping[str, Any]) -> None:
         self.sink.write(_ENCODER.encode(line) + b"\n")
 
 
@@ -392,7 +377,7 @@ def printable(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
-def create_record(path: Path) -> Callable[[RecordHeader], RecordWriter]:
+def create_record(path: Path) -> Callable[[log.RecordHeader], RecordWriter]:
     """Create a record file; return what starts the record once the header is known.
 
     Raises

@@ -18,20 +18,7 @@ from typing import Any
 from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.scheduler.replica.idle_check import IdleCheck
-from onbeat.vllm import telemetry
-from onbeat.vllm.calibrate import (
-    KeptSteps,
-    RequestMaker,
-    SelfCalibration,
-    StepLimits,
-    capture_sizes,
-    hindrance,
-    is_made_up,
-    predictor,
-    profile_key,
-    settings,
-    step_times,
-)
+from onbeat.vllm import calibrate, telemetry
 from onbeat.vllm.objectives import ID, read
 from onbeat.vllm.plugin_config import log_as_vllm_does, read_config
 from onbeat.vllm.steps import EngineSteps, Imposed, TakenStep, impose, mismatch
@@ -72,7 +59,7 @@ class Plugin:
         self._publisher: telemetry.Publisher | None = None
         self._step_times: list[tuple[float, float]] = []
         """Predicted and measured seconds of steps that are not told yet."""
-        self._calibration: SelfCalibration | None = None
+        self._calibration: calibrate.SelfCalibration | None = None
         """While steps are measured."""
         self.surface = surface = Surface(scheduler, engine_version())
         self.is_on = not surface.is_pooling
@@ -86,9 +73,11 @@ class Plugin:
                 *(*surface.version, _TRIAL),
             )
         self.config, self.defaults = read_config(surface.options, os.environ)
-        self._kept = KeptSteps(profile_key(scheduler.vllm_config), settings(scheduler))
-        known, measures = step_times(self.config, self._kept, hindrance(scheduler))
-        self.steps = EngineSteps(surface, predictor(known), self.defaults.mode)
+        self._kept = calibrate.KeptSteps(
+            calibrate.profile_key(scheduler.vllm_config), calibrate.settings(scheduler)
+        )
+        known, measures = calibrate.step_times(self.config, self._kept, calibrate.hindrance(scheduler))
+        self.steps = EngineSteps(surface, calibrate.predictor(known), self.defaults.mode)
         if measures:
             self._calibration = self._new_calibration()
         elif known is not None:
@@ -104,9 +93,9 @@ class Plugin:
             self._faults_in_a_row = 0
         self._has_failed = False
         if not self.is_on or self.surface.is_paused():
-            self._measure(SelfCalibration.suspend)
+            self._measure(calibrate.SelfCalibration.suspend)
             return None
-        self._measure(SelfCalibration.send)
+        self._measure(calibrate.SelfCalibration.send)
         try:
             return self._plan(now)
         except Exception as fault:
@@ -143,7 +132,7 @@ class Plugin:
                 self.num_mismatches += len(different)
                 self._say_different(different, now)
                 is_trial = self.num_planned <= _TRIAL and self.num_mismatches > _MOST_DIFFERENT
-                if self.surface.is_untried and (is_trial or any(map(is_made_up, different))):
+                if self.surface.is_untried and (is_trial or any(map(calibrate.is_made_up, different))):
                     self._plan_no_more("vLLM did not carry its plans out")
 
     def take(self, output: Any, now: float) -> None:
@@ -186,7 +175,7 @@ class Plugin:
         if not self.is_on:
             return
         if request_ids is None:  # it is the end, or a new beginning
-            self._measure(SelfCalibration.suspend)
+            self._measure(calibrate.SelfCalibration.suspend)
             self._calibration = None
         with self._guarded():
             requests = self.steps.table.requests
@@ -206,7 +195,9 @@ class Plugin:
         """Put the last outputs of refused requests among those that go out; made-up ones do not go out."""
         if self._calibration is not None:
             for each in outputs.values():
-                each.outputs = [output for output in each.outputs if not is_made_up(output.request_id)]
+                each.outputs = [
+                    output for output in each.outputs if not calibrate.is_made_up(output.request_id)
+                ]
         if self._refused:
             refused, self._refused = self._refused, []
             self.surface.add_outputs(outputs, refused)
@@ -250,20 +241,20 @@ class Plugin:
 
     # --- step times -----------------------------------------------------------------------------------
 
-    def _new_calibration(self) -> SelfCalibration:
+    def _new_calibration(self) -> calibrate.SelfCalibration:
         """Return what measures steps, with requests of its own."""
         surface, kv = self.surface, self.steps.table.kv
-        limits = StepLimits(
+        limits = calibrate.StepLimits(
             num_tokens=surface.scheduler.max_num_scheduled_tokens,
             num_seqs=surface.max_num_seqs,
             max_model_len=surface.max_model_len,
             num_kv_tokens=kv.num_blocks * kv.block_size,
-            graph_sizes=capture_sizes(surface.scheduler),
+            graph_sizes=calibrate.capture_sizes(surface.scheduler),
             num_drafts=surface.num_drafts,
         )
-        return SelfCalibration(self.steps, limits, RequestMaker(surface.scheduler, _SEED))
+        return calibrate.SelfCalibration(self.steps, limits, calibrate.RequestMaker(surface.scheduler, _SEED))
 
-    def _measure(self, act: Callable[[SelfCalibration], None]) -> None:
+    def _measure(self, act: Callable[[calibrate.SelfCalibration], None]) -> None:
         """Let steps be measured, if they still are. A fault ends that, and no step; so does its end."""
         calibration = self._calibration
         if calibration is None:
@@ -273,7 +264,7 @@ class Plugin:
             if calibration.is_done:
                 self._calibration = None
                 known = self._kept.keep(calibration.measured, calibration.seconds)
-                self.steps = EngineSteps(self.surface, predictor(known), self.defaults.mode)
+                self.steps = EngineSteps(self.surface, calibrate.predictor(known), self.defaults.mode)
                 self._say_misses()
         except Exception as fault:
             self._calibration = None

@@ -172,7 +172,7 @@ def planned_scheduler(monkeypatch: pytest.MonkeyPatch) -> type:
         backend="vllm",
         engine_version="0.32.0",
     )
-    monkeypatch.setattr(plugin_module, "profile_key", lambda config: key)
+    monkeypatch.setattr("onbeat.vllm.calibrate.profile_key", lambda config: key)
     monkeypatch.setattr(Surface, "end", lambda self, name: self.scheduler.finish_requests(name, None))
     monkeypatch.setattr(Surface, "refusal", staticmethod(lambda request, text: (request.request_id, text)))
     monkeypatch.setattr(

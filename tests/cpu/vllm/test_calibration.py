@@ -39,7 +39,7 @@ def make(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(FakeScheduler.options, "calibrate", "auto")
     maker = SimpleNamespace(make=FakeRequest)
-    monkeypatch.setattr(plugin_module, "RequestMaker", lambda scheduler, seed: maker)
+    monkeypatch.setattr("onbeat.vllm.calibrate.RequestMaker", lambda scheduler, seed: maker)
     return planned_scheduler(monkeypatch)
 
 
@@ -152,7 +152,7 @@ def test_on_a_newer_version_one_measured_row_that_is_not_as_planned_is_enough(
 
 
 def test_a_fault_in_measuring_ends_it_and_no_step(make, monkeypatch, caplog):
-    monkeypatch.setattr(plugin_module, "RequestMaker", lambda scheduler, seed: SimpleNamespace())
+    monkeypatch.setattr("onbeat.vllm.calibrate.RequestMaker", lambda scheduler, seed: SimpleNamespace())
     scheduler = make()
     requests = add_some(scheduler, 4)
     run(scheduler)
@@ -186,7 +186,7 @@ def test_all_aborted_or_paused_it_lets_the_engine_rest(make):
 
 
 def test_where_it_cannot_be_measured_that_is_said(make, monkeypatch, caplog):
-    monkeypatch.setattr(plugin_module, "hindrance", lambda scheduler: "a connector is there")
+    monkeypatch.setattr("onbeat.vllm.calibrate.hindrance", lambda scheduler: "a connector is there")
     assert not make().has_requests()
     assert "(a connector" in caplog.text
     monkeypatch.setitem(FakeScheduler.options, "calibrate", "always")
