@@ -37,19 +37,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.check.engine_rows import (
-    ROWS,
-    Case,
-    Deployment,
-    Steps,
-    Vector,
-    cases_of,
-    engine_seconds,
-    extract,
-    halves,
-    read_rows,
-    write_rows,
-)
+from benchmarks.check import engine_rows
 from benchmarks.check.engine_versions import fit_row_seconds
 from onbeat.perfmodel.engines import BOUNDS, ENGINES, EngineTerms
 from onbeat.perfmodel.fitted import FitTarget
@@ -61,34 +49,34 @@ Terms = Mapping[tuple[str, bool], "EngineTerms"]
 DEGREES = (1, 2, 4, 8)
 
 
-def data_sheet(at: Deployment, matrix: Vector) -> Vector:
+def data_sheet(at: engine_rows.Deployment, matrix: engine_rows.Vector) -> engine_rows.Vector:
     """Return steps as the roofline has them without terms of an engine."""
     return roofline_seconds(
         matrix, at.spec, at.device_spec, parallelism=at.parallelism, precision=at.precision
     )
 
 
-def with_terms(terms: EngineTerms) -> Steps:
+def with_terms(terms: EngineTerms) -> engine_rows.Steps:
     """Return the steps of an engine."""
 
-    def steps(at: Deployment, matrix: Vector) -> Vector:
+    def steps(at: engine_rows.Deployment, matrix: engine_rows.Vector) -> engine_rows.Vector:
         target = FitTarget(
             model=at.spec, device=at.device_spec, parallelism=at.parallelism, precision=at.precision
         )
-        return engine_seconds(matrix, terms, target)
+        return engine_rows.engine_seconds(matrix, terms, target)
 
     return steps
 
 
-def of_package(at: Deployment, matrix: Vector) -> Vector:
+def of_package(at: engine_rows.Deployment, matrix: engine_rows.Vector) -> engine_rows.Vector:
     """Return steps with the terms that the package has."""
     return with_terms(at.terms)(at, matrix)
 
 
-def of_fit(found: Terms) -> Steps:
+def of_fit(found: Terms) -> engine_rows.Steps:
     """Return steps with terms that were fitted."""
 
-    def steps(at: Deployment, matrix: Vector) -> Vector:
+    def steps(at: engine_rows.Deployment, matrix: engine_rows.Vector) -> engine_rows.Vector:
         return with_terms(found[at.engine, at.is_older])(at, matrix)
 
     return steps
@@ -113,7 +101,7 @@ PRIOR_WEIGHT = 0.05
 OUTLIER = 0.1
 
 
-def fit_all(cases: Sequence[Case]) -> dict[tuple[str, bool], EngineTerms]:
+def fit_all(cases: Sequence[engine_rows.Case]) -> dict[tuple[str, bool], EngineTerms]:
     """Fit every engine's terms to its dense models, and then one number for experts to all that have some."""
     found = {}
     for engine in ENGINES:
@@ -130,23 +118,23 @@ def fit_all(cases: Sequence[Case]) -> dict[tuple[str, bool], EngineTerms]:
     return with_experts(float(grid[int(np.argmin(losses))]))
 
 
-def _loss(errors: Vector) -> float:
+def _loss(errors: engine_rows.Vector) -> float:
     return float(np.sum(np.sqrt(1 + (np.log1p(errors) / OUTLIER) ** 2) - 1))
 
 
-def fit_dense(cases: Sequence[Case]) -> EngineTerms:
+def fit_dense(cases: Sequence[engine_rows.Case]) -> EngineTerms:
     """Robust least squares on the log error, with a weak prior at `START`."""
     start = np.log([getattr(START, name) for name in DENSE_TERMS])
     low = np.log([max(BOUNDS[name][0], FLOOR) for name in DENSE_TERMS])
     high = np.log([BOUNDS[name][1] for name in DENSE_TERMS])
     num_rows = sum(len(case.rows) for case in cases)
 
-    def terms_at(logs: Vector) -> EngineTerms:
+    def terms_at(logs: engine_rows.Vector) -> EngineTerms:
         values = np.clip(np.exp(logs), np.exp(low), np.exp(high))
         found: dict[str, Any] = dict(zip(DENSE_TERMS, map(float, values), strict=True))
         return replace(START, **found)
 
-    def residuals(logs: Vector) -> Vector:
+    def residuals(logs: engine_rows.Vector) -> engine_rows.Vector:
         steps = with_terms(terms_at(logs))
         errors = [np.log(case.predict(steps) / case.measured) for case in cases]
         return np.concatenate([*errors, PRIOR_WEIGHT * np.sqrt(num_rows / 100) * (logs - start)])
@@ -165,10 +153,10 @@ def print_terms(found: Terms) -> None:
             print(f"  {name}: {getattr(terms, name):.3g}")
 
 
-Chosen = Callable[[Deployment], bool]
+Chosen = Callable[[engine_rows.Deployment], bool]
 
 
-def groups_of(cases: Iterable[Case]) -> list[tuple[str, Chosen]]:
+def groups_of(cases: Iterable[engine_rows.Case]) -> list[tuple[str, Chosen]]:
     """Return what rows may have in common, and how to tell: dense models first, then those with experts."""
     at_hand = [case.deployment for case in cases]
 
@@ -193,7 +181,9 @@ def groups_of(cases: Iterable[Case]) -> list[tuple[str, Chosen]]:
     return groups
 
 
-def print_accuracy(fitted: Sequence[Case], held: Sequence[Case], swapped: Terms) -> None:
+def print_accuracy(
+    fitted: Sequence[engine_rows.Case], held: Sequence[engine_rows.Case], swapped: Terms
+) -> None:
     """Print errors before and after, by what rows have in common."""
     other_way = of_fit(swapped)
     print(
@@ -215,11 +205,11 @@ def print_accuracy(fitted: Sequence[Case], held: Sequence[Case], swapped: Terms)
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def _pooled(cases: Sequence[Case], steps: Steps) -> Vector:
+def _pooled(cases: Sequence[engine_rows.Case], steps: engine_rows.Steps) -> engine_rows.Vector:
     return np.concatenate([case.errors(steps) for case in cases]) if cases else np.empty(0)
 
 
-def _spread(errors: Vector) -> str:
+def _spread(errors: engine_rows.Vector) -> str:
     if not len(errors):
         return "-"
     size = np.abs(errors)
@@ -230,7 +220,7 @@ def percent(value: float, sign: str = "") -> str:
     return f"{100 * value:{sign}.1f}"
 
 
-def print_deployments(fitted: Sequence[Case], held: Sequence[Case]) -> None:
+def print_deployments(fitted: Sequence[engine_rows.Case], held: Sequence[engine_rows.Case]) -> None:
     print("| deployment | half | rows | data sheets: median (signed) % | with terms: median (signed) % |")
     print("|---|---|---:|---:|---:|")
     parts = [(case, half) for half, cases in (("fitted", fitted), ("held back", held)) for case in cases]
@@ -250,9 +240,9 @@ def main() -> None:
     parser.add_argument("--extract", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.extract:
-        write_rows(extract(args.extract), ROWS)
+        engine_rows.write_rows(engine_rows.extract(args.extract), engine_rows.ROWS)
         return
-    fitted, held = halves(cases_of(read_rows()))
+    fitted, held = engine_rows.halves(engine_rows.cases_of(engine_rows.read_rows()))
     if args.fit:
         print_terms(fit_all(fitted))
         return

@@ -10,23 +10,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_check import timing
 from benchmarks.gpu_check.ceilings import milliseconds
 from benchmarks.gpu_check.models import floor_ms, model_config
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, keep_rows, keep_step, note, seconds_left
-from benchmarks.gpu_check.timing import (
-    BLOCK_SIZE,
-    GREEDY,
-    KernelTime,
-    decodes,
-    host_us,
-    kernel_times,
-    loop_ms,
-    prompt,
-    runner_of,
-    step_timer,
-    times_of_parts,
-    wall_ms,
-)
 from onbeat.core.request import SamplingParams
 from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.device import Device, free_memory
@@ -49,7 +36,7 @@ MIXED = "2 decodes + 20 of a prompt" if IS_REHEARSAL else "31 decodes + 481 of a
 PROMPTS = {512: 12.2, 2048: 46.4, 8192: 206.0}
 MOST_HOST_US = 300.0
 WAYS_TO_CHOOSE = {
-    "greedy": GREEDY,
+    "greedy": timing.GREEDY,
     "drawn": SamplingParams(temperature=1.0),
     "log-probabilities": SamplingParams(temperature=0.0, num_logprobs=0),
 }
@@ -72,8 +59,8 @@ def make_runner(
         max_num_batched_tokens=MAX_TOKENS,
         **options,
     )
-    forward = make(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    runner = runner_of(forward, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len)
+    forward = make(num_blocks=num_blocks, block_size=timing.BLOCK_SIZE)
+    runner = timing.runner_of(forward, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len)
     runner.warm_up()
     return runner
 
@@ -115,15 +102,15 @@ def note_host_parts(runner: ModelRunner, rows: int, context: int) -> None:
         "graph": (forward._graphs, "replay"),
         "mark": (forward._stream, "mark"),
     }
-    for name, took in times_of_parts(runner, rows, context, parts).items():
+    for name, took in timing.times_of_parts(runner, rows, context, parts).items():
         note(f"decode {rows} x {context}: host, {name}", took, "us", shown=True)
 
 
 def time_decodes(runner: ModelRunner, rows: int, context: int) -> None:
     """Time one size of decode steps: one after the other, and what of it the device and the host take."""
-    loop = loop_ms(runner, rows, context)
+    loop = timing.loop_ms(runner, rows, context)
     device = _device_ms(runner, rows)
-    host = host_us(runner, rows, context)
+    host = timing.host_us(runner, rows, context)
     floor = floor_ms(runner.forward.config, rows, context)
     name = f"{rows} x {context}"
     note(f"decode {name}: a step in the loop", loop, "ms", at_most=DECODES.get((rows, context)), shown=True)
@@ -153,15 +140,15 @@ def _device_ms(runner: ModelRunner, rows: int) -> float:
 
 def time_batch(timer: StepTimer, name: str, batch: MeasuredBatch, *, at_most: float | None = None) -> None:
     """Time a step that is no plain decode."""
-    took = wall_ms(timer, batch, seconds=0.5)
+    took = timing.wall_ms(timer, batch, seconds=0.5)
     note(name, took, "ms", at_most=at_most, shown=True)
     keep_step(engine="cuda", kind=name, wall_ms=round(took, 3))
 
 
 def show_kernels(timer: StepTimer, name: str, batch: MeasuredBatch) -> None:
     """Keep where the time of a step goes, and print the most of it."""
-    kernels = kernel_times(timer, batch)
-    keep_rows("kernels.csv", ("case", *KernelTime._fields), [(name, *each) for each in kernels])
+    kernels = timing.kernel_times(timer, batch)
+    keep_rows("kernels.csv", ("case", *timing.KernelTime._fields), [(name, *each) for each in kernels])
     note(f"{name}: kernels' time", sum(each.ms for each in kernels), "ms")
     note(f"{name}: kernels", sum(each.calls for each in kernels))
     for each in kernels[:12]:
@@ -170,33 +157,33 @@ def show_kernels(timer: StepTimer, name: str, batch: MeasuredBatch) -> None:
 
 def time_others(runner: ModelRunner, num_blocks: int, prompts: dict[int, float | None]) -> None:
     """Time prompts, skewed and mixed steps, and show where the time of some goes."""
-    with step_timer(runner, num_blocks) as timer:
+    with timing.step_timer(runner, num_blocks) as timer:
         for length, most in prompts.items():
             if seconds_left() > 6:
-                time_batch(timer, f"prompt {length}", prompt(length), at_most=most)
+                time_batch(timer, f"prompt {length}", timing.prompt(length), at_most=most)
         few, long = (4, 200) if IS_REHEARSAL else (31, 16384)
-        skewed = MeasuredBatch((*decodes(few, 512 // (16384 // long)).rows, BatchRow(long - 1, 1)))
+        skewed = MeasuredBatch((*timing.decodes(few, 512 // (16384 // long)).rows, BatchRow(long - 1, 1)))
         time_batch(timer, f"decode {few} x 512 + 1 x {long}", skewed)
-        mixed = MeasuredBatch((*decodes(few, 64).rows, BatchRow(0, min(512, long))))
+        mixed = MeasuredBatch((*timing.decodes(few, 64).rows, BatchRow(0, min(512, long))))
         time_batch(timer, f"{few} decodes + prompt {min(512, long)}", mixed)
         for rows in (1, MAX_ROWS // 4, MAX_ROWS):
             if seconds_left() > 8:
-                show_kernels(timer, f"decode {rows} x {CONTEXT}", decodes(rows, CONTEXT))
+                show_kernels(timer, f"decode {rows} x {CONTEXT}", timing.decodes(rows, CONTEXT))
         if seconds_left() > 8:
-            show_kernels(timer, "prompt", prompt(64 if IS_REHEARSAL else 2048))
+            show_kernels(timer, "prompt", timing.prompt(64 if IS_REHEARSAL else 2048))
 
 
 def mixed_steps() -> dict[str, MeasuredBatch]:
     """Return small steps that are no pure decodes."""
     if IS_REHEARSAL:
         return {
-            "2 decodes + 20 of a prompt": MeasuredBatch((*decodes(2, 64).rows, BatchRow(0, 20))),
+            "2 decodes + 20 of a prompt": MeasuredBatch((*timing.decodes(2, 64).rows, BatchRow(0, 20))),
             "2 rows verify 3 drafts": MeasuredBatch((BatchRow(60, 4, num_drafts=3),) * 2),
         }
-    found = {"prompt 64": prompt(64), "prompt 256": prompt(256)}
+    found = {"prompt 64": timing.prompt(64), "prompt 256": timing.prompt(256)}
     for rows, chunk in ((8, 56), (31, 97), (31, 225), (31, 481)):
         name = f"{rows} decodes + {chunk} of a prompt"
-        found[name] = MeasuredBatch((*decodes(rows, 512).rows, BatchRow(0, chunk)))
+        found[name] = MeasuredBatch((*timing.decodes(rows, 512).rows, BatchRow(0, chunk)))
     for rows in (1, 8, 31):
         found[f"{rows} rows verify 3 drafts"] = MeasuredBatch((BatchRow(512, 4, num_drafts=3),) * rows)
     return found
@@ -207,17 +194,17 @@ def time_mixed(weights: TorchWeights, runner: ModelRunner, num_blocks: int) -> N
     for way in ("one by one", "in pieces"):
         try:
             if way == "in pieces":
-                num_blocks = 32_000 // BLOCK_SIZE  # the other runner's are still there
+                num_blocks = 32_000 // timing.BLOCK_SIZE  # the other runner's are still there
                 runner = make_noted("graphs and pieces", weights, num_blocks, pieces=True, max_rows=32)
             for how, sampling in WAYS_TO_CHOOSE.items():
-                with step_timer(runner, num_blocks, sampling) as timer:
+                with timing.step_timer(runner, num_blocks, sampling) as timer:
                     for name, batch in mixed_steps().items():
-                        if seconds_left() > 6 and (sampling == GREEDY or "verify" in name):
+                        if seconds_left() > 6 and (sampling == timing.GREEDY or "verify" in name):
                             time_batch(timer, f"{name}, {way}, {how}", batch)
                     # What kernels and copies leave of the time of the last one is launches and the host.
                     if seconds_left() > 8 and way == "one by one":
                         show_kernels(timer, f"{name}, {way}, {how}", batch)
-                    if seconds_left() > 8 and sampling == GREEDY:
+                    if seconds_left() > 8 and sampling == timing.GREEDY:
                         show_kernels(timer, f"{MIXED}, {way}", mixed_steps()[MIXED])
         except Exception as error:
             note_failure(f"steps {way}", error)
@@ -232,7 +219,7 @@ def main() -> int:
     prompts: dict[int, float | None] = {64: None} if IS_REHEARSAL else {**PROMPTS}
     # The skewed case takes 31 x 512 and 1 x 16,384 tokens, the largest one some more.
     num_blocks = 1 + max(
-        rows * (-(-context // BLOCK_SIZE) + 5) for rows, context in [*decode_cases, (1, 16384)]
+        rows * (-(-context // timing.BLOCK_SIZE) + 5) for rows, context in [*decode_cases, (1, 16384)]
     )
     runner = make_noted("graphs", weights, num_blocks)
     for rows, context in decode_cases:
@@ -256,10 +243,10 @@ def _prompts_by_fa3(weights: TorchWeights, prompts: dict[int, float | None]) -> 
     """Time prompts by FlashAttention-3, whose kernel not every machine has."""
     try:
         runner = make_runner(weights, 600, max_rows=1, chunk_backend="fa3")
-        with step_timer(runner, 600) as timer:
+        with timing.step_timer(runner, 600) as timer:
             for length in prompts:
                 if seconds_left() > 6:
-                    time_batch(timer, f"prompt {length} by fa3", prompt(length))
+                    time_batch(timer, f"prompt {length} by fa3", timing.prompt(length))
     except Exception as error:
         note_failure("prompts by fa3", error)
 
@@ -267,12 +254,12 @@ def _prompts_by_fa3(weights: TorchWeights, prompts: dict[int, float | None]) -> 
 def _decodes_launched_early(weights: TorchWeights) -> None:
     """Time decodes whose kernels are launched while the ones before end."""
     try:
-        num_blocks = 32 * (-(-CONTEXT // BLOCK_SIZE) + 5)
+        num_blocks = 32 * (-(-CONTEXT // timing.BLOCK_SIZE) + 5)
         runner = make_runner(weights, num_blocks, max_rows=32, starts_early=True)
         for rows in (1, 8, 32):
             if seconds_left() > 6:
                 name = f"decode {rows} x {CONTEXT} launched early: a step in the loop"
-                note(name, loop_ms(runner, rows, CONTEXT), "ms", shown=True)
+                note(name, timing.loop_ms(runner, rows, CONTEXT), "ms", shown=True)
     except Exception as error:
         note_failure("decodes launched early", error)
 

@@ -21,17 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onbeat.core.errors import EngineDead, EngineError
+from onbeat.engine.cuda import state
 from onbeat.engine.cuda.choice import Choice
 from onbeat.engine.cuda.graphs import GraphKey, Graphs
-from onbeat.engine.cuda.state import (
-    CudaOptions,
-    DeviceState,
-    HostRing,
-    StepCounts,
-    StepWords,
-    device_words,
-    host_words,
-)
+from onbeat.engine.cuda.state import CudaOptions
 from onbeat.engine.cuda.step_packer import ALL_DRAWN, PackedStep, StepPacker, draw_params
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.dtypes import FLOAT8
@@ -39,33 +32,9 @@ from onbeat.engine.forward import ChosenTokens, ForwardPass, Mark, StepLogits
 from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.memory import KVCacheSpec
 from onbeat.engine.sampler import BestTokens
-from onbeat.engine.torch.kernels import (
-    BestBuffers,
-    ChunkRows,
-    DecodeRows,
-    GraphKernels,
-    Kernels,
-    KernelSizes,
-    LayerSpec,
-    Multiply,
-    StepTensors,
-)
+from onbeat.engine.torch import kernels as torch_kernels
+from onbeat.engine.torch import layer as torch_layer
 from onbeat.engine.torch.kv import LayerKVCache, scrub
-from onbeat.engine.torch.layer import (
-    Attend,
-    Hidden,
-    LayerStep,
-    after_attention,
-    before_attention,
-    final_states,
-    first_of_windows,
-    heads_in,
-    multiply_by,
-    run_layers,
-    scale_embedding,
-    widest_heads,
-    write_logits,
-)
 from onbeat.engine.torch.types import FP8, device_of, numpy_dtype
 from onbeat.engine.torch.weights import TorchWeights
 
@@ -86,9 +55,9 @@ class Pieces:
     def __init__(
         self,
         weights: TorchWeights,
-        kernels: Kernels,
+        kernels: torch_kernels.Kernels,
         kv: Sequence[LayerKVCache],
-        multiply: Multiply,
+        multiply: torch_kernels.Multiply,
         graphs: Graphs,
         options: CudaOptions,
     ) -> None:
@@ -106,16 +75,24 @@ class Pieces:
             for _ in range(2)
         )
         self._q_TX, self._mixed_TX = (
-            torch.zeros(most * widest_heads(weights), dtype=weights.dtype, device=device) for _ in range(2)
+            torch.zeros(most * torch_layer.widest_heads(weights), dtype=weights.dtype, device=device)
+            for _ in range(2)
         )
         shape = most, len(weights.layers), weights.config.layer_input_size
         self._own_TLP = torch.zeros(shape, dtype=weights.dtype, device=device)
-        places = {size: StepTensors(self._positions_T[:size], self._kv_slots_T[:size]) for size in sizes}
-        self._steps = {size: LayerStep(tensors, kv, kernels, multiply) for size, tensors in places.items()}
+        places = {
+            size: torch_kernels.StepTensors(self._positions_T[:size], self._kv_slots_T[:size])
+            for size in sizes
+        }
+        self._steps = {
+            size: torch_layer.LayerStep(tensors, kv, kernels, multiply) for size, tensors in places.items()
+        }
         keys = [GraphKey(size, piece) for size in sizes for piece in range(len(weights.layers) + 1)]
         graphs.prepare(keys, self._run_piece, lambda _: None)
 
-    def run(self, ids_T: Tensor, tensors: StepTensors, attend: Attend, wanted_N: Tensor) -> Hidden:
+    def run(
+        self, ids_T: Tensor, tensors: torch_kernels.StepTensors, attend: torch_layer.Attend, wanted_N: Tensor
+    ) -> torch_layer.Hidden:
         """Run a step of one of the sizes, padding included; return the hidden states of some tokens."""
         size = len(ids_T)
         for own, given in (
@@ -125,11 +102,15 @@ class Pieces:
         ):
             own[:size].copy_(given)
         for piece, (layer, kv) in enumerate(zip(self._weights.layers, self._kv, strict=True)):
-            q_TNH, mixed_TNH = (heads_in(part, size, layer.spec) for part in (self._q_TX, self._mixed_TX))
+            q_TNH, mixed_TNH = (
+                torch_layer.heads_in(part, size, layer.spec) for part in (self._q_TX, self._mixed_TX)
+            )
             self._graphs.replay(GraphKey(size, piece))
             attend(q_TNH, kv, layer.spec, mixed_TNH)
         self._graphs.replay(GraphKey(size, len(self._kv)))
-        return Hidden(*(part.index_select(0, wanted_N) for part in (self._x_TD, self._residual_TD)))
+        return torch_layer.Hidden(
+            *(part.index_select(0, wanted_N) for part in (self._x_TD, self._residual_TD))
+        )
 
     def _run_piece(self, key: GraphKey) -> None:
         """Run what lies between two calls of attention: the rest of one layer, and the start of the next."""
@@ -139,19 +120,19 @@ class Pieces:
         x_TD = None
         if key.piece:
             before, own_TP = layers[key.piece - 1], self._own_TLP[: key.size, key.piece - 1]
-            mixed_TNH = heads_in(self._mixed_TX, key.size, before.spec)
-            x_TD = after_attention(weights, before, mixed_TNH, residual_TD, step, own_TP)
+            mixed_TNH = torch_layer.heads_in(self._mixed_TX, key.size, before.spec)
+            x_TD = torch_layer.after_attention(weights, before, mixed_TNH, residual_TD, step, own_TP)
         else:
             torch.index_select(weights.embedding_VD, 0, self._ids_T[: key.size], out=residual_TD)
-            scale_embedding(weights, residual_TD)
+            torch_layer.scale_embedding(weights, residual_TD)
             if weights.inputs is not None:
                 ids_T = self._ids_T[: key.size]
                 own_TLP = weights.inputs.of(ids_T, residual_TD, step.kernels, step.multiply)
                 self._own_TLP[: key.size].copy_(own_TLP)
         if key.piece < len(layers):
             layer, kv = layers[key.piece], self._kv[key.piece]
-            q_TNH = heads_in(self._q_TX, key.size, layer.spec)
-            before_attention(layer, x_TD, residual_TD, step, kv, q_TNH)
+            q_TNH = torch_layer.heads_in(self._q_TX, key.size, layer.spec)
+            torch_layer.before_attention(layer, x_TD, residual_TD, step, kv, q_TNH)
         elif x_TD is not None:
             self._x_TD[: key.size].copy_(x_TD)
 
@@ -159,10 +140,10 @@ class Pieces:
 __all__ = ["CudaForward", "CudaOptions", "kernel_sizes"]
 
 
-def kernel_sizes(weights: TorchWeights, options: CudaOptions) -> KernelSizes:
+def kernel_sizes(weights: TorchWeights, options: CudaOptions) -> torch_kernels.KernelSizes:
     """Return what the operators of such a forward pass are made for."""
     most = {key.width: key.size for key in options.graph_keys}
-    return KernelSizes(
+    return torch_kernels.KernelSizes(
         config=weights.config,
         dtype=weights.dtype,
         kv_dtype=FP8 if options.has_fp8_kv else weights.dtype,
@@ -179,11 +160,11 @@ class _Buffers(NamedTuple):
     """Where a step's numbers lie on the device."""
 
     words: Tensor
-    parts: StepWords
+    parts: state.StepWords
     """`words`, by name."""
     results: Tensor
     """int32 [2 N]: what the host reads."""
-    best: BestBuffers
+    best: torch_kernels.BestBuffers
     """`results`, by name."""
     drawn_N: Tensor
     """int32."""
@@ -226,19 +207,19 @@ class CudaForward(ForwardPass):
     def __init__(
         self,
         weights: TorchWeights,
-        kernels: GraphKernels,
+        kernels: torch_kernels.GraphKernels,
         graphs: Graphs,
         options: CudaOptions,
         *,
-        multiply: Multiply | None = None,
+        multiply: torch_kernels.Multiply | None = None,
         stream: DeviceStream | None = None,
     ) -> None:
         self.weights, self.config, self.device = weights, weights.config, device_of(weights.device)
         self.kernels = kernels
         self.options = options
         self._graphs = graphs
-        self._multiply = multiply or partial(multiply_by, kernels)
-        self._windows = first_of_windows(weights)
+        self._multiply = multiply or partial(torch_layer.multiply_by, kernels)
+        self._windows = torch_layer.first_of_windows(weights)
         on_cpu = weights.device.type == "cpu"
         self._stream = stream or (CpuStream() if on_cpu else CudaStream(weights.device))
         keys = options.graph_keys
@@ -250,15 +231,15 @@ class CudaForward(ForwardPass):
         graphs_name = f"{graphs.name}{pieces}, up to {max(key.size for key in keys)} rows{verifies}"
         self.settings = {"backend": "cuda", "kernels": kernels.name, "graphs": graphs_name}
         with torch.inference_mode():
-            self._state = DeviceState(spec, options, weights.device)
+            self._state = state.DeviceState(spec, options, weights.device)
             places = map(self.config.place, range(self.config.num_layers))
             self._kv = [self._state.kv[place] for _, place in places]
             shape = most, weights.config.vocab_size
             self._logits_NV = torch.zeros(shape, dtype=weights.wide_dtype, device=weights.device)
             self._packer = StepPacker(options)
             most_samples = max(most, options.max_num_batched_tokens)  # every token of a prompt that is scored
-            counts = StepCounts(options.max_num_batched_tokens, most, most_samples, 0)
-            self._ring = HostRing(self._stream, counts.num_words, 2 * most_samples)
+            counts = state.StepCounts(options.max_num_batched_tokens, most, most_samples, 0)
+            self._ring = state.HostRing(self._stream, counts.num_words, 2 * most_samples)
             self._fixed = {key: self._fixed_buffers(key) for key in keys}
             self._stream.run(partial(graphs.prepare, keys, self._run_graph, self._plan_padding))
             self._pieces: Pieces | None = None
@@ -366,15 +347,15 @@ class CudaForward(ForwardPass):
         words = torch.from_numpy(self._packer.padding(key)).to(self.weights.device)
         return self._buffers(words, self._packer.graph_counts(key))
 
-    def _buffers(self, words: Tensor, counts: StepCounts) -> _Buffers:
+    def _buffers(self, words: Tensor, counts: state.StepCounts) -> _Buffers:
         num_samples = counts.samples
         results = torch.zeros(2 * num_samples, dtype=torch.int32, device=self.weights.device)
-        best = BestBuffers(results[:num_samples], results[num_samples:].view(torch.float32))
+        best = torch_kernels.BestBuffers(results[:num_samples], results[num_samples:].view(torch.float32))
         drawn_N = torch.zeros(num_samples, dtype=torch.int32, device=self.weights.device)
         logits_NV = self._logits_NV[:num_samples]
         if num_samples > len(self._logits_NV):
             logits_NV = self._logits_NV.new_empty(num_samples, self._logits_NV.shape[1])
-        return _Buffers(words, device_words(words, counts), results, best, drawn_N, logits_NV)
+        return _Buffers(words, state.device_words(words, counts), results, best, drawn_N, logits_NV)
 
     @torch.inference_mode()
     def _queue(self, packed: PackedStep) -> tuple[Tensor, Tensor | None]:
@@ -414,16 +395,16 @@ class CudaForward(ForwardPass):
             hidden = self._compute(buffers, packed.chunks, wanted_N)
             if len(packed.pooled_tokens):
                 num_samples = packed.views.counts.samples
-                pooled = Hidden(*(part[num_samples:] for part in hidden))
-                pooled_PD = final_states(self.weights, self.kernels, pooled)
+                pooled = torch_layer.Hidden(*(part[num_samples:] for part in hidden))
+                pooled_PD = torch_layer.final_states(self.weights, self.kernels, pooled)
         return buffers, pooled_PD
 
-    def _plan_decodes(self, parts: StepWords, width: int) -> None:
+    def _plan_decodes(self, parts: state.StepWords, width: int) -> None:
         self.kernels.plan_decodes(parts.lens_R, list(self._windows.values()), width)
 
     def _plan_padding(self, key: GraphKey) -> None:
         """Plan a graph's step that has no row."""
-        parts = host_words(self._packer.padding(key), self._packer.graph_counts(key))
+        parts = state.host_words(self._packer.padding(key), self._packer.graph_counts(key))
         self._plan_decodes(parts, key.width)
 
     def _run_graph(self, key: GraphKey) -> None:
@@ -436,41 +417,45 @@ class CudaForward(ForwardPass):
         self._pieces = Pieces(self.weights, self.kernels, self._kv, multiply, graphs, self.options)
 
     @torch.inference_mode()
-    def _compute(self, buffers: _Buffers, chunks: Sequence[ChunkRows], wanted_N: Tensor | None) -> Hidden:
+    def _compute(
+        self, buffers: _Buffers, chunks: Sequence[torch_kernels.ChunkRows], wanted_N: Tensor | None
+    ) -> torch_layer.Hidden:
         """Compute a step; return the hidden states of wanted tokens (None: all), those that sample first.
 
         Parameters
         ----------
         chunks : its rows, as those of `PackedStep`.
         """
-        parts, state = buffers.parts, self._state
-        state.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
-        last_T = state.tokens_S.index_select(0, parts.token_slots_T)
+        parts, device = buffers.parts, self._state
+        device.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
+        last_T = device.tokens_S.index_select(0, parts.token_slots_T)
         ids_T = torch.where(parts.ids_T < 0, last_T, parts.ids_T)
         attend = self._attend_chunks(chunks) if chunks else self._attend_decodes(parts)
-        tensors = StepTensors(parts.positions_T, parts.kv_slots_T)
+        tensors = torch_kernels.StepTensors(parts.positions_T, parts.kv_slots_T)
         if self._pieces is not None and wanted_N is not None and len(ids_T) in self.options.piece_sizes:
             hidden = self._pieces.run(ids_T, tensors, attend, wanted_N)
         else:
-            step = LayerStep(tensors, self._kv, self.kernels, self._multiply)
-            hidden = run_layers(self.weights, ids_T, step, attend, wanted_N)
+            step = torch_layer.LayerStep(tensors, self._kv, self.kernels, self._multiply)
+            hidden = torch_layer.run_layers(self.weights, ids_T, step, attend, wanted_N)
         if len(parts.sampled_N):
-            write_logits(self.weights, self.kernels, hidden, buffers.logits_NV)
+            torch_layer.write_logits(self.weights, self.kernels, hidden, buffers.logits_NV)
             self.kernels.best(buffers.logits_NV, buffers.best)
             self._remember(buffers)
         return hidden
 
-    def _attend_decodes(self, parts: StepWords) -> Attend:
+    def _attend_decodes(self, parts: state.StepWords) -> torch_layer.Attend:
         width = len(parts.ids_T) // len(parts.lens_R)
-        rows = DecodeRows(self._state.tables_SW.index_select(0, parts.slots_R), parts.lens_R, width)
+        rows = torch_kernels.DecodeRows(
+            self._state.tables_SW.index_select(0, parts.slots_R), parts.lens_R, width
+        )
         self.kernels.start_decodes(rows)
 
-        def attend(q_RNH: Tensor, kv: LayerKVCache, layer: LayerSpec, out_RNH: Tensor) -> None:
+        def attend(q_RNH: Tensor, kv: LayerKVCache, layer: torch_kernels.LayerSpec, out_RNH: Tensor) -> None:
             self.kernels.attend_decodes(q_RNH, kv, rows, layer, out_RNH)
 
         return attend
 
-    def _attend_chunks(self, chunks: Sequence[ChunkRows]) -> Attend:
+    def _attend_chunks(self, chunks: Sequence[torch_kernels.ChunkRows]) -> torch_layer.Attend:
         """Return what attends with the tokens of all rows; those behind them are padding."""
         ends = np.cumsum([0, *(rows.query_lens_R.sum() for rows in chunks)]).tolist()
         tokens = [slice(*pair) for pair in pairwise(ends)]
@@ -479,7 +464,7 @@ class CudaForward(ForwardPass):
             for window, spec in self._windows.items()
         }
 
-        def attend(q_TNH: Tensor, kv: LayerKVCache, layer: LayerSpec, out_TNH: Tensor) -> None:
+        def attend(q_TNH: Tensor, kv: LayerKVCache, layer: torch_kernels.LayerSpec, out_TNH: Tensor) -> None:
             for own, plan in zip(tokens, plans[layer.window], strict=True):
                 self.kernels.attend_chunks(q_TNH[own], kv, plan, layer, out_TNH[own])
 

@@ -24,16 +24,9 @@ from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.memory import KVCacheSpec
 from onbeat.engine.model_config import Activation
 from onbeat.engine.sampler import BestTokens
+from onbeat.engine.torch import layer as torch_layer
 from onbeat.engine.torch.kernels import BestBuffers, ChunkRows, Int32Array, LayerSpec, Norm, StepTensors
 from onbeat.engine.torch.kv import LayerKVCache, allocate_kv, region_of, scrub
-from onbeat.engine.torch.layer import (
-    Hidden,
-    LayerStep,
-    final_states,
-    multiply_by,
-    run_layers,
-    write_logits,
-)
 from onbeat.engine.torch.linear_attention import LayerState, StateRows, allocate_state
 from onbeat.engine.torch.types import Fp8Matrix, device_of, numpy_dtype, stored
 from onbeat.engine.torch.weights import TorchWeights, layer_products
@@ -102,18 +95,18 @@ class TorchForward(ForwardPass):
         )
         tensors = StepTensors(positions_T, kv_slots_T)
         state_rows = StateRows.of(batch, self.weights.device) if self.config.linear is not None else None
-        multiply = partial(multiply_by, self._kernels)
-        step = LayerStep(tensors, self._kept, self._kernels, multiply, state_rows)
-        hidden = run_layers(self.weights, ids_T, step, attend, torch.cat((sampled_N, pooled_P)))
+        multiply = partial(torch_layer.multiply_by, self._kernels)
+        step = torch_layer.LayerStep(tensors, self._kept, self._kernels, multiply, state_rows)
+        hidden = torch_layer.run_layers(self.weights, ids_T, step, attend, torch.cat((sampled_N, pooled_P)))
         hidden_PD = None
         if len(pooled_P):
-            pooled = Hidden(*(part[num_samples:] for part in hidden))
-            hidden_PD = final_states(self.weights, self._kernels, pooled).cpu().numpy()
+            pooled = torch_layer.Hidden(*(part[num_samples:] for part in hidden))
+            hidden_PD = torch_layer.final_states(self.weights, self._kernels, pooled).cpu().numpy()
         if not num_samples:
             return StepLogits(None, hidden_PD=hidden_PD)
         shape = num_samples, self.config.vocab_size
         logits_NV = torch.empty(shape, dtype=self.weights.wide_dtype, device=self.weights.device)
-        write_logits(self.weights, self._kernels, hidden, logits_NV)
+        torch_layer.write_logits(self.weights, self._kernels, hidden, logits_NV)
         peaks_N = torch.empty(num_samples, device=self.weights.device)
         best = BestBuffers(torch.empty_like(sampled_N), peaks_N)
         self._kernels.best(logits_NV, best)
