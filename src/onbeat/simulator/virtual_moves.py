@@ -301,9 +301,8 @@ class VirtualMoves:
             waiting = self._tasks.popleft()
             # In their order: whoever copies from it is told to let go before the move is forgotten.
             if number in (waiting.number, waiting.source) and waiting.task.verb in _LETTING_GO:
-                if (
-                    waiting.task.verb is MoveVerb.RELEASE
-                ):  # a reservation that nobody has made is not made after
+                # A reservation that nobody has made is not made after.
+                if waiting.task.verb is MoveVerb.RELEASE:
                     mine = (waiting.number, waiting.task.move)
                     kept = deque(each for each in kept if (each.number, each.task.move) != mine)
                 self._do(waiting.number, waiting.task, now)
@@ -311,9 +310,8 @@ class VirtualMoves:
                 kept.append(waiting)
         self._tasks = kept
         for move_id, move in self._executor.moves.items():
-            if (
-                replica_number(move.source) == number
-            ):  # a stream that was to stop, of which no answer has come
+            # A stream that was to stop, of which no answer has come.
+            if replica_number(move.source) == number:
                 self._do(number, MoveTask(move_id, MoveVerb.UNHOLD, move.name), now)
         self._agents.pop(number, None)
         self._cut(number, now)
@@ -371,12 +369,9 @@ class VirtualMoves:
             agent = self._agents[number] = MoveAgent(
                 VirtualKV(number, self),
                 answer=partial(self._executor.on_answer, replica_id(number)),
-                ring=partial(self._look_at_copies, number),
+                ring=lambda: self._agents[number].look_at_copies(),
             )
         return agent
-
-    def _look_at_copies(self, number: int) -> None:
-        self._agents[number].look_at_copies()
 
     def _do(self, number: int, task: MoveTask[VirtualSource], now: float) -> None:
         self.now = now

@@ -181,10 +181,20 @@ class StepPacker:
         drawn_N : of each token that is sampled, whether the device draws it if its row is random; None where
             it only finds the most likely ones.
         """
-        places, blocks = self._mirror.changes(inputs.attention)
         if (key := self._graph_of(inputs)) is not None:
-            return self._pack_alike(inputs, key, entry, places, blocks, drawn_N)
-        return self._pack_eager(inputs, entry, places, blocks, drawn_N)
+            return self._pack_alike(inputs, key, entry, drawn_N)
+        return self._pack_eager(inputs, entry, drawn_N)
+
+    def _changes(
+        self, batch: AttentionBatch, most: int, entry: state.RingEntry
+    ) -> tuple[IntArray, Int32Array, Tensor | None]:
+        """Return changes of the block tables, places and blocks; as a tensor of their own where too many."""
+        places, blocks = self._mirror.changes(batch)
+        if len(places) <= most:
+            return places, blocks, None
+        late = entry.stream.pinned(2 * len(places)).view(2, -1)
+        late[0], late[1] = torch.from_numpy(places), torch.from_numpy(blocks)
+        return places[:0], blocks[:0], late
 
     def _graph_of(self, inputs: StepInputs) -> GraphKey | None:
         """Return what a step is replayed by: its rows are alike, and nobody asks for hidden states."""
@@ -198,27 +208,21 @@ class StepPacker:
         return next((GraphKey(size, width=width) for size in sizes if size >= num_rows), None)
 
     def _pack_alike(
-        self,
-        inputs: StepInputs,
-        key: GraphKey,
-        entry: state.RingEntry,
-        places: IntArray,
-        blocks: Int32Array,
-        drawn_N: NDArray[np.bool_] | None,
+        self, inputs: StepInputs, key: GraphKey, entry: state.RingEntry, drawn_N: NDArray[np.bool_] | None
     ) -> PackedStep:
         batch = inputs.attention
         num_rows = len(batch.slots_R)
         num_tokens = num_rows * key.width
         views = entry.views(self.graph_counts(key))
         parts = views.parts
-        late = _later(places, blocks, key.size, entry)
-        num_updates = len(places) if late is None else 0
+        places, blocks, late = self._changes(batch, key.size, entry)
+        num_updates = len(places)
         parts.ids_T[:num_tokens] = inputs.token_ids_T
         parts.positions_T[:num_tokens] = inputs.positions_T
         parts.kv_slots_T[:num_tokens] = batch.slot_mapping_T
         parts.lens_R[:num_rows] = batch.context_lens_R
-        parts.update_places_U[:num_updates] = places[:num_updates]
-        parts.update_blocks_U[:num_updates] = blocks[:num_updates]
+        parts.update_places_U[:num_updates] = places
+        parts.update_blocks_U[:num_updates] = blocks
         self._pad_updates(parts, num_updates)
         if entry.rows is not inputs.sampling_rows or drawn_N is not ALL_DRAWN:
             parts.slots_R[:num_rows] = batch.slots_R
@@ -232,19 +236,13 @@ class StepPacker:
         return PackedStep(views, key, inputs.sampling_tokens, late, entry.is_random)
 
     def _pack_eager(
-        self,
-        inputs: StepInputs,
-        entry: state.RingEntry,
-        places: IntArray,
-        blocks: Int32Array,
-        drawn_N: NDArray[np.bool_] | None,
+        self, inputs: StepInputs, entry: state.RingEntry, drawn_N: NDArray[np.bool_] | None
     ) -> PackedStep:
         batch = inputs.attention
         num_samples = len(inputs.sampling_tokens)
-        late = _later(places, blocks, _MOST_EAGER_UPDATES, entry)
-        num_updates = len(places) if late is None else 0
+        places, blocks, late = self._changes(batch, _MOST_EAGER_UPDATES, entry)
         num_tokens = len(inputs.token_ids_T)
-        counts = state.StepCounts(self._padded(num_tokens), 0, num_samples, num_updates)
+        counts = state.StepCounts(self._padded(num_tokens), 0, num_samples, len(places))
         views = entry.views(counts)
         parts = views.parts
         groups = _row_groups(batch, num_tokens)
@@ -256,8 +254,8 @@ class StepPacker:
         self._pad_tokens(parts, num_tokens)
         parts.sampled_N[:] = places_T[inputs.sampling_tokens]
         entry.rows, is_random = None, self._choose(inputs, parts, np.arange(num_samples), drawn_N)
-        parts.update_places_U[:] = places[:num_updates]
-        parts.update_blocks_U[:] = blocks[:num_updates]
+        parts.update_places_U[:] = places
+        parts.update_blocks_U[:] = blocks
         chunks = [ChunkRows.of(batch, self._options.block_size, rows_R) for rows_R in groups]
         pooled_tokens = places_T[inputs.pooled_tokens]
         return PackedStep(views, None, inputs.sampling_tokens, late, is_random, pooled_tokens, chunks)
@@ -330,13 +328,3 @@ def _token_order(query_lens_R: IntArray, groups: Sequence[IntArray]) -> tuple[In
     places_T = np.empty_like(order_T)
     places_T[order_T] = np.arange(len(order_T))
     return order_T, places_T
-
-
-def _later(places: IntArray, blocks: Int32Array, most: int, entry: state.RingEntry) -> Tensor | None:
-    """Return changes of the block tables as a tensor of their own where they are too many."""
-    if len(places) <= most:
-        return None
-    late = entry.stream.pinned(2 * len(places)).view(2, -1)
-    late[0] = torch.from_numpy(places)
-    late[1] = torch.from_numpy(blocks)
-    return late

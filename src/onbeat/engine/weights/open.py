@@ -144,9 +144,8 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _open(self, path: Path) -> None:
         try:
-            with safe_open(
-                path, framework="numpy"
-            ):  # which checks sizes and places; it would copy what it reads
+            # Opened so for the check of sizes and places; it would copy what it reads.
+            with safe_open(path, framework="numpy"):
                 data = np.memmap(path, np.uint8, "c").view(np.ndarray)
         except FileNotFoundError:
             raise ModelLoadError(f"the weight file {path} is missing; fetch the model again") from None

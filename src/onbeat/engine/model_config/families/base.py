@@ -233,6 +233,11 @@ def listed_layers(values: Values, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer_type == "sliding_attention" for layer_type in types)
 
 
+def sliding_layers(values: Values, period: int, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it slides: as listed, else all slide but the last of so many each."""
+    return listed_layers(values, num_layers) or tuple(not is_full for is_full in every(period, num_layers))
+
+
 def every(period: int, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it is the last of so many."""
     return tuple((index + 1) % period == 0 for index in range(num_layers))

@@ -39,8 +39,7 @@ def _scaled(config: ModelConfig, values: Values) -> ModelConfig:
 
 
 def _gemma2(config: ModelConfig, values: Values) -> ModelConfig:
-    full = base.every(2, config.num_layers)
-    layers = base.listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+    layers = base.sliding_layers(values, 2, config.num_layers)
     return replace(
         base.with_layers(_scaled(config, values), base.window_of(values), layers),
         attention_softcap=base.number_or_none(values, "attn_logit_softcapping"),
@@ -53,8 +52,7 @@ def _gemma3(config: ModelConfig, values: Values) -> ModelConfig:
     if isinstance(pattern, list):
         layers = tuple(map(bool, pattern))
     else:
-        full = base.every(values.size("sliding_window_pattern", 6), config.num_layers)
-        layers = base.listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+        layers = base.sliding_layers(values, values.size("sliding_window_pattern", 6), config.num_layers)
     return base.with_layers(_scaled(config, values), base.window_of(values), layers)
 
 
@@ -104,8 +102,7 @@ _FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_
 
 def _gemma4(config: ModelConfig, values: Values) -> ModelConfig:
     values.refuse_unless("use_bidirectional_attention", False, "vision")  # noqa: FBT003 -- of images alone
-    full = base.every(6, config.num_layers)
-    layers = base.listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+    layers = base.sliding_layers(values, 6, config.num_layers)
     if size := values.count("hidden_size_per_layer_input", 0):
         values.refuse_unless("vocab_size_per_layer_input", config.vocab_size)
     if values.flag("enable_moe_block", default=False):
@@ -118,13 +115,10 @@ def _gemma4(config: ModelConfig, values: Values) -> ModelConfig:
         full_values_are_keys=values.flag("attention_k_eq_v", default=False),
         layer_input_size=size,
     )
-    config = base.with_layers(
-        config, base.window_of(values), (*layers[:-1], False)
-    )  # the last one sees everything
-    shared, widens = (
-        values.count("num_kv_shared_layers", 0),
-        values.flag("use_double_wide_mlp", default=False),
-    )
+    # The last one sees everything.
+    config = base.with_layers(config, base.window_of(values), (*layers[:-1], False))
+    shared = values.count("num_kv_shared_layers", 0)
+    widens = values.flag("use_double_wide_mlp", default=False)
     return replace(config, num_kv_sharers=shared, widens_sharers=widens)
 
 

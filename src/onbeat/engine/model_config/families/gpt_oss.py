@@ -15,8 +15,7 @@ from onbeat.engine.model_config.values import Values
 def _gpt_oss(config: ModelConfig, values: Values) -> ModelConfig:
     values.refuse_unless("swiglu_alpha", 1.702)
     values.refuse_unless("swiglu_limit", 7.0)
-    full = base.every(2, config.num_layers)
-    layers = base.listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+    layers = base.sliding_layers(values, 2, config.num_layers)
     return replace(
         base.with_layers(config, base.window_of(values), layers),
         hidden_activation="clamped_swiglu",

@@ -106,10 +106,8 @@ OLMO2 = Family(
 
 
 def _olmo3(config: ModelConfig, values: Values) -> ModelConfig:
-    layers = tuple(not is_full for is_full in base.every(4, config.num_layers))
-    return base.with_layers(
-        config, base.window_of(values), base.listed_layers(values, config.num_layers) or layers
-    )
+    layers = base.sliding_layers(values, 4, config.num_layers)
+    return base.with_layers(config, base.window_of(values), layers)
 
 
 OLMO3 = Family(

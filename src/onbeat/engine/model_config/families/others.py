@@ -30,8 +30,7 @@ def _command_r(config: ModelConfig, values: Values) -> ModelConfig:
 
 
 def _cohere2(config: ModelConfig, values: Values) -> ModelConfig:
-    full = base.every(values.size("sliding_window_pattern", 4), config.num_layers)
-    sliding = base.listed_layers(values, config.num_layers) or tuple(not is_full for is_full in full)
+    sliding = base.sliding_layers(values, values.size("sliding_window_pattern", 4), config.num_layers)
     return replace(
         base.with_layers(_command_r(config, values), base.window_of(values), sliding),
         nope_layers=tuple(not slides for slides in sliding),
