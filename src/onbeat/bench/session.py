@@ -221,12 +221,10 @@ class PromptFeed:
 
     async def _make_batch(self) -> None:
         async with self._lock:  # one batch at a time keeps the order
-            batch = await asyncio.to_thread(self._make, list(islice(self._indices, BATCH)))
+            indices = list(islice(self._indices, BATCH))
+            batch = await asyncio.to_thread(lambda: [self._offer(index) for index in indices])
             self._is_exhausted = len(batch) < BATCH
             self._ready.extend(batch)
-
-    def _make(self, indices: list[int]) -> list[PlannedRequest]:
-        return [self._offer(index) for index in indices]
 
     def _offer(self, index: int) -> PlannedRequest:
         workload = self._workload

@@ -258,13 +258,17 @@ def _checked(parameters: Mapping[str, float]) -> Mapping[str, float]:
     known = {*_NAMES, _LOWEST}
     if known - parameters.keys() == _OF_DRAFTS:
         parameters = {**dict.fromkeys(_OF_DRAFTS, 0.0), **parameters}
+    _check_names(parameters, known, "nnls method")
+    return parameters
+
+
+def _check_names(parameters: Mapping[str, float], known: set[str], whose: str) -> None:
     if parameters.keys() != known:
         unlike = ", ".join(sorted(parameters.keys() ^ known))
         raise ConfigError(
-            f"the fitted parameters are not those of this onbeat's nnls method; they differ in {unlike}: run "
+            f"the fitted parameters are not those of this onbeat's {whose}; they differ in {unlike}: run "
             "`onbeat profile MODEL` again"
         )
-    return parameters
 
 
 def _features(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -355,13 +359,7 @@ class RooflineForm:
 
 
 def _parameters(values: Mapping[str, float]) -> RooflineParameters:
-    known = {each.name for each in fields(RooflineParameters)}
-    if values.keys() != known:
-        unlike = ", ".join(sorted(values.keys() ^ known))
-        raise ConfigError(
-            f"the fitted parameters are not those of this onbeat's roofline; they differ in {unlike}: run "
-            "`onbeat profile MODEL` again"
-        )
+    _check_names(values, {each.name for each in fields(RooflineParameters)}, "roofline")
     divisors = ("smoothness", *(name for name in values if name.endswith("efficiency")))
     if zero := [name for name in divisors if not values[name] > 0]:
         raise ConfigError(

@@ -33,10 +33,9 @@ from onbeat.typed import Count, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RooflineTerms:
-    """Seconds per unit of a batch's sums, through all layers of all stages, on one device of each stage."""
+class _UnitSeconds:
+    """Seconds per unit of a batch's sums, and what says how many units count."""
 
-    num_layers: int
     gemm_token: float
     """Arithmetic of the layers' matrices, per new token."""
     dense_weights: float
@@ -53,10 +52,25 @@ class RooflineTerms:
     """Attention arithmetic, per query-key pair."""
     decode_pair: float
     """The same in decodes."""
-    kv_token: float
-    """Reading the KV of one token."""
     state: float
     """Reading and writing what a row keeps beside KV."""
+    window: float
+    """Most tokens that a windowed layer attends to; infinite without windows."""
+    windowed_share: float
+    """Share of the KV in layers with a window."""
+    windowed_pairs: float
+    """Share of the attention arithmetic there."""
+    row_costs: Sequence[float]
+    """Of 0, 1, ... rows, in rows at the peak rate; empty without measured rates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineTerms(_UnitSeconds):
+    """Seconds at peak rates, through all layers of all stages, on one device of each stage."""
+
+    num_layers: int
+    kv_token: float
+    """Reading the KV of one token."""
     elementwise_token: float
     """Reading or writing the activations between matrices once, per new token."""
     num_all_reduces: int
@@ -67,14 +81,6 @@ class RooflineTerms:
     num_sends: int
     send_token: float
     """All transfers between stages, per new token."""
-    window: float
-    """Most tokens that a windowed layer attends to; infinite without windows."""
-    windowed_share: float
-    """Share of the KV in layers with a window."""
-    windowed_pairs: float
-    """Share of the attention arithmetic there."""
-    row_costs: Sequence[float]
-    """See `product_rates.row_costs`."""
 
 
 def roofline_terms(
@@ -215,30 +221,16 @@ def _reached() -> Mapping[str, Mapping[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Coefficients:
+class _Coefficients(_UnitSeconds):
     """Terms over efficiencies: what one unit of each sum costs, seconds."""
 
     fixed: float
     token: float
-    gemm_token: float
     tile_tokens: float
-    row_costs: Sequence[float]
-    """Of 0, 1, ... rows, in rows at the peak rate; empty without measured rates."""
     row_cost: float
-    """Of each row where there are more."""
-    dense_weights: float
-    expert_weights: float
-    expert_miss: float
-    head_row: float
-    head_weights: float
-    pair: float
-    decode_pair: float
+    """Of each row where there are more than in `row_costs`."""
     kv: float
     decode_kv: float
-    window: float
-    windowed_share: float
-    windowed_pairs: float
-    state: float
     smoothness: float
 
 

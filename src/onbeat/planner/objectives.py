@@ -72,9 +72,8 @@ class Measure:
         return value / limit if limit > 0 else (inf if value > 0 else 0.0)
 
     def __str__(self) -> str:
-        sign = (
-            (">=" if self.unit == "share" else "<") if self.is_met else ("<" if self.unit == "share" else ">")
-        )
+        kept, missed = (">=", "<") if self.unit == "share" else ("<", ">")
+        sign = kept if self.is_met else missed
         text = f"{self.name} {self._format(self.value)} {sign} {self._format(self.limit)}"
         return f"{text} ({self.detail})" if self.detail else text
 
