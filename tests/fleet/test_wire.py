@@ -60,7 +60,7 @@ async def test_strangers_on_an_encrypted_port_change_nothing(sockets, caplog) ->
     async with fleet_of(2, launcher=RemoteLauncher()) as client:
         door = client.controller._wire.access
         assert door is not None
-        endpoint = client.controller.endpoint
+        endpoint = client.controller._wire.endpoint
         started = start_requests(client, 6, max_tokens=200)
         await until(lambda: sum(view.num_streaming for view in client.replicas()) == 6)
         name = client.controller.lives["r0"].name
@@ -98,8 +98,8 @@ async def test_an_expelled_key_opens_no_door(sockets) -> None:
 
 async def test_one_that_calls_itself_as_a_replica_does_gets_nothing(sockets) -> None:
     async with fleet_of(1, launcher=RemoteLauncher()) as client:
-        socket = connect(sockets, client.controller.endpoint, identity=client.controller.lives["r0"].name)
-        socket.send(encode(Died("so says a stranger")), flags=zmq.NOBLOCK)
+        endpoint, name = client.controller._wire.endpoint, client.controller.lives["r0"].name
+        connect(sockets, endpoint, identity=name).send(encode(Died("so says a stranger")), flags=zmq.NOBLOCK)
         await check_all(start_requests(client, 2))
         await asyncio.sleep(0.1)
         assert client.replicas()[0].num_lives == 1

@@ -296,8 +296,7 @@ def _verdict(answer: Answer) -> str:
         if slo["tbt_p99_ms"] is not None:
             parts.insert(2, _measured("P99 gap", slo["tbt_p99_ms"]))
     elif arrivals := answer.arrivals:
-        gaps = [after - before for before, after in itertools.pairwise(arrivals)]
-        if gaps:
+        if gaps := [after - before for before, after in itertools.pairwise(arrivals)]:
             parts.insert(0, _measured("P99 gap", 1e3 * percentile(gaps, 99)))
         parts.insert(0, _measured("first token", 1e3 * (arrivals[0] - answer.sent)))
     return " · ".join(parts)

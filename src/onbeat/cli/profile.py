@@ -19,7 +19,7 @@ from onbeat.cli.args import INTERRUPTED, PASSED_ON, add_config_flag
 from onbeat.cli.engine_args import add_model_arguments, find_model
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable, files_of, result_console
-from onbeat.cli.profile_from import FromOptions, record, run_from
+from onbeat.cli.profile_from import FromOptions, record, run_from, save_profile
 from onbeat.cli.step_socket import is_address
 from onbeat.core.errors import ConfigError, counted
 from onbeat.core.extras import require
@@ -27,7 +27,6 @@ from onbeat.core.options import check, option, settings_of
 from onbeat.core.step import BatchShape
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
-from onbeat.perfmodel.profile import profile_path, profiles_dir, write_profile
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
 from onbeat.report import plot
@@ -190,11 +189,8 @@ def _scatter(result: ProfileResult) -> plot.Figure:
 
 def _parts(result: ProfileResult) -> tuple[tuple[str, str, Sequence[MeasuredStep]], ...]:
     """Return the steps that were fitted and those that were held back, each with a colour."""
-    return ("fitted", plot.STREAM_COLOUR, result.fitted_steps), (
-        "held back",
-        plot.WAIT_COLOUR,
-        result.held_back,
-    )
+    fitted = ("fitted", plot.STREAM_COLOUR, result.fitted_steps)
+    return fitted, ("held back", plot.WAIT_COLOUR, result.held_back)
 
 
 def _points(
@@ -425,12 +421,7 @@ def _say_what_was_cut(
 
 
 def _finish(args: argparse.Namespace, result: ProfileResult) -> int:
-
-    path = args.output or profile_path(profiles_dir(), result.profile.key)
-    try:
-        write_profile(path, result.profile)
-    except OSError as error:
-        raise ConfigError(f"cannot write the profile {path}: {error.strerror}; give --output FILE") from error
+    path = save_profile(result.profile, args.output)
     report = args.report or path.with_suffix(".html")
     shown = profile_result(result, [f"profile: {path}", f"plot: {report}"])
     write_page(shown, report)

@@ -117,15 +117,26 @@ def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -
     key, target = _target(model, device, options, stream.origin)
     found = fit_stream(target, timed.steps)
     profile = _profile(key, target, options, stream, timed, found)
-    path = args.output or profile_path(profiles_dir(), key)
-    try:
-        write_profile(path, profile)
-    except OSError as error:
-        raise ConfigError(f"cannot write the profile {path}: {error.strerror}; give --output FILE") from error
+    path = save_profile(profile, args.output)
     show(_result(profile, stream, timed, found), result_console())
     print(f"profile: {path}")
     print(f"use it: --step-time fitted --profile {path} --model {model} --device {device}")
     return 0
+
+
+def save_profile(profile: Profile, output: Path | None) -> Path:
+    """Write a profile to a file, by default where `onbeat serve` finds it; return the file.
+
+    Raises
+    ------
+    ConfigError : it cannot be written.
+    """
+    path = output or profile_path(profiles_dir(), profile.key)
+    try:
+        write_profile(path, profile)
+    except OSError as error:
+        raise ConfigError(f"cannot write the profile {path}: {error.strerror}; give --output FILE") from error
+    return path
 
 
 def record(source: str, path: Path, *, seconds: float, console: Console) -> int:

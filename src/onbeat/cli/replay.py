@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if options.steps is not None:
         result, is_identical = _replay_steps(options.steps, options), True
-    elif _is_of_fleet(args.file):
+    elif (read_header(args.file) or {}).get("file") == FILE_KIND:
         result, is_identical = _replay_fleet(options, args.file)
     else:
         with console.status(f"replaying {args.file}"):  # seen on a terminal only
@@ -128,12 +128,6 @@ def run(args: argparse.Namespace) -> int:
     if result.is_interrupted:
         return INTERRUPTED
     return 0 if is_identical else FAILED
-
-
-def _is_of_fleet(path: Path) -> bool:
-
-    header = read_header(path)
-    return header is not None and header.get("file") == FILE_KIND
 
 
 def _replay_fleet(options: ReplayOptions, path: Path) -> tuple[Result, bool]:
@@ -172,8 +166,7 @@ def _replay(options: ReplayOptions, recording: Recording) -> tuple[Result, bool]
         is_interrupted = True
         notes.append(
             f"interrupted: this is a partial result, {replay.result.num_calls:,} of "
-            f"{recording.num_calls:,} "
-            f"calls and {len(forecasts)} simulations"
+            f"{recording.num_calls:,} calls and {len(forecasts)} simulations"
         )
     found = replay_result(
         recording, history, replay.result, forecasts, notes=notes, is_interrupted=is_interrupted

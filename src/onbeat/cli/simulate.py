@@ -288,10 +288,8 @@ def _machine_facts(simulation: Resolved, result: SimulationResult) -> list[Fact]
     whole = result.duration * len(result.replicas) if held is None else held
     # A replica that had not run when Ctrl-C came has no blocks.
     used = [each.peak_used_blocks / each.num_blocks for each in result.replicas if each.num_blocks]
-    mean_step, hit_rate = (
-        _ratio(busy * 1e3, total.num_steps),
-        _ratio(total.num_prefix_hits, total.num_prefix_queries),
-    )
+    mean_step = _ratio(busy * 1e3, total.num_steps)
+    hit_rate = _ratio(total.num_prefix_hits, total.num_prefix_queries)
     return [
         Fact("num_steps", total.num_steps, "steps"),
         Fact("mean_step_ms", mean_step, "mean step (ms)", "{:.2f}".format),

@@ -33,7 +33,6 @@ from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.hashing import hash_blocks
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import Adapter, Request
-from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import Aborted, Arrived, RoutingRequest, ScaleAsked, ScalingAsked
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import FleetStatus, ReplicaState
@@ -139,6 +138,7 @@ class FleetClient:
     Attributes
     ----------
     streams : of the requests that have not ended.
+    counts : what the fleet does with requests, for metrics.
     """
 
     def __init__(  # noqa: PLR0913 -- who decides, who starts, and who hears of it
@@ -162,6 +162,7 @@ class FleetClient:
         self._bounds = bounds
         self._hashes_prompts = hashes_prompts
         self.streams = Streams(lambda event: self.controller.tell(event), observers)
+        self.counts = self.streams.counts
         self._info: EngineInfo | None = None
         self._folder: OwnedFolder | None = None
         self.controller = FleetController(
@@ -173,11 +174,6 @@ class FleetClient:
             start_timeout=start_timeout,
             moves_kv=moves_kv,
         )
-
-    @property
-    def counts(self) -> FleetCounts:
-        """What the fleet does with requests, for metrics."""
-        return self.streams.counts
 
     @property
     def info(self) -> EngineInfo:

@@ -441,11 +441,6 @@ class FleetController:
                 logger.error("the other replicas are not started again: %s did not come back", replica)
                 return
 
-    @property
-    def endpoint(self) -> str:
-        """What replicas connect to."""
-        return self._wire.endpoint
-
     def _let_leave(self, life: Life) -> None:
         if not self.is_ending and self.lives.get(life.replica) is life:
             logger.info("%s was told to end: it drains and is started again", life.replica)

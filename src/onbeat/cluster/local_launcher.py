@@ -84,11 +84,8 @@ class LocalLauncher:
 
     def capacity(self) -> ReplicaBound:
         num_cores = usable_cores()
-        found = [
-            ReplicaBound(
-                MOST_PER_CORE * num_cores, f"cores: {num_cores}, with {MOST_PER_CORE} replicas each at most"
-            )
-        ]
+        cores = f"cores: {num_cores}, with {MOST_PER_CORE} replicas each at most"
+        found = [ReplicaBound(MOST_PER_CORE * num_cores, cores)]
         if num_devices := len(self._devices):
             found.append(ReplicaBound(num_devices, f"CUDA devices: {num_devices}"))
         taken = [private_bytes(each.process.pid) for each in self._started.values()]
@@ -96,11 +93,8 @@ class LocalLauncher:
             free = host_memory()
             sizes = f"{free.num_bytes / 2**30:.1f} GiB are free, a replica takes {largest / 2**30:.1f}"
             # what has just started will grow
-            found.append(
-                ReplicaBound(
-                    max(len(taken), (free.num_bytes + sum(taken)) // largest), f"{free.limit}: {sizes}"
-                )
-            )
+            most = max(len(taken), (free.num_bytes + sum(taken)) // largest)
+            found.append(ReplicaBound(most, f"{free.limit}: {sizes}"))
         return min(found)
 
     def kill(self, replica: ReplicaId, life: int) -> None:

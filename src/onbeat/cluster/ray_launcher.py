@@ -167,9 +167,8 @@ class RayLauncher:
             await started.ended.wait()
 
     def capacity(self) -> ReplicaBound:
-        return ReplicaBound(
-            MOST_REPLICAS, "no fleet has more"
-        )  # a cluster may grow: Ray says what it waits for
+        # a cluster may grow: Ray says what it waits for
+        return ReplicaBound(MOST_REPLICAS, "no fleet has more")
 
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         started = self._started.get((replica, life))

@@ -58,8 +58,7 @@ def choose_gguf(names: Iterable[str], tag: str | None, *, source: str) -> list[s
         problem = "has no GGUF model" if not found else f"has {len(found)} GGUF models"
         wanted = "" if tag is None else f" for {tag!r}"
         raise ModelLoadError(f"{source} {problem}{wanted}; {_listed(found or models)}")
-    missing = [part for part in models[found[0]] if part not in present]
-    if missing:
+    if missing := [part for part in models[found[0]] if part not in present]:
         raise ModelLoadError(f"{source} lacks {', '.join(missing[:3])}: parts of {found[0]}")
     return models[found[0]]
 

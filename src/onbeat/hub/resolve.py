@@ -170,8 +170,7 @@ def _explained(error: Exception, model: HubModel) -> ModelLoadError:
         )
     return ModelLoadError(
         f"the model '{model}' is not in the cache and the hub cannot be reached "
-        f"({type(error).__name__}: {error}); "
-        "check the network, or pass a directory or a .gguf file"
+        f"({type(error).__name__}: {error}); check the network, or pass a directory or a .gguf file"
     )
 
 
@@ -254,8 +253,7 @@ def _file(path: Path, name: str) -> ModelFiles:
             "tokenizer.json and *.safetensors)"
         )
     parts = [path.with_name(part) for part in parts_of(path.name)]
-    missing = [part.name for part in parts if not part.is_file()]
-    if missing:
+    if missing := [part.name for part in parts if not part.is_file()]:
         raise ModelLoadError(
             f"{path} is one of {len(parts)} parts of a model, of which {', '.join(missing[:3])} "
             f"{'is' if len(missing) == 1 else 'are'} missing; put all parts into {path.parent}"
@@ -264,8 +262,7 @@ def _file(path: Path, name: str) -> ModelFiles:
 
 
 def _directory(path: Path, name: str, *, needs_weights: bool) -> ModelFiles:
-    missing = missing_from(path, weights=needs_weights)
-    if missing:
+    if missing := missing_from(path, weights=needs_weights):
         gguf_files = sorted(path.glob("*.gguf"))
         cure = f"; to serve {gguf_files[0].name} pass its own path" if gguf_files else ""
         raise ModelLoadError(f"the model directory {path} lacks {', '.join(missing)}{cure}")
@@ -401,8 +398,7 @@ def fetch_known_model(model: KnownModel, progress: OnFetch) -> Path:
     ------
     ModelLoadError : the download fails, a hash differs, or the cache cannot be written.
     """
-    found = cached_file(model)
-    if found is not None:
+    if (found := cached_file(model)) is not None:
         return found
     if model.license_needs_notice:
         progress(FetchStatus(f"{model.name} is subject to the {model.license_name}: {model.license_url}"))

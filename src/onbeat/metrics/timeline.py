@@ -87,8 +87,7 @@ class Timeline:
             }
         )
         self._has_budgets |= stats.budget_seconds is not None
-        expected = self._expected(stats)
-        if expected:
+        if expected := self._expected(stats):
             # At the start of the step, so that the counter's level lies over the step that it is of.
             actual = _milliseconds(stats.end - stats.start)
             self._write(_counter("step time (ms)", engine, stats.start, actual=actual, **expected))

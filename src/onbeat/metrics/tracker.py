@@ -112,8 +112,7 @@ class RequestTracker:
 
     def close(self, request_id: str, finish_reason: FinishReason, now: float) -> None:
         """End a request with its answer. Does nothing if it has ended already."""
-        record = self._open.pop(request_id, None)
-        if record is not None:
+        if (record := self._open.pop(request_id, None)) is not None:
             self._finish(record, finish_reason.value, now)
 
     def refuse(self, request_id: str, error: RequestRejected, now: float) -> None:

@@ -38,13 +38,9 @@ def cdf_figure(results: Sequence[AnyRun], metric: str, title: str) -> plot.Figur
     for position, result in enumerate(results):
         values = collect_samples(result.records)[metric] * 1e3
         if values.size:
-            xs, colour = (
-                plot.rounded(np.percentile(values, CDF_LEVELS)),
-                _level_colour(position, len(results)),
-            )
-            curves.append(
-                plot.trace(result.header.level.name, xs, CDF_LEVELS.tolist(), hover=hover, colour=colour)
-            )
+            xs, ys = plot.rounded(np.percentile(values, CDF_LEVELS)), CDF_LEVELS.tolist()
+            colour = _level_colour(position, len(results))
+            curves.append(plot.trace(result.header.level.name, xs, ys, hover=hover, colour=colour))
     if not curves:
         return None
     limits = limits_of(results[0].summary, metric)
@@ -141,11 +137,8 @@ def gaps_figure(result: AnyRun, num_runs: int = 1) -> plot.Figure | None:
     centres = (edges[:-1] + edges[1:]) / 2
     dots = {"color": plot.STREAM_COLOUR, "size": 3, "opacity": 0.35}
     told = "%{y:.1f} ms at %{x:.2f} s"
-    data = [
-        plot.trace(
-            "gap", plot.rounded(times[shown]), plot.rounded(gap_ms[shown]), "markers", hover=told, marker=dots
-        )
-    ]
+    xs, points = plot.rounded(times[shown]), plot.rounded(gap_ms[shown])
+    data = [plot.trace("gap", xs, points, "markers", hover=told, marker=dots)]
     for level, name, colour in ((50, "median", plot.COLOURS[2]), (99, "P99", plot.MISSED_COLOUR)):
         ys = [_percentile(gap_ms[bins == index], level) for index in range(centres.size)]
         data.append(plot.trace(name, plot.rounded(centres), ys, colour=colour))

@@ -24,10 +24,8 @@ def tradeoff_figure(runs: Sequence[AnyRun], latency: LatencyStatistic, title: st
     points = [(run, value) for run in runs if (value := latency.of(run.summary)) is not None]
     if not points:
         return None
-    xs, ys = (
-        plot.rounded([run.output_throughput_per_gpu for run, _ in points]),
-        plot.rounded([y for _, y in points]),
-    )
+    xs = plot.rounded([run.output_throughput_per_gpu for run, _ in points])
+    ys = plot.rounded([y for _, y in points])
     levels = [run.header.level.name for run, _ in points]
     labels = [level.removeprefix("c=") for level in levels]
     text = {"text": labels, "textposition": "top center", "textfont": {"size": 10}, "cliponaxis": False}

@@ -60,13 +60,11 @@ def _checked_bias(value: Any) -> dict[int, float] | None:
         raise ValueError(
             f"logit_bias has {len(value)} entries; at most {server_config.MAX_BIASES} are taken. Send fewer"
         )
-    keys = [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 20)]
-    if keys:
+    if keys := [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 20)]:
         raise ValueError(
             f"logit_bias has the key{'s' * (len(keys) > 1)} {first_of(keys)}; keys are token ids"
         )
-    off = {key: bias for key, bias in value.items() if not _is_bias(bias)}
-    if off:
+    if off := {key: bias for key, bias in value.items() if not _is_bias(bias)}:
         raise ValueError(
             f"logit_bias has {first_of(list(off.values()))} for {first_of(list(off))}; it takes numbers from "
             "-100 to 100"

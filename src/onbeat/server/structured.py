@@ -140,14 +140,8 @@ def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
         "json_object": given.json_object or None,
         **{each: getattr(given, each) for each in ("regex", "choice", "grammar")},
     }
-    found = list(
-        _named(
-            stated,
-            f"{name}.",
-            source.JsonStyle(white_space=white_space),
-            is_closed=bool(given.disable_additional_properties),
-        )
-    )
+    style, is_closed = source.JsonStyle(white_space=white_space), bool(given.disable_additional_properties)
+    found = list(_named(stated, f"{name}.", style, is_closed=is_closed))
     if not found:
         raise InvalidRequest(
             f"{name} names no constraint; send json, json_object, regex, choice or grammar",

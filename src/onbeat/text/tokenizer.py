@@ -295,28 +295,14 @@ class VocabularyTokenizer:
         backend.no_truncation()  # a tokenizer.json may carry both; a prompt is never cut silently
         backend.no_padding()
         self._backend = backend
-        self._roles = roles
+        self.bos_token_id, self.eos_token_ids = roles.bos_token_id, roles.eos_token_ids
+        self.chat_template = roles.chat_template
         self._spelling = spelling_of(backend)
+        self.strips_leading_space = self._spelling.strips_leading_space
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
         self._bytes: dict[int, bytes] = {}
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._roles.bos_token_id
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self._roles.eos_token_ids
-
-    @property
-    def strips_leading_space(self) -> bool:
-        return self._spelling.strips_leading_space
-
-    @property
-    def chat_template(self) -> str | None:
-        return self._roles.chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Safe to call from several threads, which all run meanwhile.
@@ -327,14 +313,14 @@ class VocabularyTokenizer:
             gives up on it.
         """
         token_ids = self._encode(text, add_special_tokens=add_special_tokens)
-        starts = [self._roles.bos_token_id] * 2
+        starts = [self.bos_token_id] * 2
         if add_special_tokens and token_ids[:2] == starts and self._adds_start():
             del token_ids[0]
         return token_ids
 
     def _adds_start(self) -> bool:
         """Return whether texts are given a start token; some vocabularies have one that is only written."""
-        return self._encode("", add_special_tokens=True)[:1] == [self._roles.bos_token_id]
+        return self._encode("", add_special_tokens=True)[:1] == [self.bos_token_id]
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -355,12 +341,11 @@ class VocabularyTokenizer:
         if skip_special_tokens:
             token_ids = [token_id for token_id in token_ids if token_id not in self.special_token_ids]
         text = b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
-        return text.removeprefix(" ") if self._spelling.strips_leading_space else text
+        return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for (special tokens: their name in UTF-8)."""
-        known = self._bytes.get(token_id)
-        if known is not None:
+        if (known := self._bytes.get(token_id)) is not None:
             return known
         token = self.token_entry(token_id)
         return self._bytes.setdefault(token_id, self._spelling.to_bytes(token)) if token else b""

@@ -274,8 +274,7 @@ class EngineSteps:
 
     def forget(self, request_id: str) -> None:
         """Forget a request that vLLM has ended."""
-        state = self.table.states.get(request_id)
-        if state is not None:
+        if (state := self.table.states.get(request_id)) is not None:
             self.table.drop(state)
 
     def plan(self, now: float) -> StepPlan:
@@ -318,8 +317,7 @@ class EngineSteps:
             request = requests[request_id]
             num_computed = request.num_computed_tokens
             before = num_computed - num_new
-            state = known.get(request_id)
-            if state is not None:
+            if (state := known.get(request_id)) is not None:
                 states.append(state)
                 if state.status is not RequestStatus.RUNNING:
                     table.join(state, before, now)

@@ -266,11 +266,6 @@ class EngineRequest(Protocol):
     def is_finished(self) -> bool: ...
 
 
-def _holds_kv(request: EngineRequest) -> bool:
-    """Whether a waiting request has KV from a connector, or will have."""
-    return request.num_computed_tokens > 0 or request.status.name == _LOADS
-
-
 class Surface:
     """One vLLM scheduler, by its internals.
 
@@ -418,8 +413,9 @@ class Surface:
             scheduler.waiting.add_request(request)
         for name in self._queues:
             for request in aside[name]:
-                is_own = request.request_id not in known or _holds_kv(request)
-                if is_own and id(request) not in chosen:
+                # Those have KV from a connector, or will have.
+                holds_kv = request.num_computed_tokens > 0 or request.status.name == _LOADS
+                if (holds_kv or request.request_id not in known) and id(request) not in chosen:
                     getattr(scheduler, name).add_request(request)
                     chosen.add(id(request))
         try:

@@ -193,8 +193,7 @@ def ignored_keywords(warnings: Sequence[str]) -> tuple[str, ...]:
 def refusal(message: str) -> InvalidRequest:
     """Return the error for a grammar that the library refuses with a message."""
     line = _SCHEMA_PREFIX.sub("", in_words(message))
-    found = _UNIMPLEMENTED.search(line)
-    if found is not None:
+    if (found := _UNIMPLEMENTED.search(line)) is not None:
         keys = ", ".join(f"'{key}'" for key in re.findall(r'"([^"]*)"', found.group(1)))
         return InvalidRequest(
             f"the schema uses {keys}, which this server cannot enforce; leave it out, or have it ignored by "

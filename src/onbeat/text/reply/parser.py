@@ -123,6 +123,8 @@ class ReplyParser:
 
     def __init__(self, style: ReplyStyle, options: ReplyOptions) -> None:
         self._style = style
+        self.mark_token_ids = frozenset(style.mark_ids.values())
+        """Special tokens that it is to be told of, though they are no text."""
         self._family = style.family if options.tools else None
         self._drops_reasoning = options.drops_reasoning
         self._is_guided = options.is_guided
@@ -149,11 +151,6 @@ class ReplyParser:
         """The last tokens, as long as they may turn out to be reasoning."""
         self.num_reasoning_tokens = 0
         """Tokens so far that were reasoning, its marks included."""
-
-    @property
-    def mark_token_ids(self) -> frozenset[int]:
-        """Special tokens that it is to be told of, though they are no text."""
-        return frozenset(self._style.mark_ids.values())
 
     @property
     def is_complete(self) -> bool:
