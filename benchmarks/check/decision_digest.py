@@ -267,10 +267,8 @@ def called(policy: str) -> Digest:
         now += 1e-3
         assert now < 1e4, "requests are left but nothing is planned"
     scheduler.check_invariants()
-    digest.num_preemptions, digest.num_prefix_hits = (
-        scheduler.table.num_preemptions,
-        scheduler.table.num_prefix_hits,
-    )
+    digest.num_preemptions = scheduler.table.num_preemptions
+    digest.num_prefix_hits = scheduler.table.num_prefix_hits
     return digest
 
 

@@ -44,7 +44,6 @@ from benchmarks.papers.linear import linear_closure
 from onbeat.core.fleet import PoolSizes
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.simulate import simulate
@@ -161,7 +160,6 @@ def run_distserve(
     model: str = OPT_13B,
     placement: tuple[int, int, int, int] = (2, 1, 1, 1),
     slower_decodes: float = 1.0,
-    on_decision: Decided | None = None,
 ) -> Latencies:
     """Simulate one prefill and one decode instance; the placement is (prefill TP, PP, decode TP, PP)."""
     prefill_tp, prefill_pp, decode_tp, decode_pp = placement
@@ -194,7 +192,7 @@ def run_distserve(
         ),
         kv_link=KVLink(bytes_per_token=KV_BYTES_PER_TOKEN[model], bandwidth=NVLINK_BYTES_PER_SECOND),
     )
-    return latencies_of(simulate(load, config, prefill_time, on_decision=on_decision).records)
+    return latencies_of(simulate(load, config, prefill_time).records)
 
 
 def latencies_of(records: Iterable[RequestRecord]) -> Latencies:

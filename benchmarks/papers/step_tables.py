@@ -104,11 +104,8 @@ def write_table(table: Table, directory: Path) -> Path:
 
 def errors_of(table: Table, path: Path) -> tuple[FitErrors, FitErrors]:
     """Return the errors of data sheets alone, and of the calibration on held-back steps."""
-    model, device, parallelism = (
-        find_model_spec(table.model),
-        find_device(table.device),
-        Parallelism(table.tensor),
-    )
+    model, device = find_model_spec(table.model), find_device(table.device)
+    parallelism = Parallelism(table.tensor)
     measured = read_step_table(path)
     shapes, seconds = [step.shape for step in measured.steps], [step.wall for step in measured.steps]
     sheet = roofline_seconds(shape_matrix(shapes), model, device, parallelism=parallelism)

@@ -169,8 +169,7 @@ class FreenessScaling(ScalingPolicy):
 
     cools_down = False
 
-    def __init__(self, low: float = LOW, high: float = HIGH) -> None:
-        self._low, self._high = low, high
+    def __init__(self) -> None:
         self._below = self._above = inf
         """Since when the mean has been there."""
 
@@ -181,8 +180,8 @@ class FreenessScaling(ScalingPolicy):
             self._below = self._above = inf
             return Wanted(num)
         mean = sum(freeness(load) for load, _ in fleet.loads) / len(fleet.loads)
-        self._below = min(self._below, now) if mean < self._low else inf
-        self._above = min(self._above, now) if mean > self._high else inf
+        self._below = min(self._below, now) if mean < LOW else inf
+        self._above = min(self._above, now) if mean > HIGH else inf
         if now - self._below >= _BAND_SECONDS:
             self._below = inf
             return Wanted(num + 1, "freeness")
