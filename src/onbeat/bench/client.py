@@ -64,15 +64,11 @@ def open_session(timeout: float, *, keeps_alive: bool = True) -> aiohttp.ClientS
     keeps_alive : whether connections are used again. A server that drops them after an answer without saying
         so loses the next request otherwise.
     """
-    connector = (
-        aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=60)
-        if keeps_alive
-        else aiohttp.TCPConnector(limit=0, limit_per_host=0, force_close=True)
-    )
+    closing: dict[str, Any] = {"keepalive_timeout": 60} if keeps_alive else {"force_close": True}
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(_note_reuse)
     return aiohttp.ClientSession(
-        connector=connector,
+        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, **closing),
         timeout=aiohttp.ClientTimeout(total=timeout),
         trace_configs=[trace],
         raise_for_status=False,
@@ -105,13 +101,11 @@ class StreamingClient:
         *,
         count_tokens: CountTokens | None = None,
         keep_text: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._session = session
         self._endpoint = endpoint
         self._count_tokens = count_tokens
         self._keep_text = keep_text
-        self._clock = clock
         accept = "text/event-stream" if endpoint.payload.is_streamed else "application/json"
         self._headers = {"Content-Type": "application/json", "Accept": accept} | endpoint.headers
 
@@ -121,7 +115,7 @@ class StreamingClient:
         body = self._endpoint.payload.build(prompt, record.max_tokens, objectives.body(record))
         headers = self._headers | objectives.headers(record)
         stream = AnswerStream()
-        record.sent = self._clock()
+        record.sent = time.perf_counter()
         try:
             await self._exchange(body, headers, stream, record)
             record.status = Status.COMPLETED
@@ -139,7 +133,7 @@ class StreamingClient:
             record.status = Status.INTERRUPTED
             raise
         finally:
-            record.end = self._clock()
+            record.end = time.perf_counter()
             self._take_answer(stream, record)
         return record
 
@@ -149,7 +143,7 @@ class StreamingClient:
         async with await self._post(body, headers) as response:
             if response.status != 200:
                 raise await _refused(response, record)
-            clock = self._clock
+            clock = time.perf_counter
             if not self._endpoint.payload.is_streamed:
                 stream.take_embeddings(await response.read(), clock())
                 return

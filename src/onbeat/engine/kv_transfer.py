@@ -311,7 +311,9 @@ class _Server:
                     self._accept()
                 elif ready.data.connection in self._strangers:  # it may have been put out meanwhile
                     self._hear(ready.data)
-            self._put_out_late()
+            now = time.monotonic()
+            while self._strangers and (first := next(iter(self._strangers.values()))).end <= now:
+                self._put_out(first.connection)
         for connection in list(self._strangers):
             self._put_out(connection)
         self._selector.close()
@@ -350,11 +352,6 @@ class _Server:
             threading.Thread(
                 target=self._serve, args=(connection, asked), name="onbeat-kv", daemon=True
             ).start()
-
-    def _put_out_late(self) -> None:
-        now = time.monotonic()
-        while self._strangers and (first := next(iter(self._strangers.values()))).end <= now:
-            self._put_out(first.connection)
 
     def _put_out(self, connection: socket.socket) -> None:
         del self._strangers[connection]

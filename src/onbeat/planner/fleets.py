@@ -13,7 +13,7 @@ from onbeat.core.slo import Fate
 from onbeat.metrics.attainment import count_missed, judge
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import mean_tpot
-from onbeat.planner.cases import BuiltCase, ObjectiveMissed, simulate_trial
+from onbeat.planner.cases import BuiltCase, ObjectiveMissed, ReplicaCase, simulate_trial
 from onbeat.planner.objectives import ShareObjective, Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import SearchOptions, Stopped, search_rate
@@ -45,8 +45,7 @@ class FleetCase:
         if self.pools is not None:
             ((unit, _),) = self.parts
             apart = change(unit.settings, router=ROUTER, disaggregate=self.pools)
-            simulation = resolve(apart)
-            return BuiltCase(simulation.config, simulation.step_time, simulation.num_devices)
+            return ReplicaCase(settings=apart).build()
         built = [(resolve(unit.settings), count) for unit, count in self.ordered()]
         first = built[0][0]
         kinds = tuple(simulation.kind for simulation, count in built for _ in range(count))

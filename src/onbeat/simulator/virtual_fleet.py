@@ -213,7 +213,7 @@ class VirtualFleet(FrontEnd):
         )
         self._next_copy = inf
         """When an end of a copy is in the loop."""
-        self.hears_all = self._hears_all = wants_all_reports(config) or config.kv_link is not None
+        self.hears_all = self._hears_all = wants_all or config.kv_link is not None
 
     def open(self) -> None:
         """Start the replicas, and have happen to them what is to happen."""

@@ -69,28 +69,24 @@ def lane_load(
         strict=True,
     )
     online = [
-        _lane_job(QUERY, [Call(input_tokens=words, output_tokens=0)])
+        Job(kind=QUERY, calls=(Call(input_tokens=words, output_tokens=0),))
         if asks
-        else _lane_job(CHAT, [Call(input_tokens=prompt, output_tokens=answer)])
+        else Job(kind=CHAT, calls=(Call(input_tokens=prompt, output_tokens=answer),))
         for prompt, answer, words, asks in lengths
     ]
     num_documents = int(DOCUMENTS * len(starts)) if num_documents is None else num_documents
     documents = _lengths(rng, _DOCUMENT, num_documents)
     clients = [documents[number::NUM_CLIENTS] for number in range(min(NUM_CLIENTS, num_documents))]
-    corpus = [_lane_job(OFFLINE, _one_by_one(own)) for own in clients]
+    corpus = [Job(kind=OFFLINE, calls=_one_by_one(own)) for own in clients]
     return job_load(LANES, [*corpus, *online], np.concatenate((np.zeros(len(corpus)), starts)))
 
 
-def _lane_job(kind: str, calls: list[Call]) -> Job:
-    return Job(calls=tuple(calls), kind=kind)
-
-
-def _one_by_one(lengths: list[int]) -> list[Call]:
+def _one_by_one(lengths: list[int]) -> tuple[Call, ...]:
     """Return documents of these tokens, each of which waits for the one before it."""
-    return [
+    return tuple(
         Call(input_tokens=length, output_tokens=0, after=(index - 1,) if index else ())
         for index, length in enumerate(lengths)
-    ]
+    )
 
 
 JobKind = Literal["chat-sessions", "agents", "retrieval-chain", "retrieval-plan", "map-reduce"]
@@ -116,12 +112,7 @@ PLAN_SCHEMA = _object({"steps": {"type": "array", "minItems": 1, "maxItems": 5, 
 
 
 def draw_jobs(
-    kind: JobKind,
-    num_jobs: int,
-    rng: np.random.Generator,
-    *,
-    deadline: float | None = None,
-    token_seconds: float = TOKEN_SECONDS,
+    kind: JobKind, num_jobs: int, rng: np.random.Generator, *, deadline: float | None = None
 ) -> list[Job]:
     """Return jobs of a kind.
 
@@ -129,7 +120,6 @@ def draw_jobs(
     ----------
     deadline : of each, seconds; None stretches the time that a job takes alone. Chats have none unless it is
         given: each of their answers has a reader of its own.
-    token_seconds : for that time: what a token of an answer takes, seconds.
     """
     draw = _DRAWS[kind]
     jobs = [replace(draw(rng), kind=kind) for _ in range(num_jobs)]
@@ -139,7 +129,7 @@ def draw_jobs(
         return jobs
     stretches = rng.choice(STRETCHES, size=num_jobs)
     return [
-        replace(job, deadline=float(stretch) * seconds_alone(job, token_seconds))
+        replace(job, deadline=float(stretch) * seconds_alone(job, TOKEN_SECONDS))
         for job, stretch in zip(jobs, stretches, strict=True)
     ]
 

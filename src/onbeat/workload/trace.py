@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -62,13 +62,12 @@ class Trace:
 
     def take(self, rows: NDArray[np.int64]) -> Trace:
         """Return the given rows in the given order."""
-        return Trace(
-            kind=self.kind,
+        return replace(
+            self,
             num_prompt_tokens=self.num_prompt_tokens[rows],
             num_output_tokens=self.num_output_tokens[rows],
             times=None if self.times is None else self.times[rows],
             block_ids=None if self.block_ids is None else tuple(self.block_ids[i] for i in rows.tolist()),
-            block_size=self.block_size,
             lines=None if self.lines is None else self.lines[rows],
         )
 

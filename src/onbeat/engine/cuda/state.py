@@ -29,6 +29,7 @@ from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.kernels import Int32Array
 from onbeat.engine.torch.kv import allocate_kv
 
+_RING_ENTRIES = 3
 _DOUBLES = 4
 _TOKEN_PARTS, _DECODE_PARTS, _SAMPLE_PARTS, _UPDATE_PARTS = 4, 2, 3, 2
 
@@ -275,12 +276,10 @@ class RingEntry:
 class HostRing:
     """Host memory for the steps in flight, in turns: one more than there may be at once."""
 
-    def __init__(
-        self, stream: DeviceStream, num_words: int, num_results: int, *, num_entries: int = 3
-    ) -> None:
+    def __init__(self, stream: DeviceStream, num_words: int, num_results: int) -> None:
         self._entries = [
             RingEntry(stream, stream.pinned(num_words), stream.pinned(num_results))
-            for _ in range(num_entries)
+            for _ in range(_RING_ENTRIES)
         ]
         self._next = 0
 

@@ -191,6 +191,7 @@ class WeightPacker:
         config, prefix = self._config, f"model.layers.{index}"
         attention = f"{prefix}.self_attn"
         is_linear, (inputs, output) = config.is_linear(index), projections(config, index)
+        has_head_norms = config.qk_norm is not None and not is_linear
         order = head_order(config.layer_rope(index), config.head_dim)
         orders = {} if order is None or is_linear else dict.fromkeys(inputs[:2], order)
         attention_norm, after_attention_norm, mlp_norm, after_mlp_norm = (
@@ -211,12 +212,8 @@ class WeightPacker:
             mlp_norm=mlp_norm,
             after_attention_norm=after_attention_norm,
             after_mlp_norm=after_mlp_norm,
-            query_norm=self._head_norm(f"{attention}.q_norm", order)
-            if config.qk_norm and not is_linear
-            else None,
-            key_norm=self._head_norm(f"{attention}.k_norm", order)
-            if config.qk_norm and not is_linear
-            else None,
+            query_norm=self._head_norm(f"{attention}.q_norm", order) if has_head_norms else None,
+            key_norm=self._head_norm(f"{attention}.k_norm", order) if has_head_norms else None,
             sinks=self._vector(f"{attention}.sinks") if config.has_sinks else None,
             **(self._delta(f"{prefix}.linear_attn") if is_linear else {}),
         )
@@ -277,10 +274,8 @@ class WeightPacker:
         num_outputs = len(inner) * padded_size
         inner_bias = down_bias = None
         if f"{prefix}.up_proj.bias" in self._shapes:
-            inner_bias, down_bias = (
-                _padded(np.zeros(num_outputs, np.float32)),
-                self._bias(f"{prefix}.down_proj"),
-            )
+            inner_bias = _padded(np.zeros(num_outputs, np.float32))
+            down_bias = self._bias(f"{prefix}.down_proj")
             for name, part in zip(inner, parts, strict=True):
                 inner_bias[part.to_outputs] = self._bias(name)
         return GatedWeights(
@@ -345,9 +340,8 @@ class WeightPacker:
     def _norm(self, name: str) -> FloatArray:
         """Return what a norm multiplies by, then what it adds, if it does."""
         scale = self._vector(f"{name}.weight") + np.float32(self._config.norm_weight_offset)
-        return (
-            np.concatenate([scale, self._vector(f"{name}.bias")]) if f"{name}.bias" in self._shapes else scale
-        )
+        bias = f"{name}.bias"
+        return np.concatenate([scale, self._vector(bias)]) if bias in self._shapes else scale
 
     def _head_norm(self, name: str, order: IntArray | None) -> FloatArray:
         scale = self._norm(name).ravel()

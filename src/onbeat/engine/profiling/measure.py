@@ -68,17 +68,14 @@ class StepTimer:
     num_blocks : KV blocks to use, from the first on. They are written once, for memory that never was is
         one page of zeros to the system, which is read faster than a KV cache in use.
     sampling : how the rows' tokens are chosen.
-    seed : of the prompt tokens and of the order of blocks.
     """
 
-    def __init__(
-        self, runner: Runner, *, num_blocks: int, sampling: SamplingParams | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, runner: Runner, *, num_blocks: int, sampling: SamplingParams | None = None) -> None:
         self._runner = runner
         self._steps = _MarkedSteps(runner)
         self._executor = ThreadExecutor(self._steps)  # the hop to its thread is part of a live step
         self._block_size = runner.limits.block_size
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         self._blocks = np.arange(min(num_blocks, runner.limits.num_blocks))
         self._sampling = sampling or SamplingParams()
         vocab_size = runner.forward.config.vocab_size
