@@ -312,8 +312,8 @@ class _Server:
                 elif ready.data.connection in self._strangers:  # it may have been put out meanwhile
                     self._hear(ready.data)
             now = time.monotonic()
-            while self._strangers and (first := next(iter(self._strangers.values()))).end <= now:
-                self._put_out(first.connection)
+            while self._strangers and (oldest := next(iter(self._strangers.values()))).end <= now:
+                self._put_out(oldest.connection)
         for connection in list(self._strangers):
             self._put_out(connection)
         self._selector.close()

@@ -147,10 +147,10 @@ def measure_cpu() -> CPULimits:
     out = np.empty_like(left)
     # A dot product reads both operands once; one array twice would be read from cache the second time.
     half = len(values) // 2
-    read = _shortest(lambda: np.dot(values[:half], values[half:]))
-    product = _shortest(lambda: np.matmul(left, left, out=out))
+    read = shortest(lambda: np.dot(values[:half], values[half:]))
+    product = shortest(lambda: np.matmul(left, left, out=out))
     by_rows = {
-        rows: _shortest(partial(np.matmul, left[:rows], left, out=out[:rows]), _ROWS_SECONDS)
+        rows: shortest(partial(np.matmul, left[:rows], left, out=out[:rows]), _ROWS_SECONDS)
         for rows in ROW_COUNTS
     }
     bandwidth, flops_per_row = _READ_BYTES / read, 2.0 * _MATRIX_SIZE**2
@@ -164,15 +164,20 @@ def measure_cpu() -> CPULimits:
     )
 
 
-def _shortest(work: Callable[[], object], budget: float = _BUDGET_SECONDS) -> float:
-    """Seconds of the quickest of several runs; the first, which warms up, does not count."""
+def shortest(work: Callable[[], object], budget: float = _BUDGET_SECONDS, *, least_runs: int = 1) -> float:
+    """Return the seconds of the quickest of several runs; the first, which warms up, does not count.
+
+    Parameters
+    ----------
+    budget : seconds, which more than `least_runs` keep to.
+    """
     work()
-    start = perf_counter()
-    best = float("inf")
-    while perf_counter() - start < budget:
-        begin = perf_counter()
+    best, num_runs, deadline = inf, 0, perf_counter() + budget
+    while num_runs < least_runs or perf_counter() < deadline:
+        start = perf_counter()
         work()
-        best = min(best, perf_counter() - begin)
+        best = min(best, perf_counter() - start)
+        num_runs += 1
     return best
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -33,7 +34,7 @@ from onbeat.engine.profiling.batches import (
 )
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of
-from onbeat.perfmodel.device_spec import ROW_COUNTS, best_rates, product_rates
+from onbeat.perfmodel.device_spec import ROW_COUNTS, best_rates, product_rates, shortest
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget, fit_best
 from onbeat.perfmodel.profile import MachineLimits, Profile
 from onbeat.perfmodel.shapes import MeasuredStep
@@ -250,8 +251,7 @@ def _medians(batches: Sequence[MeasuredBatch], times: list[list[float]]) -> list
 
 _READ_BYTES = 2**27
 """Several times the largest cache, so that every pass reads memory."""
-_SECONDS_EACH = 0.1
-_RUNS_AT_LEAST = 5
+_quickest = partial(shortest, budget=0.1, least_runs=5)
 _ROUNDS = 3
 """Over all numbers of rows: what else the machine does comes and goes."""
 _ROWS_SECONDS = 0.01
@@ -320,7 +320,7 @@ def gpu_limits(
             work()
             wait_for(device.device)
 
-        return shortest(done)
+        return _quickest(done)
 
     with torch.inference_mode():
         read = seconds(lambda: torch.amax(values))
@@ -339,7 +339,7 @@ def _read_bandwidth(num_threads: int) -> float:
     """Return the bytes per second at which threads look for the largest number; NumPy lets go of the lock."""
     parts = np.array_split(np.ones(_READ_BYTES // 4, np.float32), num_threads)
     with ThreadPoolExecutor(num_threads) as threads:
-        return _READ_BYTES / shortest(lambda: list(threads.map(np.max, parts)))
+        return _READ_BYTES / _quickest(lambda: list(threads.map(np.max, parts)))
 
 
 def _shortest_product(products: RowProducts, num_rows: int) -> float:
@@ -366,16 +366,3 @@ def best_limits(first: MachineLimits, second: MachineLimits) -> MachineLimits:
         peak_flops={name: max(rate, second.peak_flops[name]) for name, rate in first.peak_flops.items()},
         product_rates=best_rates(first.product_rates, second.product_rates),
     )
-
-
-def shortest(work: Callable[[], object]) -> float:
-    """Return the seconds of the quickest of several runs; the first, which warms up, does not count."""
-    work()
-    best, num_runs = float("inf"), 0
-    deadline = time.perf_counter() + _SECONDS_EACH
-    while num_runs < _RUNS_AT_LEAST or time.perf_counter() < deadline:
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-        num_runs += 1
-    return best
