@@ -132,7 +132,7 @@ def run_replicas(
         is_complete = run_alone(clients, replica, collector)
         return FleetOutcome([replica.counters()], is_complete, {})
     router = make_router(config.router)
-    is_watched = wants_all_reports(config)
+    is_watched = wants_all_reports(config, router)
 
     def make(index: int, kind: ReplicaKind) -> VirtualReplica:
         own = _of(config, kind)

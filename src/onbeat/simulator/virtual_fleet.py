@@ -136,9 +136,16 @@ _RARE = (
 """Events after which the fleet may want another tick."""
 
 
-def wants_all_reports(config: SimulationConfig) -> bool:
-    """Return whether something is decided when a replica reports; else a choice asks how replicas stand."""
-    return not config.is_of_one and (config.kv_link is not None or config.fleet.autoscale is not None)
+def wants_all_reports(config: SimulationConfig, router: Router) -> bool:
+    """Return whether each step is to be reported; else a choice that looks at a replica asks how it stands.
+
+    Something may be decided when a replica reports. And under a policy that does not know its costs itself, these
+    are taken anew every so many reports.
+    """
+    if config.is_of_one:
+        return False
+    counts_reports = router.reads_reports and not composition(config.scheduler.policy).predicts_waits
+    return counts_reports or config.kv_link is not None or config.fleet.autoscale is not None
 
 
 def fleet_rules(config: SimulationConfig) -> FleetRules:
@@ -182,7 +189,7 @@ class VirtualFleet(FrontEnd):
         self._config = config
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
         self._dispatcher = events.EventDispatcher(self._on_event, self)
-        wants_all = wants_all_reports(config)
+        wants_all = wants_all_reports(config, router)
         self.hears_plans = router.reads_reports and not (wants_all or config.is_of_one)
         self._is_reported = self.hears_plans or wants_all
         times = config.fleet_times

@@ -44,20 +44,17 @@ class LoadReporter:
         self._has_deadlines = policy.known.order is not None
         self._budget = config.max_num_batched_tokens
         self._own_cost_model = None if model is None or policy.slo is not None else CostModel(model, None)
-        self._num_steps = 0
 
-    def take(
-        self, now: float, *, num_taken: int, num_steps: int, busy: float, num_kept_slots: int = 0
-    ) -> ReplicaLoad:
+    def take(self, now: float, *, num_taken: int, busy: float, num_kept_slots: int = 0) -> ReplicaLoad:
         """Return how things stand.
 
         Parameters
         ----------
-        num_taken, num_steps : requests that came so far, and steps that were planned.
+        num_taken : requests that came so far.
         busy : seconds until the step under way is expected to end.
         num_kept_slots : of the batch, for requests on their way.
         """
-        cost_model = self._cost_model(num_steps)
+        cost_model = self._cost_model()
         table = self._table
         running, waiting, kv = table.running, table.waiting, table.kv
         num_decodes = num_context = 0
@@ -116,15 +113,13 @@ class LoadReporter:
             costs=None if cost_model is None else cost_model.costs,
         )
 
-    def _cost_model(self, num_steps: int) -> CostModel | None:
+    def _cost_model(self) -> CostModel | None:
         """Return what prompts cost now."""
         if self._slo is not None:
             return self._slo.cost_model
-        own = self._own_cost_model
-        if own is not None:
-            own.count(min(num_steps - self._num_steps, own.num_left))
-            self._num_steps = num_steps
-        return own
+        if self._own_cost_model is not None:
+            self._own_cost_model.count()
+        return self._own_cost_model
 
     def _prompts(
         self, cost_model: CostModel, prefills: list[RequestState], now: float, busy: float

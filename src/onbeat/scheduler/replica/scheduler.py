@@ -245,11 +245,7 @@ class Scheduler:
         if self._load_reporter is None:
             self._load_reporter = LoadReporter(self.config, self.policy, self.table, self.step_time_model)
         return self._load_reporter.take(
-            now,
-            num_taken=self._num_taken,
-            num_steps=self.in_flight.num_planned,
-            busy=busy,
-            num_kept_slots=self.handover.num_slots_kept,
+            now, num_taken=self._num_taken, busy=busy, num_kept_slots=self.handover.num_slots_kept
         )
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
