@@ -99,8 +99,8 @@ class Streams:
 class Pair:
     """Two engines, stepped in turn, and the streams that run in them."""
 
-    def __init__(self, cores: Sequence[EngineCore]) -> None:
-        self.cores = cores
+    def __init__(self, cores: Sequence[EngineCore], *, most_steps: int = MOST_STEPS) -> None:
+        self.cores, self.most_steps = cores, most_steps
         self.streams = Streams()
         self.requests: dict[str, Request] = {}
         self.at: dict[str, int] = {}
@@ -125,7 +125,7 @@ class Pair:
 
     def wait(self, future: Future[int]) -> int:
         """Step on while a copy runs, as engines do, but not to the streams' ends."""
-        for _ in range(MOST_STEPS):
+        for _ in range(self.most_steps):
             if future.done():
                 break
             self.step()

@@ -21,7 +21,7 @@ from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, tiny_model
-from tests.cpu.golden.moving import Pair, Streams, make_core, undisturbed
+from tests.cpu.golden.moving import MOST_STEPS, Pair, Streams, make_core, undisturbed
 from tests.cpu.speculation.runs import fixed, make_request, make_requests, ngram
 from tests.cpu.speculation.test_lossless import SAMPLINGS, budget
 from tests.many_cases import each_case
@@ -39,6 +39,7 @@ def check_moves(
     *,
     share: float = 0.15,
     is_alone: bool = False,
+    most_steps: int = MOST_STEPS,
     **options: Any,
 ) -> Streams:
     """Run requests in one engine; then in two, each moved to and fro, with the same tokens.
@@ -47,10 +48,14 @@ def check_moves(
     ----------
     share : of the steps, those after which a stream is moved.
     is_alone : each request begins when the one before has ended.
+    most_steps : that are taken while a copy runs, if it takes so long.
     """
     batches = [[request] for request in requests] if is_alone else [requests]
     expected = undisturbed(make_core(make_forward, **options), batches)
-    pair, random = Pair([make_core(make_forward, **options) for _ in range(2)]), Random(7)
+    pair, random = (
+        Pair([make_core(make_forward, **options) for _ in range(2)], most_steps=most_steps),
+        Random(7),
+    )
     for batch in batches:
         for index, request in enumerate(batch):
             pair.add(request, index % 2)
@@ -111,6 +116,7 @@ def test_states_go_with_their_streams(name: str, backend: str, request: pytest.F
             num_snapshots=num_snapshots,
             num_blocks=num_blocks,
             max_num_batched_tokens=24,
+            most_steps=0,  # else how far a prompt is depends on how long copies take
         )
         assert streams.num_in_prompt
 

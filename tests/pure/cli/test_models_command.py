@@ -19,4 +19,4 @@ def test_models_are_listed_with_sizes_memory_and_engines(
     assert rows.keys() >= {config["hub_ids"][0] for config in packaged_configs().values()}
     assert rows["openai/gpt-oss-20b"][:4] == ["20.9B", "4.19B", "41.8", "GB"]
     assert rows["openai/gpt-oss-20b"][-2:] == ["own", "engines"]
-    assert rows["google/gemma-4-31B"][-1] == "vLLM"
+    assert rows["deepseek-ai/DeepSeek-V3"][-1] == "vLLM"
