@@ -139,8 +139,8 @@ _RARE = (
 def wants_all_reports(config: SimulationConfig, router: Router) -> bool:
     """Return whether each step is to be reported; else a choice that looks at a replica asks how it stands.
 
-    Something may be decided when a replica reports. And under a policy that does not know its costs itself, these
-    are taken anew every so many reports.
+    Something may be decided when a replica reports. And under a policy that does not know its costs itself,
+    these are taken anew every so many reports.
     """
     if config.is_of_one:
         return False
