@@ -21,12 +21,12 @@ def check_owners(fleet: Fleet) -> None:
             assert request_id not in owned, f"{request_id} has two owners"
             assert each.replica == replica.replica_id
             owned[request_id] = each
-    assert owned.keys() == requests.open.keys(), "a request has no owner, or has ended and has one"
+    assert owned.keys() == members.open.keys(), "a request has no owner, or has ended and has one"
     waiting = list(requests.waiting.values())
     assert all(each.replica is None for each in waiting)
     for state, known in members._by_state.items():
         assert all(each.state is state for each in known.values()), "a replica is in two states"
-    all_refused = members.is_any_ready and all(each.refused_by for each in waiting)
+    all_refused = bool(members.ready) and all(each.refused_by for each in waiting)
     can_wait = not waiting or all_refused or members.is_one_coming
     assert can_wait, "requests wait, but no replica is coming"
 

@@ -227,11 +227,11 @@ class Pairing:
 
     def _movable(self) -> list[Replica]:
         """Return the replicas whose streams may move; those of prompts let go of theirs in any case."""
-        members, pools = self._migration.members, self._migration.pools
+        members = self._migration.members
         return [
             each
             for each in members.having(ReplicaState.READY, ReplicaState.DRAINING)
-            if each.moves_streams and not pools.is_prefill(each.replica_id)
+            if each.limits.moves_streams and not members.is_prefill(each.replica_id)
         ]
 
     def _move_one(self, source: Replica, destination: Replica, now: float) -> None:

@@ -54,8 +54,8 @@ class Splitwise(PoolPolicy):
         """Return where a stream finds the most capacity: its pool, a mixed replica, or one for prompts."""
         pools: tuple[list[Replica], ...] = [], [], []
         for each in self._members.having(ReplicaState.READY):
-            if each.moves_streams:
-                is_prefill = self._pools.is_prefill(each.replica_id)
+            if each.limits.moves_streams:
+                is_prefill = self._members.is_prefill(each.replica_id)
                 pools[1 if self._is_mixed(each) else 2 * is_prefill].append(each)
         migration = self._migration
         for pool in pools:
@@ -77,7 +77,7 @@ class Splitwise(PoolPolicy):
 
         Its reports would not do: they count streams that are about to leave.
         """
-        if not self._pools.is_prefill(replica.replica_id):
+        if not self._members.is_prefill(replica.replica_id):
             return replica.num_queued_tokens > 0
         return replica.num_streams > self._migration.moves.num_from(replica.replica_id)
 

@@ -21,7 +21,7 @@ from onbeat.core.fleet import ReplicaId
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.process import BuildEngine, CurveKeys
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.fleet_config import FleetRules
+from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from tests.fake_runner import build_fake_engine

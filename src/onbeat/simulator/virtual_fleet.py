@@ -17,7 +17,7 @@ from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.fleet import Decided, Fleet
-from onbeat.scheduler.cluster.fleet_config import FleetRules
+from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deliveries import REFUSALS, count_singles, refuse

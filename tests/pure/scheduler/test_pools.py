@@ -24,7 +24,7 @@ from onbeat.scheduler.cluster.events import (
     Stop,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.fleet_config import FleetRules
+from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.routers import make_router
 from tests.owners import check_owners
 

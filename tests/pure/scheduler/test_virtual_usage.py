@@ -21,7 +21,7 @@ from onbeat.scheduler.cluster.events import (
     ScaleAsked,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.fleet_config import FleetRules
+from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.routers import make_router
 from tests.owners import check_owners

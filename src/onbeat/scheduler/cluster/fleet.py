@@ -18,8 +18,8 @@ from typing import Any
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaId
 from onbeat.scheduler.cluster import events
-from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.membership import (
+    FleetRules,
     FleetStatus,
     Membership,
     Replica,
@@ -29,8 +29,6 @@ from onbeat.scheduler.cluster.membership import (
     deadline,
     least,
 )
-from onbeat.scheduler.cluster.migration import Migration
-from onbeat.scheduler.cluster.pools import Pools
 from onbeat.scheduler.cluster.requests import Requests
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.cluster.scaling import ScaleBounds, Scaling
@@ -60,15 +58,9 @@ class Fleet:
     def __init__(
         self, router: Router, rules: FleetRules | None = None, *, on_decision: Decided | None = None
     ) -> None:
-        self._router = router
-        self._rules = rules or FleetRules()
+        self._members = Membership(router, rules or FleetRules())
+        self._rules, self._router, self._act = self._members.rules, router, self._members.act
         self._on_decision = on_decision
-        self._members = Membership()
-        open_requests: dict[str, RoutedRequest] = {}
-        self._actions: list[events.FleetAction] = []
-        self._act = self._actions.append
-        self._left: list[Replica] = []
-        """Those from which a request has been moved in this call."""
         self._moves_streams = False
         """Whether there have been two replicas between which streams can move."""
         self._scaling: Scaling | None = None
@@ -76,27 +68,8 @@ class Fleet:
         if self._rules.autoscale:
             self._scaling = Scaling(self._rules.autoscale, self._rules.scale_down_seconds, self._members)
             self._watcher = self._scaling.policy
-        self._pools = Pools(self._members, router, self._rules.num_prefill, self._rules.pool_rule)
-        self._migration = Migration(
-            self._members,
-            open_requests,
-            self._pools,
-            rule=self._rules.move_rule,
-            act=self._act,
-            on_moved=self._on_moved,
-            resend=lambda *resent: self._requests.send_elsewhere(*resent),
-        )
-        self._requests = Requests(
-            open_requests,
-            self._members,
-            router,
-            self._pools,
-            self._migration,
-            watcher=self._watcher,
-            act=self._act,
-            scales=self._scaling is not None,
-            max_wait=self._rules.max_wait_seconds,
-        )
+        self._requests = Requests(self._members, self._watcher)
+        self._migration = self._requests.migration
         self._handlers: dict[type[events.FleetEvent], Callable[[Any, float], None]] = {
             events.Arrived: self._on_arrival,
             events.Delivered: self._on_delivery,
@@ -126,15 +99,15 @@ class Fleet:
         ------
         ConfigError : fewer than no replicas are asked for, or scaling of a fleet that is not made for it.
         """
-        self._actions.clear()
+        self._members.actions.clear()
         self._handlers[type(event)](event, now)
         if self._scaling is not None and now >= self._scaling.next_time:
-            self._rescale(self._scaling.look(len(self._requests.open), now), now)
-        while self._left:
-            self._stop_if_drained(self._left.pop(), now)
+            self._rescale(self._scaling.look(len(self._members.open), now), now)
+        while self._requests.left:
+            self._stop_if_drained(self._requests.left.pop(), now)
         if self._moves_streams:
             self._migration.advance(now)
-        actions = self._actions[:]
+        actions = self._members.actions[:]
         if self._on_decision is not None:
             self._on_decision(event, now, actions)
         return actions
@@ -173,7 +146,7 @@ class Fleet:
 
     def owner(self, request_id: str) -> ReplicaId | None:
         """Return the replica that has a request; None where it waits in the fleet, or has ended."""
-        open_request = self._requests.open.get(request_id)
+        open_request = self._members.open.get(request_id)
         return None if open_request is None else open_request.replica
 
     def state(self, replica: ReplicaId) -> ReplicaState:
@@ -188,13 +161,13 @@ class Fleet:
 
     def role(self, replica: ReplicaId) -> str:
         """Return what a replica is for: `prefill` or `decode`; nothing where all are alike."""
-        return self._pools.role(replica)
+        return self._members.role(replica)
 
     def _on_arrival(self, event: events.Arrived, now: float) -> None:
         open_request = RoutedRequest(event.request)
         request_id = event.request.request_id
-        assert request_id not in self._requests.open, f"{request_id} arrives twice"
-        self._requests.open[request_id] = open_request
+        assert request_id not in self._members.open, f"{request_id} arrives twice"
+        self._members.open[request_id] = open_request
         if self._scaling is not None:
             self._watcher.on_arrival(event.request, now)
             self._rescale(self._scaling.wake(now), now)
@@ -202,9 +175,10 @@ class Fleet:
         self._requests.send(open_request, now, may_wait=not is_full)
 
     def _on_delivery(self, event: events.Delivered, now: float) -> None:
-        open_request, replica = self._requests.owned(event.request_id, event.replica)
-        if open_request is None or replica is None:
+        open_request = self._members.open.get(event.request_id)
+        if open_request is None or open_request.replica != event.replica:
             return
+        replica = self._members.replicas[event.replica]
         is_first = event.num_tokens > 0 and not open_request.has_started
         if is_first:
             open_request.has_started, open_request.refused_by = True, ()
@@ -220,15 +194,16 @@ class Fleet:
             self._migration.on_first_token(open_request, replica, now)
         if event.is_finished:
             self._requests.release(open_request, replica)
-            del self._requests.open[event.request_id]
+            del self._members.open[event.request_id]
             self._watcher.on_end(open_request.request, open_request.num_output_tokens, now)
             if replica.state is ReplicaState.DRAINING:
                 self._stop_if_drained(replica, now)
 
     def _on_refusal(self, event: events.Refused, now: float) -> None:
-        open_request, replica = self._requests.owned(event.request_id, event.replica)
-        if open_request is None or replica is None:
+        open_request = self._members.open.get(event.request_id)
+        if open_request is None or open_request.replica != event.replica:
             return
+        replica = self._members.replicas[event.replica]
         self._requests.release(open_request, replica)
         if not event.is_for_load:
             self._requests.refuse(open_request, "invalid", now)
@@ -239,9 +214,17 @@ class Fleet:
         self._stop_if_drained(replica, now)
 
     def _on_abort(self, event: events.Aborted, now: float) -> None:
-        replica = self._requests.abort(event.request_id, now)
-        if replica is not None:
-            self._stop_if_drained(replica, now)
+        open_request = self._members.open.pop(event.request_id, None)
+        if open_request is None:
+            return
+        self._watcher.on_end(open_request.request, None, now)
+        if open_request.replica is None:
+            del self._requests.waiting[event.request_id]
+            return
+        replica = self._members.replicas[open_request.replica]
+        self._requests.release(open_request, replica)
+        self._act(events.Withdraw(replica.replica_id, event.request_id))
+        self._stop_if_drained(replica, now)
 
     def _on_report(self, event: events.Reported, now: float) -> None:
         replica = self._members.replicas.get(event.replica)
@@ -249,7 +232,6 @@ class Fleet:
             return
         replica.load = event.load
         if replica.state is ReplicaState.READY:
-            assert replica.limits is not None
             self._watcher.on_report(event.load, replica.limits)
             self._router.on_report(replica.number, event.load, now)
             self._migration.on_report(replica, now)
@@ -267,7 +249,7 @@ class Fleet:
         self._members.enter(replica, event.limits, now)
         if event.limits.moves_streams and not self._moves_streams:
             others = (each for each in self._members.replicas.values() if each is not replica)
-            self._moves_streams = any(each.moves_streams for each in others)
+            self._moves_streams = any(each.limits.moves_streams for each in others)
         self._router.join(replica.number, event.limits)
         self._requests.tell_router()
         self._migration.look()
@@ -332,7 +314,7 @@ class Fleet:
             return
         self._leave(replica, ReplicaState.DRAINING, "restarts" if restarts else "ends")
         replica.drains_until, replica.restarts = now + seconds, restarts
-        if self._members.is_any_ready:  # else it serves them itself, as far as it gets
+        if self._members.ready:  # else it serves them itself, as far as it gets
             unstarted = [each for each in replica.open.values() if not each.has_started]
             self._send_all_elsewhere(unstarted, replica, now)
             self._migration.look()
@@ -343,10 +325,6 @@ class Fleet:
     def _send_all_elsewhere(self, moved: Iterable[RoutedRequest], replica: Replica, now: float) -> None:
         for open_request in sorted(moved, key=deadline):
             self._requests.send_elsewhere(open_request, replica, None, now)
-
-    def _on_moved(self, open_request: RoutedRequest, destination: Replica) -> None:
-        """Hear that a request goes on elsewhere, with its KV."""
-        self._left.append(self._requests.move(open_request, destination))
 
     def _stop_if_drained(self, replica: Replica, now: float) -> None:
         if replica.state is ReplicaState.DRAINING and not replica.open:
@@ -417,7 +395,7 @@ class Fleet:
         # the last named of them.
         expected.sort(
             key=lambda each: (
-                self._pools.is_prefill(each.replica_id),
+                self._members.is_prefill(each.replica_id),
                 each.state is ReplicaState.READY,
                 len(each.open),
                 -each.order,

@@ -10,36 +10,11 @@ from onbeat.core.fleet import DRAIN_SECONDS, POOLS_FORM, POOLS_HELP, PoolSizes, 
 from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
 from onbeat.core.options import check, option
 from onbeat.scheduler.cluster import scaling
+from onbeat.scheduler.cluster.membership import DOWN_SECONDS, FleetRules
 from onbeat.scheduler.cluster.migration import MOVE_RULES, POOL_POLICIES
-from onbeat.scheduler.cluster.pools import check_pools
 from onbeat.scheduler.cluster.routers import ROUTERS
 
 _option = partial(option, group="fleet")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetRules:
-    """How a fleet treats its replicas."""
-
-    restarts: bool = True
-    """Whether a replica that died is started again; else it stays down."""
-    drain_seconds: float = DRAIN_SECONDS
-    """How long what runs on a replica may take that is to end because fewer are asked for."""
-    max_num_waiting: int = 1024
-    """Most new requests that wait for a replica to start; further ones are refused."""
-    max_wait_seconds: float | None = None
-    """Longest that a request without tokens waits for a replica to start; None: no limit."""
-    num_prefill: int = 0
-    """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
-    pool_rule: str = "adaptive"
-    """See `POOL_POLICIES`."""
-    move_rule: str = "mend"
-    """See `MOVE_RULES`."""
-    autoscale: str = ""
-    """One of `SCALING_POLICIES`, which decides on the number of replicas once `ScalingAsked` has said between
-    which. Empty: they are as many as are asked for."""
-    scale_down_seconds: float = scaling.DOWN_SECONDS
-    """A replica goes once the load has been low for so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +67,7 @@ class FleetConfig:
         choices=scaling.SCALING_POLICIES.keys,
         help="what decides on the number of replicas",
     )
-    scale_down_seconds: float = _option(
-        scaling.DOWN_SECONDS, metavar="SECONDS", at_least=1, help=scaling.DOWN_HELP
-    )
+    scale_down_seconds: float = _option(DOWN_SECONDS, metavar="SECONDS", at_least=1, help=scaling.DOWN_HELP)
 
     def __post_init__(self) -> None:
         check_kinds(self.kinds, self.num_replicas)
@@ -102,7 +75,16 @@ class FleetConfig:
         scaling.check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None:
             self._check_autoscale(self.autoscale)
-        check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
+        if self.disaggregate is None:
+            if self.pool_rule != "adaptive":
+                raise ConfigError(
+                    f"--pool-rule {self.pool_rule} is for --disaggregate; give both, or neither"
+                )
+        elif self.replicas not in (1, self.num_replicas):
+            raise ConfigError(
+                f"--disaggregate {self.disaggregate} is {self.num_replicas} replicas, but --replicas is "
+                f"{self.replicas}; leave --replicas out"
+            )
 
     def _check_autoscale(self, bounds: scaling.ScaleBounds) -> None:
         if self.disaggregate is not None:

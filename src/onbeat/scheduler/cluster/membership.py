@@ -10,18 +10,11 @@ from itertools import count
 from math import inf
 from operator import attrgetter
 
+from onbeat.core import fleet
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import (
-    MOST_REPLICAS,
-    ReplicaId,
-    ReplicaLimits,
-    ReplicaLoad,
-    ReplicaView,
-    ScalingView,
-    replica_id,
-)
-from onbeat.scheduler.cluster.events import RoutingRequest
-from onbeat.scheduler.cluster.routing import NONE_EXCLUDED
+from onbeat.core.fleet import ReplicaId, ReplicaLimits
+from onbeat.scheduler.cluster.events import FleetAction, RoutingRequest
+from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, Router
 
 FIRST_RESTART_DELAY = 0.5
 LONGEST_RESTART_DELAY = 30.0
@@ -30,6 +23,35 @@ DEATHS_WINDOW = 60.0
 """Seconds; after so long a life, a death counts as the first."""
 MOST_DEATHS = 3
 """A replica that dies so many times within `DEATHS_WINDOW` stays down."""
+
+
+DOWN_SECONDS = 600.0
+"""A replica that goes costs its moves, and a start if it comes back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRules:
+    """How a fleet treats its replicas."""
+
+    restarts: bool = True
+    """Whether a replica that died is started again; else it stays down."""
+    drain_seconds: float = fleet.DRAIN_SECONDS
+    """How long what runs on a replica may take that is to end because fewer are asked for."""
+    max_num_waiting: int = 1024
+    """Most new requests that wait for a replica to start; further ones are refused."""
+    max_wait_seconds: float | None = None
+    """Longest that a request without tokens waits for a replica to start; None: no limit."""
+    num_prefill: int = 0
+    """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
+    pool_rule: str = "adaptive"
+    """See `POOL_POLICIES`."""
+    move_rule: str = "mend"
+    """See `MOVE_RULES`."""
+    autoscale: str = ""
+    """One of `SCALING_POLICIES`, which decides on the number of replicas once `ScalingAsked` has said between
+    which. Empty: they are as many as are asked for."""
+    scale_down_seconds: float = DOWN_SECONDS
+    """A replica goes once the load has been low for so long."""
 
 
 class ReplicaState(StrEnum):
@@ -92,6 +114,10 @@ class RoutedRequest:
         return self.request.resumes or not self.num_output_tokens
 
 
+_UNKNOWN = ReplicaLimits(max_model_len=0, max_num_seqs=0, num_blocks=0, block_size=1)
+"""Of a replica that has never been ready."""
+
+
 @dataclass(slots=True)
 class Replica:
     """What a fleet knows of one of its replicas."""
@@ -104,8 +130,8 @@ class Replica:
     """Of the state, where there is more to say."""
     number: int = -1
     """The router's, of this life."""
-    limits: ReplicaLimits | None = None
-    load: ReplicaLoad | None = None
+    limits: ReplicaLimits = _UNKNOWN
+    load: fleet.ReplicaLoad | None = None
     """As it reported last in this life; None where it has not."""
     no_mending_before: float = 0.0
     """Until then no request is moved away because of how the replica stands."""
@@ -134,11 +160,6 @@ class Replica:
         """Whether it is about to get ready."""
         return self.state is ReplicaState.STARTING or (self.state is ReplicaState.DRAINING and self.restarts)
 
-    @property
-    def moves_streams(self) -> bool:
-        """Whether its streams may go on elsewhere with their KV, and others' here."""
-        return self.limits is not None and self.limits.moves_streams
-
     def on_death(self, now: float) -> float | None:
         """Count a death; return the seconds to wait before another start, or None where it stays down."""
         deaths = self.deaths
@@ -164,11 +185,11 @@ class Replica:
 class FleetStatus:
     """How a fleet stands, for people."""
 
-    replicas: tuple[ReplicaView, ...]
+    replicas: tuple[fleet.ReplicaView, ...]
     """Without what whoever runs their processes knows of them."""
     num_waiting: int
     """Requests that are with no replica: none takes them at present."""
-    scaling: ScalingView | None = None
+    scaling: fleet.ScalingView | None = None
     """Of a fleet that changes its own size."""
 
     def count(self, state: ReplicaState) -> int:
@@ -177,9 +198,19 @@ class FleetStatus:
 
 
 class Membership:
-    """The replicas by id, and by the numbers that the router knows them under."""
+    """The replicas by id, and by the numbers that the router knows them under; and what they have.
 
-    def __init__(self) -> None:
+    Attributes
+    ----------
+    open : the requests that have not ended, by id.
+    actions : what is to be done; `act` takes more.
+    """
+
+    def __init__(self, router: Router, rules: FleetRules) -> None:
+        self.router, self.rules = router, rules
+        self.open: dict[str, RoutedRequest] = {}
+        self.actions: list[FleetAction] = []
+        self.act = self.actions.append
         self.replicas: dict[ReplicaId, Replica] = {}
         self.by_number: list[Replica] = []
         """A number is never used twice: a replica that has lost its memory is another one to a router."""
@@ -189,6 +220,20 @@ class Membership:
         self._lengths: Counter[int] = Counter()
         """The longest requests that ready replicas take, and how many replicas take these: what fits the
         shortest of them fits all."""
+
+    def is_prefill(self, replica: ReplicaId) -> bool:
+        """Whether a replica computes prompts for others.
+
+        That is where requests are sent, and not what it can: where one pool is gone, the other does all.
+        """
+        num_prefill = self.rules.num_prefill
+        return num_prefill > 0 and fleet.replica_number(replica) < num_prefill
+
+    def role(self, replica: ReplicaId) -> str:
+        """Return `prefill` or `decode`; nothing where all replicas are alike."""
+        if not self.rules.num_prefill:
+            return ""
+        return "prefill" if self.is_prefill(replica) else "decode"
 
     def get(self, replica_id: ReplicaId) -> Replica:
         """Return a replica, new or known."""
@@ -201,7 +246,7 @@ class Membership:
     def change(self, replica: Replica, state: ReplicaState, why: str = "") -> None:
         """Let a replica be in another state, or in the same one for another reason."""
         if replica.state is ReplicaState.READY:
-            length = _length(replica)
+            length = replica.limits.max_model_len
             self._lengths[length] -= 1
             if not self._lengths[length]:
                 del self._lengths[length]
@@ -209,7 +254,7 @@ class Membership:
         self._by_state[state][replica.replica_id] = replica
         replica.state, replica.why = state, why
         if state is ReplicaState.READY:
-            self._lengths[_length(replica)] += 1
+            self._lengths[replica.limits.max_model_len] += 1
 
     def enter(self, replica: Replica, limits: ReplicaLimits, now: float) -> None:
         """Make a replica ready, under a new number."""
@@ -224,11 +269,6 @@ class Membership:
         """Return the replicas in some states, in the order in which they were first heard of."""
         found = [each for state in states for each in self._by_state[state].values()]
         return sorted(found, key=attrgetter("order"))
-
-    @property
-    def is_any_ready(self) -> bool:
-        """Whether a replica takes requests."""
-        return bool(self.ready)
 
     @property
     def only(self) -> Replica | None:
@@ -252,11 +292,11 @@ class Membership:
     def unused_ids(self) -> Iterator[ReplicaId]:
         """Yield those of r0, r1, ... that no replica has, or that one had which has stopped."""
         for number in count():
-            known = self.replicas.get(name := replica_id(number))
+            known = self.replicas.get(name := fleet.replica_id(number))
             if known is None or known.state is ReplicaState.STOPPED:
                 yield name
 
-    def status(self, num_waiting: int, scaling: ScalingView | None = None) -> FleetStatus:
+    def status(self, num_waiting: int, scaling: fleet.ScalingView | None = None) -> FleetStatus:
         """Return how everything stands.
 
         Parameters
@@ -266,32 +306,20 @@ class Membership:
         """
         return FleetStatus(
             tuple(
-                ReplicaView(
+                fleet.ReplicaView(
                     replica=each.replica_id,
                     state=each.state.value,
                     why=each.why,
                     num_lives=each.num_lives,
                     num_outstanding=len(each.open),
                     num_streaming=sum(open_request.has_started for open_request in each.open.values()),
-                    limits=each.limits,
+                    limits=each.limits if each.num_lives else None,
                 )
                 for each in self.replicas.values()
             ),
             num_waiting,
             scaling,
         )
-
-    def hand_over(self, open_request: RoutedRequest, destination: Replica) -> Replica:
-        """Let another replica own a request; return the one that has owned it."""
-        assert open_request.replica is not None
-        source = self.replicas[open_request.replica]
-        request_id = open_request.request.request_id
-        del source.open[request_id]
-        source.num_streams -= 1
-        destination.open[request_id] = open_request
-        destination.num_streams += 1
-        open_request.replica, open_request.number = destination.replica_id, 0
-        return source
 
     def excluded_for(self, open_request: RoutedRequest) -> Collection[int]:
         """Return the numbers of ready replicas that a request must not go to."""
@@ -312,13 +340,9 @@ class Membership:
         """
         least = request.num_prompt_tokens + min(request.num_output_tokens + 1, request.max_tokens)
         most = request.num_prompt_tokens + request.max_tokens
-        longest = max((_length(each) for each in self.expected()), default=0)
+        longest = max((each.limits.max_model_len for each in self.expected()), default=0)
         needed = most if longest >= most else max(longest, least)
-        return [each.number for each in self.having(ReplicaState.READY) if _length(each) < needed]
-
-
-def _length(replica: Replica) -> int:
-    return 0 if replica.limits is None else replica.limits.max_model_len
+        return [each.number for each in self.having(ReplicaState.READY) if each.limits.max_model_len < needed]
 
 
 def deadline(open_request: RoutedRequest) -> tuple[float, float]:
@@ -333,5 +357,5 @@ def least(first: float | None, second: float | None) -> float | None:
 
 def check_count(num_replicas: int) -> None:
     """Raise ConfigError unless a fleet can have so many replicas."""
-    if not 0 <= num_replicas <= MOST_REPLICAS:
-        raise ConfigError(f"a fleet cannot have {num_replicas} replicas; give 0 to {MOST_REPLICAS}")
+    if not 0 <= num_replicas <= fleet.MOST_REPLICAS:
+        raise ConfigError(f"a fleet cannot have {num_replicas} replicas; give 0 to {fleet.MOST_REPLICAS}")

@@ -6,17 +6,16 @@ into trouble lets streams go, and no other does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Protocol
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
-from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
+from onbeat.scheduler.cluster.events import Answered, MoveStep
 from onbeat.scheduler.cluster.membership import Membership, Replica, ReplicaState, RoutedRequest, deadline
 from onbeat.scheduler.cluster.moves import GROWTH_BLOCKS, RUNS, STANDS_STILL, Course, Move, MoveEnd, Moves
-from onbeat.scheduler.cluster.pools import Pools
 
 MOST_AT_ONCE = 2
 """Moves from one replica, and to one: copies share the memory's bandwidth with the steps."""
@@ -126,7 +125,6 @@ class Mending:
         """See `MoveRule.on_report`."""
         load, limits = replica.load, replica.limits
         assert load is not None
-        assert limits is not None
         if now < replica.no_mending_before or (load.blocked and self._resend(replica, load.blocked, now)):
             return
         if (why := trouble(load, limits)) and not self._migration.moves.num_from(replica.replica_id):
@@ -175,7 +173,7 @@ class Mending:
     def _can_spare(self, open_request: RoutedRequest, replica: Replica) -> bool:
         """Return whether a replica takes a request without being in trouble itself."""
         load, limits = replica.load, replica.limits
-        if load is None or limits is None or not self._migration.fits(open_request, replica):
+        if load is None or not self._migration.fits(open_request, replica):
             return False
         num_coming = self._migration.moves.num_coming(replica.replica_id)
         num_blocks = self._migration.moves.num_blocks_to(replica.replica_id) + num_blocks_of(
@@ -219,13 +217,13 @@ class PoolPolicy:
 
     def __init__(self, migration: Migration) -> None:
         self._migration = migration
-        self._members, self._pools = migration.members, migration.pools
+        self._members = migration.members
 
     def prompt_replicas(
         self, open_request: RoutedRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
     ) -> Sequence[Replica]:
         """Return the replicas whose streams hardly notice the prompt, else those that compute prompts."""
-        held = self._pools.router.num_held(open_request.request)
+        held = self._members.router.num_held(open_request.request)
         num_tokens = open_request.num_tokens
         undisturbed = [
             each
@@ -279,9 +277,6 @@ def _fits_in_a_step(load: ReplicaLoad | None, num_tokens: int, num_cached_tokens
     return step + load.costs.seconds(num_new, num_cached_tokens) <= longest
 
 
-Resend = Callable[[RoutedRequest, Replica, Replica, float], None]
-OnMoved = Callable[[RoutedRequest, Replica], None]
-
 MOVE_RULES: dict[str, Callable[[Migration], MoveRule]] = {"mend": Mending}
 """What moves streams of replicas that do not drain, and compute no prompts for others."""
 POOL_POLICIES: dict[str, Callable[[Migration], PoolPolicy]] = {"adaptive": PoolPolicy}
@@ -313,46 +308,35 @@ class Migration:
 
     Parameters
     ----------
-    members : with what they have.
-    open_requests : the open requests, by id.
-    pools : says which replicas compute prompts.
-    rule : one of `MOVE_RULES`.
-    act : takes what is to be done.
+    members : with what they have, and the rules.
     on_moved : is called with a request and the replica that it has come to.
     resend : takes a request back from a replica and sends it to another one, which computes it from the
         start; is called with the request, both replicas, and the time.
 
     Attributes
     ----------
-    members, pools : as given.
+    members : as given.
     moves : those under way.
     waiting : requests that stand still until a replica has capacity, the first first; with their moves, where
         one has been begun.
     least_left : a stream that has as few tokens left, or fewer, is not moved.
     """
 
-    def __init__(  # noqa: PLR0913 -- who is asked, and who is told
+    def __init__(
         self,
         members: Membership,
-        open_requests: Mapping[str, RoutedRequest],
-        pools: Pools,
         *,
-        rule: str,
-        act: Callable[[FleetAction], None],
-        on_moved: OnMoved,
-        resend: Resend,
+        on_moved: Callable[[RoutedRequest, Replica], None],
+        resend: Callable[[RoutedRequest, Replica, Replica, float], None],
     ) -> None:
         self.members = members
-        self._open = open_requests
-        self.pools = pools
-        self._act = act
         self._on_moved = on_moved
         self.resend = resend
-        self.moves = Moves(act, self._on_end, self._on_no_capacity)
+        self.moves = Moves(members.act, self._on_end, self._on_no_capacity)
         self.waiting: dict[str, tuple[RoutedRequest, Move | None]] = {}
         self.least_left = FEW_TOKENS
-        self._rule = MOVE_RULES[rule](self)
-        self.pool_policy = POOL_POLICIES[pools.rule](self)
+        self._rule = MOVE_RULES[members.rules.move_rule](self)
+        self.pool_policy = POOL_POLICIES[members.rules.pool_rule](self)
         self._now = 0.0
         self._is_to_look = False
         """Whether somebody may be free to move that was not before."""
@@ -375,8 +359,8 @@ class Migration:
         Elsewhere than there, it is to stand still after its first token.
         """
         goes_on = (
-            self.pools.is_prefill(replica.replica_id)
-            and replica.moves_streams
+            self.members.is_prefill(replica.replica_id)
+            and replica.limits.moves_streams
             and self.has_many_left(open_request)
             and any(True for _ in self.candidates(replica))
         )
@@ -387,7 +371,7 @@ class Migration:
         if open_request.stops:
             open_request.stops = False
             self._move_on(open_request, replica, now)
-        elif replica.state is ReplicaState.DRAINING or self.pools.is_prefill(replica.replica_id):
+        elif replica.state is ReplicaState.DRAINING or self.members.is_prefill(replica.replica_id):
             self._is_to_look = True
 
     def _move_on(self, open_request: RoutedRequest, source: Replica, now: float) -> None:
@@ -402,7 +386,7 @@ class Migration:
     def on_report(self, replica: Replica, now: float) -> None:
         """Look at how a replica stands, which may be a reason to move streams."""
         self.pool_policy.on_change()
-        if replica.moves_streams:
+        if replica.limits.moves_streams:
             self._rule.on_report(replica, now)
 
     def on_answer(self, event: Answered, now: float) -> None:
@@ -433,15 +417,16 @@ class Migration:
         if not self._is_to_look and now < self._look_at:
             return
         self._is_to_look, self._look_at = False, inf
-        for source in self.members.having(*self.pools.states_to_relieve):
-            if source.open and source.moves_streams:
+        states = (ReplicaState.DRAINING, ReplicaState.READY)
+        for source in self.members.having(*states[: 2 if self.members.rules.num_prefill else 1]):
+            if source.open and source.limits.moves_streams:
                 self._relieve(source, now)
 
     def _relieve(self, source: Replica, now: float) -> None:
         """Begin to move what should not be on a replica, those that are due first."""
         if source.state is ReplicaState.DRAINING:
             why = "drain"
-        elif self.pools.is_prefill(source.replica_id):
+        elif self.members.is_prefill(source.replica_id):
             why = "prefill"
         else:
             return
@@ -462,12 +447,12 @@ class Migration:
 
     def _on_no_capacity(self, move: Move) -> None:
         """Let a move wait for capacity."""
-        self.pool_policy.on_no_capacity(self._open[move.request_id], move)
+        self.pool_policy.on_no_capacity(self.members.open[move.request_id], move)
         self._look_at = min(self._look_at, self._now + RETRY_SECONDS)
 
     def _on_end(self, move: Move, outcome: MoveEnd) -> None:
         self.look()
-        open_request = self._open.get(move.request_id)
+        open_request = self.members.open.get(move.request_id)
         if open_request is None:
             return
         if outcome is MoveEnd.MOVED:
@@ -487,7 +472,9 @@ class Migration:
         """Return whether a request that holds no KV may begin elsewhere: prompts of pools stay in theirs."""
         request_id = open_request.request.request_id
         is_elsewhere = request_id in self.waiting or self.moves.is_under_way(request_id)
-        return open_request.may_begin_again and not (is_elsewhere or self.pools.is_prefill(source.replica_id))
+        return open_request.may_begin_again and not (
+            is_elsewhere or self.members.is_prefill(source.replica_id)
+        )
 
     def begin(
         self,
@@ -512,7 +499,7 @@ class Migration:
 
     def put_back(self, open_request: RoutedRequest, source: Replica, now: float) -> None:
         """Let a request go on at its source that stands still there and does not move."""
-        self._act(MoveStep(source.replica_id, "", open_request.request.request_id, MoveVerb.REATTACH))
+        self.members.act(MoveStep(source.replica_id, "", open_request.request.request_id, MoveVerb.REATTACH))
         open_request.no_move_before = now + RETRY_SECONDS
         self._is_to_look = True
 
@@ -546,9 +533,9 @@ class Migration:
         others = [
             each
             for each in self.members.having(ReplicaState.READY)
-            if each is not source and each.moves_streams
+            if each is not source and each.limits.moves_streams
         ]
-        decoding = [each for each in others if not self.pools.is_prefill(each.replica_id)]
+        decoding = [each for each in others if not self.members.is_prefill(each.replica_id)]
         return decoding if decoding or source.state is not ReplicaState.DRAINING else others
 
     def fits(
@@ -556,7 +543,6 @@ class Migration:
     ) -> bool:
         """Return whether a replica has a slot and blocks for a stream, and fewer are on their way to it."""
         limits = replica.limits
-        assert limits is not None, "it is ready"
         return (
             could_take(open_request, replica)
             and self.moves.num_to(replica.replica_id) < most_coming
@@ -577,7 +563,6 @@ class Migration:
     def _num_free(self, replica: Replica) -> int:
         """Return the blocks that nobody has there, is going to have, or waits for."""
         limits, load = replica.limits, replica.load
-        assert limits is not None
         num_coming = self.moves.num_blocks_to(replica.replica_id)
         if load is None:
             return limits.num_blocks - num_coming
@@ -587,12 +572,10 @@ class Migration:
 def could_take(open_request: RoutedRequest, replica: Replica) -> bool:
     """Return whether a replica with nothing to do would take a request."""
     limits, request = replica.limits, open_request.request
-    assert limits is not None, "it is ready"
     is_short = request.num_prompt_tokens + request.max_tokens <= limits.max_model_len
     return is_short and limits.num_blocks >= num_blocks_of(open_request, replica) + GROWTH_BLOCKS
 
 
 def num_blocks_of(open_request: RoutedRequest, replica: Replica) -> int:
     """Return the blocks of a replica that a request has, as far as the fleet knows."""
-    assert replica.limits is not None
     return replica.limits.num_blocks_for(open_request.num_tokens)

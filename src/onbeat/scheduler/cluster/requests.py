@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from math import inf
 
-from onbeat.core.fleet import ReplicaId
-from onbeat.scheduler.cluster.events import FleetAction, Refuse, Send, Withdraw
+from onbeat.scheduler.cluster.events import Refuse, Send, Withdraw
 from onbeat.scheduler.cluster.membership import (
     Membership,
     Replica,
@@ -18,8 +16,7 @@ from onbeat.scheduler.cluster.membership import (
     least,
 )
 from onbeat.scheduler.cluster.migration import Migration
-from onbeat.scheduler.cluster.pools import Pools
-from onbeat.scheduler.cluster.routing import Router, RoutingChoice
+from onbeat.scheduler.cluster.routing import RoutingChoice
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 from onbeat.scheduler.replica.admission import SHORTEST_RETRY
 
@@ -34,47 +31,30 @@ class Requests:
 
     Parameters
     ----------
-    open_requests : by id; also the migration's.
     watcher : hears what becomes of them.
-    act : wants an action done.
-    scales : whether the fleet changes its own size. A request that would rather be refused than late is then,
-        where it would wait for a start; and the router is asked even where there is one replica, since what
-        it predicts says whether that is enough.
-    max_wait : seconds that a request without tokens waits for a start; None is no limit. It is refused at
-        once where the start is expected to take longer.
 
     Attributes
     ----------
     waiting : those that are with no replica, in the order in which they came to wait.
+    migration : moves them.
+    left : replicas from which a request has been moved, until the fleet has looked at them.
     start_seconds : that the last start of a replica has taken; None where none is known.
     """
 
-    def __init__(  # noqa: PLR0913 -- who decides where they go, and who hears of it
-        self,
-        open_requests: dict[str, RoutedRequest],
-        members: Membership,
-        router: Router,
-        pools: Pools,
-        migration: Migration,
-        *,
-        watcher: ScalingPolicy,
-        act: Callable[[FleetAction], None],
-        scales: bool,
-        max_wait: float | None = None,
-    ) -> None:
-        self.open = open_requests
+    def __init__(self, members: Membership, watcher: ScalingPolicy) -> None:
         self.waiting: dict[str, RoutedRequest] = {}
+        self.left: list[Replica] = []
         self.start_seconds: float | None = None
-        self._members = members
-        self._router = router
-        self._pools = pools
-        self._migration = migration
+        self._members, self._router = members, members.router
         self._watcher = watcher
-        self._act = act
-        self._scales = scales
+        self._scales = bool(members.rules.autoscale)
+        """A request that would rather be refused than late is then, where it would wait for a start; and the
+        router is asked even where there is one replica: what it predicts says whether that is enough."""
         self._was_alone = False
         """Whether there may be requests that no router was asked about."""
-        self._max_wait = inf if max_wait is None else max_wait
+        wait = members.rules.max_wait_seconds
+        self._max_wait = inf if wait is None else wait
+        self.migration = Migration(members, on_moved=self.move, resend=self.send_elsewhere)
 
     @property
     def next_time(self) -> float:
@@ -90,17 +70,10 @@ class Requests:
                 del self.waiting[open_request.request.request_id]
                 self.refuse(open_request, "no_replica", now, self._seconds_to_start(now))
 
-    def owned(self, request_id: str, replica_id: ReplicaId) -> tuple[RoutedRequest | None, Replica | None]:
-        """Return a request and its replica, if it is this one."""
-        open_request = self.open.get(request_id)
-        if open_request is None or open_request.replica != replica_id:
-            return None, None
-        return open_request, self._members.replicas[replica_id]
-
     def release(self, open_request: RoutedRequest, replica: Replica) -> None:
         """Let a replica no longer own a request."""
         request = open_request.request
-        self._migration.on_end(request.request_id)
+        self.migration.on_end(request.request_id)
         del replica.open[request.request_id]
         open_request.replica = None
         if open_request.has_started:
@@ -111,20 +84,6 @@ class Requests:
             if not open_request.has_started:
                 self._router.on_first_token(replica.number, request)
             self._router.on_finish(replica.number, request)
-
-    def abort(self, request_id: str, now: float) -> Replica | None:
-        """End a request whose client went away; return the replica that has had it."""
-        open_request = self.open.pop(request_id, None)
-        if open_request is None:
-            return None
-        self._watcher.on_end(open_request.request, None, now)
-        if open_request.replica is None:
-            del self.waiting[request_id]
-            return None
-        replica = self._members.replicas[open_request.replica]
-        self.release(open_request, replica)
-        self._act(Withdraw(replica.replica_id, request_id))
-        return replica
 
     def send(
         self,
@@ -153,7 +112,7 @@ class Requests:
             return
         replica = self._members.by_number[choice.replica]
         open_request.replica, open_request.has_started = replica.replica_id, False
-        goes_to = self._migration.stream_replica(open_request, replica) if open_request.is_routed else replica
+        goes_to = self.migration.stream_replica(open_request, replica) if open_request.is_routed else replica
         open_request.stops = goes_to is not replica
         replica.open[request.request_id] = open_request
         replica.num_sent += 1
@@ -161,7 +120,7 @@ class Requests:
         replica.num_queued_tokens += open_request.num_tokens
         if self._scales:
             self._watcher.on_sent(request, choice.predicted_ttft, now)
-        self._act(
+        self._members.act(
             Send(
                 replica.replica_id,
                 request.request_id,
@@ -171,7 +130,7 @@ class Requests:
             )
         )
         if open_request.stops and goes_to is not None:
-            self._migration.pool_policy.on_sent(open_request, replica, goes_to, now)
+            self.migration.pool_policy.on_sent(open_request, replica, goes_to, now)
 
     def send_elsewhere(
         self, open_request: RoutedRequest, replica: Replica, destination: Replica | None, now: float
@@ -181,22 +140,27 @@ class Requests:
         It ends where it has tokens and is not to be resumed.
         """
         self.release(open_request, replica)
-        self._act(Withdraw(replica.replica_id, open_request.request.request_id))
+        self._members.act(Withdraw(replica.replica_id, open_request.request.request_id))
         if open_request.may_begin_again:
             open_request.refused_by, open_request.retry_after, open_request.is_kept = (), None, True
             self.send(open_request, now, why="moved", to=destination)
         else:
             self.refuse(open_request, "replica_lost", now)
 
-    def move(self, open_request: RoutedRequest, destination: Replica) -> Replica:
-        """Let a request go on elsewhere, with its KV; return the replica that has had it."""
-        source = self._members.hand_over(open_request, destination)
+    def move(self, open_request: RoutedRequest, destination: Replica) -> None:
+        """Let a request go on elsewhere, with its KV."""
+        assert open_request.replica is not None
+        source, request_id = self._members.replicas[open_request.replica], open_request.request.request_id
+        destination.open[request_id] = source.open.pop(request_id)
+        source.num_streams -= 1
+        destination.num_streams += 1
+        open_request.replica, open_request.number = destination.replica_id, 0
         if open_request.is_routed:
             self._router.on_finish(source.number, open_request.request)
         open_request.is_routed = self._only is None
         if open_request.is_routed:
             self._router.take(destination.number, open_request.request)
-        return source
+        self.left.append(source)
 
     @property
     def _only(self) -> Replica | None:
@@ -223,11 +187,11 @@ class Requests:
     ) -> None:
         """End a request that no replica has without another token; see `Refuse`."""
         request_id = open_request.request.request_id
-        del self.open[request_id]
+        del self._members.open[request_id]
         if reason in ("overloaded", "no_replica"):
             self._watcher.on_refusal(open_request.request, now)
         self._watcher.on_end(open_request.request, None, now)
-        self._act(Refuse(request_id, reason, retry_after))
+        self._members.act(Refuse(request_id, reason, retry_after))
 
     def _send_again(self, waiting: list[RoutedRequest], now: float) -> None:
         for open_request in sorted(waiting, key=deadline):
@@ -249,23 +213,38 @@ class Requests:
         if only is not None:
             self._was_alone = True
             return None if only.number in excluded else RoutingChoice(only.number, "only")
-        narrowed = self._pools.narrow(
-            excluded, partial(self._migration.pool_policy.prompt_replicas, open_request)
-        )
-        return self._router.route(open_request.request, now, narrowed)
+        if self._members.rules.num_prefill:
+            excluded = self._narrow(open_request, excluded)
+        return self._router.route(open_request.request, now, excluded)
+
+    def _narrow(self, open_request: RoutedRequest, excluded: Collection[int]) -> Collection[int]:
+        """Return the numbers of ready replicas that a request is better not sent to, of two pools.
+
+        Parameters
+        ----------
+        excluded : those that it must not go to.
+        """
+        members = self._members
+        ready = [each for each in members.having(ReplicaState.READY) if each.number not in excluded]
+        prefill = [each for each in ready if members.is_prefill(each.replica_id)]
+        decode = [each for each in ready if not members.is_prefill(each.replica_id)]
+        if not (prefill and decode):
+            return excluded
+        replicas = self.migration.pool_policy.prompt_replicas(open_request, prefill, decode)
+        kept = {each.number for each in replicas}
+        return {*excluded, *(each.number for each in ready if each.number not in kept)}
 
     def _wait_or_refuse(self, open_request: RoutedRequest, now: float, *, may_wait: bool) -> None:
         members, has_tokens = self._members, open_request.num_output_tokens > 0
-        is_any_ready = members.is_any_ready
         if open_request.refused_by and not has_tokens:
             wait = least(open_request.retry_after, self._router.least_wait(open_request.request, now))
             self.refuse(open_request, "overloaded", now, None if wait is None else max(wait, SHORTEST_RETRY))
-        elif open_request.refused_by and is_any_ready:
+        elif open_request.refused_by and members.ready:
             open_request.not_before = now + max(open_request.retry_after or 0.0, _REFUSED_AGAIN)
             self.waiting[open_request.request.request_id] = open_request
         elif members.is_one_coming and (may_wait or has_tokens):
             self._wait_for_start(open_request, now)
-        elif is_any_ready:
+        elif members.ready:
             self.refuse(open_request, "too_long", now)
         else:
             self.refuse(

@@ -9,12 +9,11 @@ from math import inf
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import MOST_REPLICAS, ScalingView
 from onbeat.scheduler.cluster.events import Rescale
-from onbeat.scheduler.cluster.membership import Membership, ReplicaState
+from onbeat.scheduler.cluster.membership import DOWN_SECONDS, Membership, ReplicaState
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ObjectiveScaling, ScalingPolicy
 
-DOWN_SECONDS = 600.0
 DOWN_HELP = "time of low load after which a replica goes"
-"""Of the flag --scale-down-seconds. A replica that goes costs its moves, and a start if it comes back."""
+"""Of the flag --scale-down-seconds."""
 SCALING_POLICIES: dict[str, Callable[[float], ScalingPolicy]] = {"objective": ObjectiveScaling}
 """Name -> makes the policy from --scale-down-seconds."""
 _LOOK_SECONDS = 1.0

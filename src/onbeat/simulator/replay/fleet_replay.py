@@ -11,7 +11,7 @@ from onbeat.core.errors import ConfigError, quoted
 from onbeat.recording.fleet_log import FleetRecording, named
 from onbeat.scheduler.cluster.events import FleetEvent
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.fleet_config import FleetRules
+from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.typed import revive
 
