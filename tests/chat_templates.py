@@ -107,6 +107,55 @@ QWEN3 = """\
 {%- endif %}
 """
 
+GEMMA4 = """\
+{%- macro written(value) -%}
+    {%- if value is string -%}<|"|>{{ value }}<|"|>
+    {%- elif value is boolean or value is none -%}{{ value | tojson }}
+    {%- elif value is mapping -%}
+        { {%- for key, each in value | dictsort -%}{{ key }}:{{ written(each) }}{{ ',' if not loop.last }}{%- endfor -%} }
+    {%- elif value is sequence -%}
+        [{%- for each in value -%}{{ written(each) }}{{ ',' if not loop.last }}{%- endfor -%}]
+    {%- else -%}{{ value }}{%- endif -%}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- set ns = namespace(asks=true) -%}
+{%- set thinks = enable_thinking | default(false) -%}
+{%- if thinks or tools -%}
+    {{- '<|turn>system\n' + ('<|think|>\n' if thinks else '') -}}
+    {%- for tool in tools or [] -%}
+        {{- '<|tool>declaration:' + tool.function.name + written(tool.function.parameters) + '<tool|>' -}}
+    {%- endfor -%}
+    {{- '<turn|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message.role == 'tool' -%}
+        {{- '<|tool_response>response:' + message.get('name', 'unknown') -}}
+        {{- written({'value': message.content}) + '<tool_response|>' -}}
+        {%- set ns.asks = false -%}
+    {%- else -%}
+        {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' -}}
+        {%- if message.get('reasoning_content') -%}
+            {{- '<|channel>thought\n' + message.reasoning_content + '\n<channel|>' -}}
+        {%- endif -%}
+        {%- set shown -%}{{- message.content or '' -}}{%- endset -%}
+        {{- shown | trim -}}
+        {%- for call in message.get('tool_calls') or [] -%}
+            {%- if call.function.arguments is string -%}{{ raise_exception('an object, please') }}{%- endif -%}
+            {{- '<|tool_call>call:' + call.function.name + written(call.function.arguments) + '<tool_call|>' -}}
+        {%- else -%}
+            {{- '<turn|>\n' -}}
+        {%- endfor -%}
+        {%- set ns.asks = true -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and ns.asks -%}
+    {{- '<|turn>model\n' + ('' if thinks else '<|channel>thought\n<channel|>') -}}
+{%- elif add_generation_prompt and thinks -%}
+    {{- '<|channel>thought\n' -}}
+{%- endif -%}
+"""  # noqa: E501
+"""Writes calls, reasoning and results as Gemma 4 does."""
+
 SMOLLM2 = (
     "{% for message in messages %}"
     "{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -153,4 +202,11 @@ HERMES = """\
 THINKING_HERMES = HERMES + "{# </think> #}"
 """Speaks of reasoning, so that it is told apart."""
 
-TEMPLATES = {"llama3": LLAMA3, "qwen": QWEN, "qwen3": QWEN3, "gemma": GEMMA, "smollm2": SMOLLM2}
+TEMPLATES = {
+    "llama3": LLAMA3,
+    "qwen": QWEN,
+    "qwen3": QWEN3,
+    "gemma": GEMMA,
+    "gemma4": GEMMA4,
+    "smollm2": SMOLLM2,
+}

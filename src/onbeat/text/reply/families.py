@@ -9,14 +9,16 @@ from typing import Literal
 
 from onbeat.core.errors import ConfigError
 from onbeat.text.reply.body import Body
+from onbeat.text.reply.brace_calls import QUOTE, BraceCalls
 from onbeat.text.reply.calls import Calls
 from onbeat.text.reply.json_bodies import JsonCalls, NamedJson
 from onbeat.text.reply.python_calls import PythonCalls
 from onbeat.text.reply.xml_calls import XmlParams
 
-Form = Literal["objects", "array", "apart", "any", "named", "tags", "python", "messages"]
+Form = Literal["objects", "array", "apart", "any", "named", "tags", "python", "braces", "messages"]
 """How calls are written: each an object between marks, or in an array between marks; bare objects apart by
-semicolons, or bare in any way; a name and an object; tags; Python; or messages to functions (Harmony)."""
+semicolons, or bare in any way; a name and an object; tags; Python; braces and quotes of their own (Gemma 4);
+or messages to functions (Harmony)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class ReplyFamily:
     @property
     def guided(self) -> ReplyFamily:
         """The family as answers are read that keep to a grammar: they have calls in one way alone."""
-        if self.form == "python":
+        if self.form in ("python", "braces"):
             return FAMILIES["json"].guided
         return replace(self, marks=() if self.bare else self.marks[:1])
 
@@ -60,6 +62,8 @@ class ReasoningMarks:
     closing: str
     inner_marks: tuple[str, ...] = ()
     """Special tokens that stand in them, or between them and an answer."""
+    label: str = ""
+    """What stands behind the opening mark and is no reasoning."""
 
 
 HARMONY_MARKS = (
@@ -124,6 +128,13 @@ FAMILIES = {
             form="messages",
             text_opening="<|channel|>final<|message|>",
         ),
+        ReplyFamily(
+            name="gemma4",
+            marks=(("<|tool_call>", "<tool_call|>"),),
+            new_body=BraceCalls,
+            inner_marks=(QUOTE,),
+            form="braces",
+        ),
         ReplyFamily(name="json", marks=(("```json", "```"),), new_body=_BARE_JSON, bare="{[", form="any"),
     )
 }
@@ -132,6 +143,7 @@ REASONING = {
     "think": ReasoningMarks("<think>", "</think>"),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "harmony": ReasoningMarks("<|channel|>analysis<|message|>", "<|end|><|start|>assistant", HARMONY_MARKS),
+    "gemma4": ReasoningMarks("<|channel>", "<channel|>", label="thought\n"),
 }
 
 _ALIASES = {
@@ -151,6 +163,7 @@ _REASONING_ALIASES = {
 
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>", "<|message|>")),
+    ("gemma4", ("<|tool_call>", QUOTE)),
     ("qwen3-xml", ("<function=",)),
     ("mistral-args", ("[TOOL_CALLS]", "[ARGS]")),
     ("mistral", ("[TOOL_CALLS]",)),

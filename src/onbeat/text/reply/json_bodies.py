@@ -14,6 +14,8 @@ _NESTED_RUN = re.compile(r'[^"{}\[\]<`]*')
 _LITERAL_RUN = re.compile(r'[^"{}\[\]<`,\s]*')
 """Outside of texts a mark may begin with `<` or a back-tick."""
 
+_BEHIND_NAME = re.compile(r"\s*(\[CALL_ID\][\w.:-]*)?\s*(\[ARGS\])?\s*")
+"""What may stand between a name and its arguments."""
 _ARGUMENTS = frozenset(("arguments", "parameters"))
 
 
@@ -232,14 +234,14 @@ class NamedJson(_JsonBody):
 
     def __init__(self, calls: Calls) -> None:
         super().__init__(calls, self._between)
-        self._name = ""
-        self._mark = ""
+        self._name = self._behind_name = ""
 
     def _between(self, text: str, at: int) -> int:
         end = body.end_of_space(text, at)
         self._raw.append(text[at:end])
         if text[end : end + 1] in body.NAME_CHARACTERS:
-            self._name, self._step = "", self._in_name
+            self._name = self._behind_name = ""
+            self._step = self._in_name
         return end
 
     def _in_name(self, text: str, at: int) -> int:
@@ -251,35 +253,17 @@ class NamedJson(_JsonBody):
         return end
 
     def _before_value(self, text: str, at: int) -> int:
-        end = body.end_of_space(text, at)
-        self._raw.append(text[at:end])
-        character = text[end : end + 1]
-        if character == "[":
-            self._mark, self._step = "", self._in_mark
-        elif character == "{":
-            self._calls.start(self._name)
-            self._raw.clear()
-            self._value, self._step = JsonValue(), self._in_value
-        return end
-
-    def _in_mark(self, text: str, at: int) -> int:
-        """Take `[ARGS]`, or `[CALL_ID]` with the id behind it, to the letter."""
-        self._mark += text[at]
-        self._raw.append(text[at])
-        if self._mark == "[ARGS]":
-            self._step = self._before_value
-        elif self._mark == "[CALL_ID]":
-            self._step = self._in_call_id
-        elif not any(mark.startswith(self._mark) for mark in ("[ARGS]", "[CALL_ID]")):
+        if text[at] != "{":
+            self._behind_name += text[at]
+            self._raw.append(text[at])
+            return at + 1
+        if not _BEHIND_NAME.fullmatch(self._behind_name):
             self._step = body.refuse
-        return at + 1
-
-    def _in_call_id(self, text: str, at: int) -> int:
-        if text[at] not in body.NAME_CHARACTERS:
-            self._step = self._before_value
             return at
-        self._raw.append(text[at])
-        return at + 1
+        self._calls.start(self._name)
+        self._raw.clear()
+        self._value, self._step = JsonValue(), self._in_value
+        return at
 
     def _in_value(self, text: str, at: int) -> int:
         end = self._value.push(text, at)

@@ -136,6 +136,8 @@ class ReplyParser:
         self._may_open = True  # nothing but the prompt has begun or ended reasoning
         self._is_start = True
         """Whether nothing but white space has been said since the answer, or its content, began."""
+        self._label = self._held = ""
+        """What may begin the reasoning and is none, and what has come of it."""
         self._space: list[str] = []
         """White space that is said only if text follows, and no mark."""
         self._has_content = False
@@ -275,6 +277,7 @@ class ReplyParser:
         if turns:
             self._said = ReasoningText if mark == marks.opening else ContentText
             self._is_start = True
+            self._label, self._held = marks.label, ""
         if turns or (counts and self._is_start):
             self._skips_space = True
             self._space.clear()
@@ -315,6 +318,11 @@ class ReplyParser:
             self._begin(mark)
 
     def _say(self, text: str) -> None:
+        if self._label and self._said is ReasoningText:
+            self._held += text
+            if self._held != self._label and self._label.startswith(self._held):
+                return
+            text, self._label = self._held.removeprefix(self._label), ""
         if self._skips_space:
             text = text.lstrip(SPACE)
         end = len(text.rstrip(SPACE))
@@ -353,4 +361,4 @@ def opens_in_reasoning(prompt: str, marks: ReasoningMarks | None, continued: str
         return False
     if continued is not None:
         return continued.rfind(marks.opening) > continued.rfind(marks.closing)
-    return prompt.rstrip(SPACE).endswith(marks.opening)
+    return prompt.rstrip(SPACE).endswith((marks.opening, (marks.opening + marks.label).rstrip()))

@@ -56,6 +56,15 @@ def _python(call: Call) -> str:
     return f"{call[0]}({', '.join(f'{key}={value!r}' for key, value in json.loads(call[1]).items())})"
 
 
+def _braces(value: Any) -> str:
+    """Return a value as Gemma's templates write it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_braces(each)}" for key, each in value.items()) + "}"
+    return f"[{','.join(map(_braces, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
 FORMS: dict[str, Callable[[Sequence[Call]], str]] = {
     "hermes": lambda calls: "\n".join(f"<tool_call>\n{object_of(call)}\n</tool_call>" for call in calls),
     "qwen3-xml": lambda calls: "\n".join(map(_xml, calls)),
@@ -65,6 +74,9 @@ FORMS: dict[str, Callable[[Sequence[Call]], str]] = {
     "pythonic": lambda calls: f"<|python_start|>[{', '.join(map(_python, calls))}]<|python_end|>",
     "mistral": lambda calls: f"[TOOL_CALLS] {array_of(calls)}",
     "mistral-args": lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{args}" for name, args in calls),
+    "gemma4": lambda calls: "".join(
+        f"<|tool_call>call:{name}{_braces(json.loads(args))}<tool_call|>" for name, args in calls
+    ),
     "phi": lambda calls: f"functools{array_of(calls)}",
     "granite": lambda calls: f"<|tool_call|> {array_of(calls)}",
     "json": lambda calls: f"```json\n{array_of(calls)}\n```",
@@ -78,9 +90,14 @@ def calls_of(*calls: Call) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
+REASONS = {"gemma4": ("<|channel>thought\n", "<channel|>")}
+"""What stands around a family's reasoning, where it is not `<think>`."""
+
+
 def _common(family: str) -> list[Case]:
     """What every family must do."""
     form = FORMS[family]
+    thinks, answers = REASONS.get(family, ("<think>", "</think>"))
     one = form([PARIS])
     unknown = form([("drop_tables", "{}")])
     return [
@@ -97,13 +114,13 @@ def _common(family: str) -> list[Case]:
         Case("an unknown tool, then a known one", family, f"{unknown}\n{one}", calls_of(PARIS), unknown),
         Case("an unfinished mark", family, one[:4], content=one[:4]),
         Case(
-            "behind reasoning", family, f"<think>\nHm.\n</think>\n\n{one}", calls_of(PARIS), reasoning="Hm."
+            "behind reasoning", family, f"{thinks}\nHm.\n{answers}\n\n{one}", calls_of(PARIS), reasoning="Hm."
         ),
         Case("in reasoning", family, f"Hm.\n{one}", calls_of(PARIS), reasoning="Hm.", opens=True),
         Case(
             "about calls, in reasoning",
             family,
-            f"Not {unknown} so</think>A",
+            f"Not {unknown} so{answers}A",
             content="A",
             reasoning=f"Not {unknown} so",
             opens=True,
@@ -208,3 +225,90 @@ def _json(family: str) -> list[Case]:
 
 COMMON = [case for family in FORMS for case in _common(family)]
 COMMON += [case for family in _JSON for case in _json(family)]
+
+
+def _braces_text(name: str, text: str) -> Case:
+    return Case(name, "gemma4", text, content=text)
+
+
+_QUOTED = '<|"|>Paris<|"|>'
+BRACES = [
+    Case(
+        "reasoning, then an answer",
+        "gemma4",
+        "<|channel>thought\nHm, <b>.\n<channel|>It is 4.\n",
+        content="It is 4.\n",
+        reasoning="Hm, <b>.",
+    ),
+    Case(
+        "reasoning without its label",
+        "gemma4",
+        "<|channel>thou Hm.<channel|>4",
+        content="4",
+        reasoning="thou Hm.",
+    ),
+    Case("empty reasoning", "gemma4", "<|channel>thought\n<channel|>4", content="4"),
+    Case("reasoning of its label alone", "gemma4", "<|channel>thought<channel|>4", content="4"),
+    Case("cut off in its label", "gemma4", "<|channel>though"),
+    Case(
+        "a call ends reasoning",
+        "gemma4",
+        f"<|channel>thought\nHm.\n{FORMS['gemma4']([PARIS])}So.",
+        calls_of(PARIS),
+        "So.",
+        reasoning="Hm.",
+    ),
+    Case(
+        "quotes, brackets and marks in a text",
+        "gemma4",
+        '<|tool_call>call:mix{text:<|"|>a "b" {c: [1, <d>]} <|" <tool_call|> \\n\n<|"|>,whole:1}<tool_call|>',
+        [("mix", {"text": 'a "b" {c: [1, <d>]} <|" <tool_call|> \\n\n', "whole": 1})],
+    ),
+    Case(
+        "quoted keys, white space, words of other languages",
+        "gemma4",
+        "<|tool_call>call:mix { }<tool_call|>"
+        '<|tool_call>call:mix{<|"|>a b<|"|>: True, "list": [ None, -1.5e3, x y, '
+        "12:30 , a<b ],\n object :{}, nothing:,maybe: null,real}<tool_call|>",
+        [
+            (
+                "mix",
+                {
+                    "a b": True,
+                    "list": [None, -1500.0, "x y", "12:30", "a<b"],
+                    "object": {},
+                    "nothing": None,
+                    "maybe": None,
+                    "real": None,
+                },
+            )
+        ],
+        "<|tool_call>call:mix { }<tool_call|>",
+    ),
+    Case("no prefix", "gemma4", f"<|tool_call>:get_weather{{city:{_QUOTED}}}<tool_call|>", calls_of(PARIS)),
+    Case("a name alone", "gemma4", f"<|tool_call>get_weather{{city:{_QUOTED}}}<tool_call|>", calls_of(PARIS)),
+    Case(
+        "two in a region",
+        "gemma4",
+        "<|tool_call>call:refresh{}\ncall:refresh{}<tool_call|>",
+        calls_of(NOTHING, NOTHING),
+    ),
+    Case(
+        "braces that are not closed",
+        "gemma4",
+        "<|tool_call>call:mix{object:{a:[1,tru<tool_call|>So.",
+        [("mix", {"object": {"a": [1, "tru"]}})],
+        "So.",
+    ),
+    Case(
+        "cut off in a text",
+        "gemma4",
+        '<|tool_call>call:mix{whole:5,text:<|"|>a\nb<|',
+        [("mix", None)],
+        raw=[r'{"whole": 5, "text": "a\nb'],
+    ),
+    _braces_text("no name", "<|tool_call>{a:1}<tool_call|>"),
+    _braces_text("no braces", "<|tool_call>call:mix(a=1)<tool_call|>"),
+    _braces_text("only text", "<|tool_call> is a word."),
+]
+"""What Gemma 4 alone may answer."""

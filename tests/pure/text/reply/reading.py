@@ -97,14 +97,14 @@ class Read:
 def parser(
     family: str | None = "hermes",
     *,
-    reasoning: str | None = "think",
+    reasoning: str | None = "",
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> ReplyParser:
     ids = count()
     style = ReplyStyle(
         None if family is None else FAMILIES[family],
-        None if reasoning is None else REASONING[reasoning],
+        None if reasoning is None else REASONING[reasoning or ("gemma4" if family == "gemma4" else "think")],
         tokenizer,
     )
     defaults: dict[str, Any] = {"tools": TOOLS, "new_call_id": lambda: f"call_{next(ids)}"}

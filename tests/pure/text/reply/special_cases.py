@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import json
 
-from tests.pure.text.reply.cases import COMMON, NOON, NOTHING, PARIS, Case, array_of, calls_of, object_of
+from tests.pure.text.reply.cases import (
+    BRACES,
+    COMMON,
+    NOON,
+    NOTHING,
+    PARIS,
+    Case,
+    array_of,
+    calls_of,
+    object_of,
+)
 from tests.pure.text.reply.reading import FAR
 
 
@@ -383,4 +393,4 @@ SPECIAL = [
     _text("hermes", "a mark alone", "</tool_call> ends what <tool_call> begins."),
 ]
 
-CASES = [*COMMON, *SPECIAL]
+CASES = [*COMMON, *SPECIAL, *BRACES]
