@@ -26,7 +26,18 @@ from onbeat.report.result import Table
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
 LOAD = ["--dataset-name", "random", "--input-len", "512", "--output-len", "32", "--num-prompts", "150"]
-QUICK = ["--max-model-len", "8192", "--repeats", "1", "--tolerance", "0.2", "--max-num-seqs", "4"]
+QUICK = [
+    "--max-model-len",
+    "8192",
+    "--repeats",
+    "1",
+    "--tolerance",
+    "0.2",
+    "--max-num-seqs",
+    "4",
+    "--jobs",
+    "1",
+]
 
 
 def capacity(*flags: str) -> int:

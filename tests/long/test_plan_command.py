@@ -19,7 +19,7 @@ from onbeat.planner.plan_file import read_promise
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--max-num-seqs", "2", "--max-model-len", "4096", "--tp", "1"]
 LOAD = ["--dataset-name", "random", "--input-len", "200", "--output-len", "16", "--slo-ttft-ms", "500"]
-QUICK = ["--num-prompts", "60", "--repeats", "2", "--disable-tqdm"]
+QUICK = ["--num-prompts", "60", "--repeats", "2", "--disable-tqdm", "--jobs", "1"]
 
 
 def plan(*flags: str) -> int:

@@ -308,7 +308,7 @@ def _search(options: CapacityOptions, planned: Sequence[PlannedCase], console: C
             run_tasks(
                 find_capacity,
                 tasks,
-                jobs=options.study.jobs,
+                jobs=options.study.num_processes,
                 on_event=on_trial,
                 on_result=lambda _index, _result: bar.advance(row),
             )

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, values_of
+from onbeat.engine.container import usable_cores
 
 if TYPE_CHECKING:
     from onbeat.report.result import Result
@@ -86,10 +87,17 @@ class StudyOptions:
         at_most=1000,  # far more than an interval gains by: each has a load of its own in memory
         help="runs of each case, each with its own seed",
     )
-    jobs: int = option(1, metavar="N", group="study", at_least=1, help="processes to use")
+    jobs: int | None = option(
+        None, metavar="N", group="study", at_least=1, help="processes to use (default: one a core)"
+    )
 
     def __post_init__(self) -> None:
         check(self, StudyOptions)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes to use, at least 1."""
+        return self.jobs or usable_cores()
 
 
 def files_of(settings: Any) -> dict[str, Path | None]:

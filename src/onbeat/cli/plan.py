@@ -23,7 +23,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from onbeat.cli.args import INFEASIBLE, INTERRUPTED, add_config_flag, checked
 from onbeat.cli.options import add_options, find_group, number, read_options
 from onbeat.cli.outputs import StudyOptions, check_writable, deliver, files_of
-from onbeat.cli.plan_output import PlanReport, plan_result
+from onbeat.cli.plan_output import PlanReport, answer_of, plan_result
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
 from onbeat.core.kinds import ReplicaGroup
@@ -32,7 +32,9 @@ from onbeat.core.slo import SLO_CLASSES
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.planner.buckets import buckets_of
 from onbeat.planner.fleet_plan import PlanSearch
+from onbeat.planner.fleets import search_fleet
 from onbeat.planner.objectives import ShareObjective, parse_objective
+from onbeat.planner.parallel import Pool
 from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
 from onbeat.planner.plan_task import PlanInterrupted, PlannedFleet, PlanProgress, PlanTask
 from onbeat.planner.prices import Prices
@@ -291,21 +293,32 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args, PlanOptions)
     own = options.result
     check_writable(files_of(options))
+    report = None
     try:
-        report = _plan(args, options, console)
+        with Pool(options.study.num_processes, search_fleet) as pool:
+            for each in _plans(args, options, pool, console):
+                report = each
     except PlanInterrupted as error:
-        console.print(str(error), markup=False)
-        return INTERRUPTED
+        if report is None:
+            console.print(str(error), markup=False)
+            return INTERRUPTED
+        report = replace(report, is_interrupted=True)
+    assert report is not None, "a plan says at least why there is none"
     others: dict[Path | None, Callable[[Path], None]] = {}
     if report.plan.best is not None:
         others[options.output] = lambda path: save_plan(path, report)
         if note := not_served(report.base):
             console.print(f"warning: {note}", markup=False, soft_wrap=True)
     deliver(plan_result(report), console, json=own.json, report=own.report, others=others)
+    if report.is_interrupted:
+        return INTERRUPTED
     return INFEASIBLE if report.plan.best is None else 0
 
 
-def _plan(args: argparse.Namespace, options: PlanOptions, console: Console) -> PlanReport:
+def _plans(
+    args: argparse.Namespace, options: PlanOptions, pool: Pool, console: Console
+) -> Iterator[PlanReport]:
+    """Yield the answer, which is shown at once, and the whole plan."""
     available = parse_gpus(options.gpus)
     prices = Prices(options.prices)
     base = base_settings(args, next(iter(available)))
@@ -319,9 +332,12 @@ def _plan(args: argparse.Namespace, options: PlanOptions, console: Console) -> P
         raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
     with show_progress(console, is_quiet=options.result.disable_tqdm) as progress:
         buckets = buckets_of(task.load)
-        planner = PlanSearch(task=task, jobs=options.study.jobs, progress=progress)
-        plan = planner.plan([rate_unit(unit, buckets) for unit in units], left_out)
-    return PlanReport(args=args, base=base, task=task, plan=plan, prices=prices)
+        planner = PlanSearch(task=task, pool=pool, progress=progress)
+        for number, plan in enumerate(planner.plans([rate_unit(unit, buckets) for unit in units], left_out)):
+            report = PlanReport(args=args, base=base, task=task, plan=plan, prices=prices)
+            if number == 0:
+                progress.on_note(answer_of(report)[0])
+            yield report
 
 
 @contextmanager

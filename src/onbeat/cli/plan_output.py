@@ -50,6 +50,8 @@ class PlanReport:
     task: PlanTask
     plan: FleetPlan
     prices: Prices
+    is_interrupted: bool = False
+    """Whether Ctrl-C came after the answer: what is told beside it is missing."""
 
     @property
     def promise(self) -> str:
@@ -161,6 +163,7 @@ def plan_result(report: PlanReport) -> Result:
         warnings=[*_short_run(report), *warnings_of(report)],
         settings=shown_settings(report.args, hidden=("json", "report", "config", "output")),
         values=_values(report, kept, failed),
+        is_interrupted=report.is_interrupted,
     )
 
 
@@ -168,12 +171,14 @@ def _values(
     report: PlanReport, kept: list[dict[str, Any]], failed: list[dict[str, Any]]
 ) -> Mapping[str, Any]:
     plan, share = report.plan, report.task.objective.share
+    pools = {name: str(sizes) for name, sizes in plan.pools.items()}
     return {
         "promise": {"request_rate": plan.rate, "attainment": share, "text": report.promise},
         "best": kept[0] if kept else None,
         "alternatives": kept[1:],
         "failed": failed,
         "costs_by_estimate": plan.costs,
+        "pools_by_arithmetic": pools,
         "cost_bound": plan.cost_bound,
         "is_exhausted": plan.is_exhausted,
         "warnings": warnings_of(report),
@@ -276,6 +281,7 @@ def conclusions(report: PlanReport) -> list[str]:
         lines.append(
             f"The next cheapest fleet that keeps the promise is {other.name}, at ${other.usd_per_hour:.2f}."
         )
+    lines += _apart(plan)
     lines.append(
         "By the estimates, no cheaper fleet is left to try."
         if plan.is_exhausted
@@ -335,6 +341,22 @@ def _classes(best: PlannedFleet, share: float) -> list[str]:
         f"; {' and '.join(behind)} alone would miss the promise, which is of all together" if behind else ""
     )
     return [f"In time by class: {each}{note}."]
+
+
+def _apart(plan: FleetPlan) -> list[str]:
+    """Say which fleets with prompts and generation apart were simulated, and why no others."""
+    tried = [each.name for each in (*plan.kept, *plan.failed) if each.pools is not None]
+    if tried:
+        return [f"Prompts and generation apart were simulated as {'; '.join(tried)}."]
+    if not plan.pools:
+        return []
+    costs = {each.unit.name: each.unit.usd_per_hour for each in plan.units}
+    name = min(plan.pools, key=lambda each: costs[each] * plan.pools[each].num_replicas)
+    sizes = plan.pools[name]
+    return [
+        f"Prompts and generation apart were not simulated: by arithmetic they take {sizes.num_replicas} "
+        f"replicas of {name}, at ${costs[name] * sizes.num_replicas:.2f}."
+    ]
 
 
 def _verified(report: PlanReport, fleet: PlannedFleet) -> str:

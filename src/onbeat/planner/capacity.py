@@ -8,15 +8,12 @@ from enum import StrEnum
 from math import inf
 from typing import Any
 
-import numpy as np
-
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
-from onbeat.metrics.distribution import LEVEL, student_half_width
 from onbeat.planner.cases import Case, Labels, case_name, run_trial
 from onbeat.planner.objectives import Objective, Verdict
 from onbeat.planner.parallel import TaskContext
-from onbeat.planner.search import Bracket, SearchOptions, Stopped, Trial, search_rate
+from onbeat.planner.search import Bracket, SearchOptions, Stopped, Trial, rate_interval, search_rate
 from onbeat.report.units import significant
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
 from onbeat.simulator.simulation_config import SimulationConfig
@@ -187,7 +184,7 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
 def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> tuple[str, tuple[Trial, ...]]:
     """Return what binds, with the numbers of a whole run: the search ends a run that misses early."""
     if not bracket.is_finished or bracket.high == inf:
-        return bracket.limit, ()
+        return bracket.limit.reason, ()
     more = MORE_LOAD if task.has_more_load and bracket.low > 0 else ()
 
     def whole(rate: float) -> Trial:
@@ -199,7 +196,7 @@ def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> tupl
         beyond = tuple(map(whole, (bracket.high, *(bracket.low * factor for factor in more))))
     except Stopped:
         context.stop()
-        return bracket.limit, ()
+        return bracket.limit.reason, ()
     where = (
         "even for requests that meet no others"
         if bracket.low == 0
@@ -232,28 +229,6 @@ def combine_repeats(labels: Labels, repeats: Sequence[Repeat | None]) -> Capacit
         reason=reason,
         repeats=tuple(ran),
     )
-
-
-def rate_interval(brackets: Sequence[Bracket], *, level: float = LEVEL) -> tuple[float, tuple[float, float]]:
-    """Return the mean capacity and its interval.
-
-    The mean is that of the lower ends: rates that were seen to work. With one repeat the interval is its
-    bracket. With more, Student's t widens the mean lower end downwards and the mean upper end upwards, so
-    that the interval covers both the spread between repeats and the width of the brackets.
-
-    Parameters
-    ----------
-    brackets : one a repeat, at least one.
-    level : confidence, in (0, 1).
-    """
-    lows = np.array([bracket.low for bracket in brackets])
-    highs = np.array([bracket.high for bracket in brackets])
-    rate = float(lows.mean())
-    if len(brackets) == 1 or not np.isfinite(highs).all():
-        return rate, (float(lows.min()), float(highs.max()))
-    low = rate - student_half_width(lows, level)
-    high = float(highs.mean()) + student_half_width(highs, level)
-    return rate, (max(0.0, low), high)
 
 
 def _outcome(repeats: Sequence[Repeat | None]) -> SearchEnd:

@@ -5,39 +5,38 @@ What each unit serves alone, by simulation: how far queues keep it from its stea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, floor, inf
+from math import ceil, floor, inf, isfinite, sqrt
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import changed
 from onbeat.planner.buckets import Bucket, buckets_of, rows_of
-from onbeat.planner.fleets import (
-    FleetCapacity,
-    FleetCase,
-    FleetRun,
-    FleetSearch,
-    FleetTask,
-    run_fleet,
-    search_fleet,
-)
+from onbeat.planner.fleets import FleetCase, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
 from onbeat.planner.mix import solve_mix
-from onbeat.planner.mix_search import MixSearch, Parts, everything, problem_of, unservable
+from onbeat.planner.mix_search import MixSearch, Parts, everything, most_of, problem_of, unservable
 from onbeat.planner.objectives import with_longer_objectives
-from onbeat.planner.parallel import Worker, run_tasks
+from onbeat.planner.parallel import Pool, Worker
 from onbeat.planner.plan_task import CostAt, FleetPlan, PlanInterrupted, PlannedFleet, PlanProgress, PlanTask
-from onbeat.planner.search import SearchOptions
-from onbeat.planner.units import RatedUnit, longest_request, rate_unit, share_in_time, without_dominated
+from onbeat.planner.search import Bracket, SearchOptions
+from onbeat.planner.units import (
+    RatedUnit,
+    longest_request,
+    pools_for,
+    rate_unit,
+    share_in_time,
+    without_dominated,
+)
 from onbeat.workload.offered import OfferedLoad
 
 SEARCH_SECONDS = 30.0
-"""About so long is the load of a search."""
+"""About so long is the load of a search: in less, queues do not grow, and fast units seem to serve more."""
 LEAST_REQUESTS, MOST_REQUESTS = 200, 4000
 """Of that load."""
-OPTIONS = SearchOptions(tolerance=0.1, growth=1.3)
-"""Its start is an estimate."""
+OPTIONS = SearchOptions(tolerance=0.3, growth=1.3)
+"""Coarse: what a unit serves alone only says which fleets are tried first."""
 
 
 @dataclass
@@ -92,14 +91,16 @@ class AloneSearch:
                     f"even idle it serves {in_time * 100:.3g} % of the requests in time, and "
                     f"{share * 100:g} % must be"
                 )
-        found: list[FleetCapacity] = self._results(search_fleet, list(searches.values()))
-        for (number, search), capacity in zip(searches.items(), found, strict=True):
+        found: list[Bracket] = self._results(search_fleet, list(searches.values()))
+        for (number, search), bracket in zip(searches.items(), found, strict=True):
             each = rated[number]
-            self._progress.on_note(f"a replica of {each.unit.name}: {capacity.low:.3g} requests/s")
-            if capacity.low <= search.start * OPTIONS.idle_share:
-                self._useless[each.unit.name] = f"alone it keeps the objective at no rate ({capacity.binds})"
+            if bracket.low <= search.low:
+                why = f"alone it keeps the objective at no rate ({bracket.limit.binds})"
+                self._useless[each.unit.name] = why
                 continue
-            self._known[each.unit.name] = each.calibrated(capacity.low / search.start)
+            rate = sqrt(bracket.low * bracket.high) if isfinite(bracket.high) else bracket.low
+            self._progress.on_note(f"a replica of {each.unit.name}: about {rate:.2g} requests/s")
+            self._known[each.unit.name] = each.calibrated(rate / search.start)
 
     def _search_of(self, rated: RatedUnit) -> FleetSearch:
         """Return the search for what one unit serves of the requests that it can serve at all."""
@@ -116,7 +117,7 @@ class AloneSearch:
             task=FleetTask(case=case, load=load.take(rows), objective=self._task.objective),
             start=start,
             options=OPTIONS,
-            known=((start * OPTIONS.idle_share, True),),  # `share_in_time` has said so
+            low=start * OPTIONS.idle_share,  # `share_in_time` has said so
         )
 
 
@@ -125,8 +126,10 @@ _cost = attrgetter("usd_per_hour")
 T = TypeVar("T")
 R = TypeVar("R")
 
-HEADROOM = SearchOptions(tolerance=0.105, growth=1.1, is_hasty=True, max_growths=6)
-"""Of the search for the rate that a fleet keeps up: most have little more than they need."""
+HEADROOM = SearchOptions(tolerance=0.105, growth=sqrt(2))
+"""Of the search for the rate that a fleet keeps up: two halvings of a factor are the tolerance."""
+MOST_APART = 3
+"""Fleets of two pools that are simulated."""
 LONGER = (1.25, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 50.0)
 """How much longer objectives are tried, where the promise cannot be kept."""
 RATE_TRIES = 8
@@ -139,26 +142,34 @@ LOAD_SCALES = (0.1, 2.0)
 """Between which factors the estimated loads are scaled to the cost that was found."""
 
 
+Key = tuple[FleetCase, int, bool]
+"""A fleet, the number of the run, and whether it goes on to the end."""
+
+
 @dataclass
 class PlanSearch:
     """Looks for the cheapest fleet.
 
-    Parameters
-    ----------
-    jobs : most processes.
+    What is asked next follows from answers alone, so a plan is the same with any number of processes. Idle
+    ones run ahead what is likely to be asked.
     """
 
     task: PlanTask
-    jobs: int = 1
+    pool: Pool = field(default_factory=lambda: Pool(1))
     progress: PlanProgress = field(default_factory=PlanProgress)
-    _hardest: int | None = field(default=None, init=False)
-    """The run that the first fleet to keep the promise came nearest to miss in, or that one missed later on;
-    None before there is one."""
-    _runs: dict[tuple[FleetCase, int, bool], FleetRun] = field(default_factory=dict, init=False)
-    """What is known of a fleet: by the number of the run, and whether it went on to the end."""
+    _order: list[int] = field(default_factory=list, init=False)
+    """Of the runs: those that are hardest to keep first, by the estimates and then by what was missed."""
+    _runs: dict[Key, FleetRun] = field(default_factory=dict, init=False)
+    _begun: dict[Key, Callable[[], FleetRun | None]] = field(default_factory=dict, init=False)
+    """Runs that idle processes are at."""
+    _cheapest: PlannedFleet | None = field(default=None, init=False)
+    """Of those that have kept the promise so far; its other runs will be asked for."""
 
-    def plan(self, rated: Sequence[RatedUnit], left_out: dict[str, str]) -> FleetPlan:
-        """Return the cheapest fleet of some units.
+    def __post_init__(self) -> None:
+        self._order = list(range(len(self.task.runs)))
+
+    def plans(self, rated: Sequence[RatedUnit], left_out: dict[str, str]) -> Iterator[FleetPlan]:
+        """Yield the answer as soon as it is found, and then once more with all that is told beside it.
 
         Parameters
         ----------
@@ -179,53 +190,80 @@ class PlanSearch:
         if not units:
             why = why or "; ".join(f"{name}: {reason}" for name, reason in useless.items())
         search = MixSearch(self.task, units, buckets, self.judge, self.progress)
-        best = None if why else search.run()
-        if best is not None:
-            search.confirm_alone()
-        apart = [] if best is None else self._apart(best)
-        fleets = [*search.fleets, *apart]
-        kept = sorted((fleet for fleet in fleets if self._is_proved(fleet)), key=_cost)
-        shown = _worth_showing(kept)
-        if shown:
-            cost = f"${shown[0].usd_per_hour:.2f}/h"
-            self.progress.on_note(
-                f"found: {shown[0].name} ({cost}); the highest rate that it keeps up follows"
-            )
-        shown = self._at_promise([*self._with_capacities(shown[:1]), *shown[1:]])
-        return FleetPlan(
-            rate=self.task.rate,
-            needed_rate=self.task.needed_rate,
-            best=shown[0] if shown else None,
-            alternatives=tuple(shown[1:]),
-            failed=tuple(sorted((fleet for fleet in fleets if not fleet.is_kept), key=_cost)),
-            units=tuple(units),
-            buckets=buckets,
-            left_out=left_out,
-            cost_bound=search.cost_bound,
-            is_exhausted=search.is_exhausted,
-            infeasible="" if shown else why or search.infeasible,
-            nearest=() if shown else self._nearest(rated, units, buckets),
-            costs=self._costs(rated, units, shown[0]) if shown else (),
-        )
+        pools: dict[str, PoolSizes] = {}
+        apart: list[PlannedFleet] = []
+        if not why:
+            self._sort_runs(units[0])
+            best = search.run()
+            rate = self.task.needed_rate
+            pools = {each.unit.name: sizes for each in units if (sizes := pools_for(each, buckets, rate))}
+            apart = [] if best is None else self._apart(units, pools, best.usd_per_hour)
 
-    def _apart(self, best: PlannedFleet) -> list[PlannedFleet]:
-        """Simulate prompts and generation on replicas of their own, one replica fewer than in a fleet.
+        def plan() -> FleetPlan:
+            fleets = [*search.fleets, *apart]
+            kept = sorted((fleet for fleet in fleets if self._is_proved(fleet)), key=_cost)
+            shown = self._at_promise(_worth_showing(kept))
+            return FleetPlan(
+                rate=self.task.rate,
+                needed_rate=self.task.needed_rate,
+                best=shown[0] if shown else None,
+                alternatives=tuple(shown[1:]),
+                failed=tuple(sorted((fleet for fleet in fleets if not fleet.is_kept), key=_cost)),
+                units=tuple(units),
+                buckets=buckets,
+                pools=pools,
+                left_out=left_out,
+                cost_bound=search.cost_bound,
+                is_exhausted=search.is_exhausted,
+                infeasible="" if shown else why or search.infeasible,
+            )
+
+        found = plan()
+        yield found
+        if found.best is None:
+            yield replace(found, nearest=self._nearest(rated, units, buckets))
+            return
+        search.confirm_alone()
+        found = plan()
+        best = found.best
+        assert best is not None, "it was proved before"
+        costs = self._costs(rated, units, best)
+        yield replace(found, best=self._with_capacities(best), costs=costs)
+
+    def _sort_runs(self, rated: RatedUnit) -> None:
+        """Order the runs by what a unit would serve of each, the least first."""
+        rates = []
+        for run in self.task.runs:
+            buckets = buckets_of(run)
+            rates.append(rate_unit(rated.unit, buckets).rate(buckets))
+        self._order.sort(key=rates.__getitem__)
+
+    def _apart(
+        self, units: Sequence[RatedUnit], pools: Mapping[str, PoolSizes], cost: float
+    ) -> list[PlannedFleet]:
+        """Simulate prompts and generation on replicas of their own where they may cost less, by arithmetic.
+
+        Parameters
+        ----------
+        pools : by the name of the unit, how many replicas would do.
+        cost : of the cheapest other fleet, dollars an hour.
 
         Returns
         -------
-        Divisions, half and half first, and from there towards what the last one lacked; the last one keeps
-        the promise, if any does. Nothing for fleets of several kinds, and of two replicas or fewer.
+        Fleets, the cheapest first, of each unit on towards what the last one lacked; the last one keeps the
+        promise, if any does.
         """
-        (unit, count), *others = best.parts
-        total, found = count - 1, list[PlannedFleet]()
-        prefill = 0 if others else total // 2
-        while 0 < prefill < total and prefill not in {each.pools.prefill for each in found if each.pools}:
-            self.progress.on_stage("trying prompts and generation on replicas of their own")
-            pools = PoolSizes(prefill=prefill, decode=total - prefill)
-            found.append(self.judge(((unit, total),), pools=pools))
-            if found[-1].is_kept:
-                break
-            prefill += 1 if found[-1].binds == "TTFT" else -1
+        found: list[PlannedFleet] = []
+        left = [(each.unit, pools[each.unit.name]) for each in units if each.unit.name in pools]
+        while left and len(found) < MOST_APART and not (found and found[-1].is_kept):
+            unit, sizes = min(left, key=lambda each: each[0].usd_per_hour * each[1].num_replicas)
+            left.remove((unit, sizes))
+            most = min(most_of(unit, dict(self.task.available)), ceil(cost / unit.usd_per_hour - 1e-9) - 1)
+            if sizes.num_replicas <= most:
+                self.progress.on_stage("trying prompts and generation on replicas of their own")
+                found.append(self.judge(((unit, sizes.num_replicas),), pools=sizes))
+                lacks = "prefill" if found[-1].binds == "TTFT" else "decode"
+                left.append((unit, replace(sizes, **{lacks: getattr(sizes, lacks) + 1})))
         return found
 
     def _nearest(
@@ -259,7 +297,7 @@ class PlanSearch:
 
     def _kept_rate(self, fleet: PlannedFleet) -> list[str]:
         """Return the highest rate that a fleet keeps in every run, as flags; nothing where there is none."""
-        (fleet,) = self._with_capacities([fleet])
+        fleet = self._with_capacities(fleet)
         rate = min(each.low for each in fleet.capacities) / (1 + self.task.headroom)
         for _ in range(RATE_TRIES if rate > 0 else 0):
             rate = float(f"{0.995 * rate:.3g}")
@@ -322,65 +360,72 @@ class PlanSearch:
         pools: PoolSizes | None = None,
         to_the_end: bool = False,
         is_glance: bool = False,
+        likely: Sequence[Parts] = (),
     ) -> PlannedFleet:
         """Simulate a fleet at the needed rate; one that misses in a run is not tried in the others.
 
         Parameters
         ----------
         to_the_end : finish runs that miss, and try the others all the same.
-        is_glance : one run is enough, that which is hardest to keep, once it is known which that is.
+        is_glance : one run is enough, that which is hardest to keep.
+        likely : fleets that may be asked for next.
         """
-        order = list(range(len(self.task.runs)))
-        if self._hardest is not None:
-            order.insert(0, order.pop(self._hardest))
-        most = 1 if is_glance and self._hardest is not None else len(order)
-        case = FleetCase(parts=parts, pools=pools)
+        case, order = FleetCase(parts=parts, pools=pools), self._order[: 1 if is_glance else None]
+        ahead = [(FleetCase(parts=each), self._order[0], False) for each in likely]
+        if self._cheapest is not None:
+            ahead += [(self._cheapest.case, number, False) for number in self._order]
         runs: dict[int, FleetRun] = {}
-        while len(runs) < most and (to_the_end or all(run.is_met for run in runs.values())):
-            # A glance uses idle processes for runs that are likely to be asked for next.
-            chosen = order[len(runs) : len(runs) + self.jobs]
-            new = [number for number in chosen if (case, number, to_the_end) not in self._runs]
-            tasks = [
-                FleetTask(
-                    case=case,
-                    load=self.task.runs[number],
-                    objective=self.task.objective,
-                    to_the_end=to_the_end,
-                )
-                for number in new
-            ]
-            for number, run in zip(new, self.results(run_fleet, tasks), strict=True):
-                self._runs[case, number, to_the_end] = run
-            runs |= {number: self._runs[case, number, to_the_end] for number in chosen[: most - len(runs)]}
+        for position, number in enumerate(order):
+            others = [(case, other, to_the_end) for other in order[position + 1 :]]
+            runs[number] = run = self._run((case, number, to_the_end), [*others, *ahead])
+            if not run.is_met and not to_the_end:
+                self._order.remove(number)
+                self._order.insert(0, number)
+                break
         fleet = PlannedFleet(parts=parts, pools=pools, runs=tuple(runs[number] for number in sorted(runs)))
-        missed = [number for number in runs if not runs[number].is_met]
-        if self._hardest is None and self._is_proved(fleet):
-            self._hardest = min(runs, key=lambda number: runs[number].attainment or 0.0)
-        elif self._hardest is not None and missed:
-            self._hardest = missed[0]
+        if fleet.is_kept and (self._cheapest is None or _cost(fleet) < _cost(self._cheapest)):
+            self._cheapest = fleet
         return fleet
+
+    def _run(self, key: Key, likely: Sequence[Key]) -> FleetRun:
+        """Return a run; idle processes begin those that may be asked for next."""
+        if key not in self._runs:
+            begun = self._begun.pop(key, None) or self._begin(key)
+            for each in likely:
+                if each not in self._runs and each not in self._begun and self.pool.num_idle:
+                    self._begun[each] = self._begin(each)
+            run = begun()
+            if run is None:
+                raise PlanInterrupted("interrupted: nothing is planned")
+            self.progress.on_run()
+            self._runs[key] = run
+        return self._runs[key]
+
+    def _begin(self, key: Key) -> Callable[[], FleetRun | None]:
+        case, number, to_the_end = key
+        load, objective = self.task.runs[number], self.task.objective
+        task = FleetTask(case=case, load=load, objective=objective, to_the_end=to_the_end)
+        return self.pool.begin(run_fleet, task)
 
     def _is_proved(self, fleet: PlannedFleet) -> bool:
         """Whether a fleet was simulated in all runs, and kept the promise in each."""
         return fleet.is_kept and len(fleet.runs) == len(self.task.runs)
 
-    def _with_capacities(self, fleets: Sequence[PlannedFleet]) -> list[PlannedFleet]:
-        """Search the highest rate of each fleet, from the rate that it is to serve."""
-        if not fleets:
-            return []
+    def _with_capacities(self, fleet: PlannedFleet) -> PlannedFleet:
+        """Search the highest rate of a fleet in each run, from the rate that it is to serve."""
         self.progress.on_stage("searching the highest rate that the fleet keeps up")
+        needed = self.task.needed_rate
         searches = [
             FleetSearch(
                 task=FleetTask(case=fleet.case, load=load, objective=self.task.objective),
-                start=self.task.needed_rate,
+                start=needed * HEADROOM.growth if run.is_met else needed,
                 options=HEADROOM,
-                known=((self.task.needed_rate, run.is_met),),
+                low=needed if run.is_met else 0.0,
+                high=inf if run.is_met else needed,
             )
-            for fleet in fleets
             for load, run in zip(self.task.runs, fleet.runs, strict=True)
         ]
-        found = iter(self.results(search_fleet, searches))
-        return [replace(fleet, capacities=tuple(next(found) for _ in self.task.runs)) for fleet in fleets]
+        return replace(fleet, capacities=tuple(self.results(search_fleet, searches)))
 
     def _at_promise(self, fleets: Sequence[PlannedFleet]) -> list[PlannedFleet]:
         """Return fleets that keep the promise with headroom, with what they do at the promised rate."""
@@ -393,18 +438,14 @@ class PlanSearch:
         ]
         return [fleet for fleet in judged if fleet.is_kept]
 
-    def results(
-        self,
-        worker: Worker[T, R | None],
-        tasks: Sequence[T],
-    ) -> list[R]:
+    def results(self, worker: Worker[T, R | None], tasks: Sequence[T]) -> list[R]:
         """Return the results of tasks.
 
         Raises
         ------
         PlanInterrupted : Ctrl-C came.
         """
-        heard = run_tasks(worker, tasks, jobs=self.jobs, on_event=lambda _index, _run: self.progress.on_run())
+        heard = self.pool.run(worker, tasks, on_event=lambda _index, _run: self.progress.on_run())
         results = [result for result in heard if result is not None]
         if len(results) < len(tasks):
             raise PlanInterrupted("interrupted: nothing is planned")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from onbeat.metrics.summary import mean_tpot
 from onbeat.planner.cases import BuiltCase, ObjectiveMissed, ReplicaCase, simulate_trial
 from onbeat.planner.objectives import ShareObjective, Verdict
 from onbeat.planner.parallel import TaskContext
-from onbeat.planner.search import SearchOptions, Stopped, search_rate
+from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
 from onbeat.planner.units import Unit, longest_request
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.simulator.resolve import resolve
@@ -81,27 +82,21 @@ class FleetTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetRun:
+class FleetRun(Verdict):
     """What one run showed."""
 
-    is_met: bool
-    reason: str
     attainment: float | None = None
     """Share of the requests with objectives that were good; None where the run was ended as missed."""
-    binds: str = ""
-    """What most requests that were not good missed, as `count_missed` names it; empty where all were good."""
     busy: Mapping[str, float] | None = None
     """By the name of the unit, the share of the time in which its replicas computed."""
     mean_tpot: float | None = None
     """Of the requests, seconds."""
     by_class: Mapping[str, float] | None = None
     """Share of the good requests of each class of objectives; None where the run was ended as missed."""
-    beyond: str = ""
-    """See `SimulationResult.beyond`."""
 
 
 def run_fleet(task: FleetTask, context: TaskContext) -> FleetRun | None:
-    """Run one fleet, and report that; a worker of `parallel.run_tasks`. None where it was stopped.
+    """Run one fleet, and report that; a worker of `parallel.Pool`. None where it was stopped.
 
     Requests that no replica takes, since they are too long, count as not good.
     """
@@ -176,44 +171,26 @@ def what_binds(records: Sequence[RequestRecord], objective: ShareObjective) -> s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSearch:
-    """A search for the highest rate at which a fleet keeps the objective."""
+    """A search for the highest rate at which a fleet keeps the objective (`search_rate`)."""
 
     task: FleetTask
     """Its load is stretched and squeezed to the rates that are tried."""
     start: float
     """Requests per second; the nearer to the capacity, the fewer runs."""
     options: SearchOptions
-    known: tuple[tuple[float, bool], ...] = ()
-    """Rates at which it is known whether the objective is kept: they are not simulated again."""
+    low: float = 0.0
+    high: float = inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetCapacity:
-    """The highest rate, of one repeat."""
-
-    low: float
-    """The highest rate that kept the objective, requests/s; 0 where none did."""
-    high: float
-    """The lowest that missed it."""
-    binds: str
-    """What a little more misses."""
-
-
-def search_fleet(search: FleetSearch, context: TaskContext) -> FleetCapacity | None:
-    """Search one fleet; a worker of `parallel.run_tasks`. None where it was stopped."""
-    task, known, binds = search.task, dict(search.known), {}
+def search_fleet(search: FleetSearch, context: TaskContext) -> Bracket | None:
+    """Search one fleet; a worker of `parallel.Pool`. None where it was stopped."""
+    task = search.task
 
     def judge(rate: float) -> Verdict:
-        if rate in known:
-            return Verdict(is_met=known[rate], reason="known")
         run = run_fleet(replace(task, load=task.load.at_rate(rate)), context)
         if run is None:
             raise Stopped
-        binds[rate] = run.binds
-        return Verdict(is_met=run.is_met, reason=run.reason)
+        return run
 
-    bracket = search_rate(judge, start=search.start, options=search.options)
-    if not bracket.is_finished:
-        return None
-    last = bracket.high if np.isfinite(bracket.high) else bracket.low
-    return FleetCapacity(low=bracket.low, high=bracket.high, binds=binds.get(last, ""))
+    bracket = search_rate(judge, start=search.start, options=search.options, low=search.low, high=search.high)
+    return bracket if bracket.is_finished else None

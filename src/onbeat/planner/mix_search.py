@@ -237,7 +237,8 @@ class MixSearch:
         low, high, step = 0, most + 1, 1
         count = max(1, min(round(self._load(number)), most))
         while True:
-            if self._judge(self._counts({number: count})).is_kept:
+            likely = [((unit, other),) for other in (count + 1, count - 1) if low < other < high]
+            if self._judge(self._counts({number: count}), likely).is_kept:
                 high = count
             else:
                 low = count
@@ -334,12 +335,12 @@ class MixSearch:
     def _counts(self, some: dict[int, int]) -> Counts:
         return tuple(some.get(number, 0) for number in range(len(self._units)))
 
-    def _judge(self, counts: Counts) -> PlannedFleet:
+    def _judge(self, counts: Counts, likely: Sequence[Parts] = ()) -> PlannedFleet:
         fleet = self._known.get(counts)
         if fleet is not None:
             return fleet
         parts = tuple((each.unit, count) for each, count in zip(self._units, counts, strict=True) if count)
-        fleet = self._known[counts] = self._note(self._simulate(parts, is_glance=True))
+        fleet = self._known[counts] = self._note(self._simulate(parts, is_glance=True, likely=likely))
         is_cheaper = self._best is None or fleet.usd_per_hour < self._best.usd_per_hour - 1e-9
         if fleet.is_kept and is_cheaper:
             self._best = fleet

@@ -91,6 +91,8 @@ class Verdict:
     reason: str
     """The measure that binds most, with its numbers."""
     measures: tuple[Measure, ...] = ()
+    binds: str = ""
+    """What most requests that were not good missed, as `count_missed` names it, where somebody asked."""
     beyond: str = ""
     """See `SimulationResult.beyond`."""
 

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Event as ProcessEvent
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from onbeat.core.errors import ConfigError, OnbeatError
 
@@ -42,6 +42,136 @@ OnResult = Callable[[int, R], None]
 """Hears (task, its result)."""
 
 
+class Pool:
+    """Processes that run independent tasks, for as long as a command has some: leave it by `with`.
+
+    Ctrl-C stops all of it: tasks under way are asked to end with what they have, others do not start.
+
+    Parameters
+    ----------
+    jobs : most processes; 1 runs the tasks in this one.
+    worker : whose modules the processes load while this one still reads its input.
+
+    Raises
+    ------
+    ConfigError : fewer than one process.
+    """
+
+    def __init__(self, jobs: int, worker: Worker[Any, Any] | None = None) -> None:
+        if jobs < 1:
+            raise ConfigError(f"jobs is {jobs}; it must be at least 1")
+        self._jobs, self._executor = jobs, None
+        self._begun: set[Future[Any]] = set()
+        """Tasks of `begin` that have not ended."""
+        self._stopped: threading.Event | ProcessEvent = threading.Event()
+        if jobs == 1:
+            return
+        # A fresh interpreter: nothing of the parent's threads or libraries is inherited half-alive.
+        processes = multiprocessing.get_context("spawn")
+        self._events: SimpleQueue[tuple[int, Any]] = processes.SimpleQueue()
+        self._stopped = processes.Event()
+        self._executor = ProcessPoolExecutor(
+            jobs, mp_context=processes, initializer=_join, initargs=(self._events, self._stopped)
+        )
+        for _ in range(jobs if worker is not None else 0):
+            self._executor.submit(bool, worker)  # to unpickle it is to load its modules
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    @property
+    def num_idle(self) -> int:
+        """Processes that nobody has given a task; 0 where tasks run in this one."""
+        self._begun = {each for each in self._begun if not each.done()}
+        return max(0, self._jobs - len(self._begun)) if self._executor is not None else 0
+
+    def begin(self, worker: Worker[T, R], task: T) -> Callable[[], R | None]:
+        """Begin a task that reports nothing, and return what waits for its result; None if it was stopped.
+
+        In this process it runs only once its result is asked for.
+        """
+        if self._executor is None:
+            return lambda: self.run(worker, [task])[0]
+        future = self._executor.submit(_invoke, worker, task, None)
+        self._begun.add(future)
+        return lambda: self._results([future])[0]
+
+    def run(
+        self,
+        worker: Worker[T, R],
+        tasks: Sequence[T],
+        *,
+        on_event: OnEvent = lambda _index, _event: None,
+        on_result: OnResult[R] = lambda _index, _result: None,
+    ) -> list[R | None]:
+        """Run tasks and return their results in the order of the tasks, whatever the number of processes.
+
+        Parameters
+        ----------
+        worker : runs one task.
+        on_result : hears of results in the order in which tasks end.
+
+        Returns
+        -------
+        One result a task; None for those that did not run.
+
+        Raises
+        ------
+        OnbeatError : whatever a worker raises; a worker process that was killed.
+        """
+        if self._executor is not None:
+            futures = [
+                self._executor.submit(_invoke, worker, task, index) for index, task in enumerate(tasks)
+            ]
+            return self._results(futures, on_event, on_result)
+        results: list[R | None] = [None] * len(tasks)
+        for index, task in enumerate(tasks):
+            if self._stopped.is_set():
+                break
+            context = TaskContext(partial(on_event, index), self._stopped.is_set, self._stopped.set)
+            try:
+                results[index] = result = worker(task, context)
+            except KeyboardInterrupt:  # before the task was under way
+                self._stopped.set()
+                break
+            on_result(index, result)
+        return results
+
+    def _results(
+        self,
+        futures: Sequence[Future[R]],
+        on_event: OnEvent = lambda _index, _event: None,
+        on_result: OnResult[R] = lambda _index, _result: None,
+    ) -> list[R | None]:
+        """Return the results of tasks; Ctrl-C ends them early."""
+        results: dict[Future[R], R] = {}
+        left = {future: index for index, future in enumerate(futures)}
+        while left:
+            try:
+                done, _ = wait(left, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+                while not self._events.empty():
+                    on_event(*self._events.get())
+                for future in done:
+                    index = left.pop(future)
+                    if not future.cancelled():
+                        results[future] = future.result()
+                        on_result(index, results[future])
+            except KeyboardInterrupt:
+                self._stopped.set()
+                for future in left:
+                    future.cancel()
+            except BrokenProcessPool as error:
+                raise OnbeatError(
+                    "a worker process was killed, perhaps for want of memory; use fewer --jobs"
+                ) from error
+        return [results.get(future) for future in futures]
+
+
 def run_tasks(
     worker: Worker[T, R],
     tasks: Sequence[T],
@@ -50,93 +180,9 @@ def run_tasks(
     on_event: OnEvent = lambda _index, _event: None,
     on_result: OnResult[R] = lambda _index, _result: None,
 ) -> list[R | None]:
-    """Run independent tasks and return their results in the order of the tasks, whatever `jobs` is.
-
-    Ctrl-C stops it: tasks under way are asked to end with what they have, others do not start.
-
-    Parameters
-    ----------
-    worker : runs one task.
-    jobs : most processes; 1 runs the tasks in this one.
-    on_result : hears of results in the order in which tasks end.
-
-    Returns
-    -------
-    One result a task; None for those that did not run.
-
-    Raises
-    ------
-    OnbeatError : whatever a worker raises; a worker process that was killed.
-    """
-    if jobs < 1:
-        raise ConfigError(f"jobs is {jobs}; it must be at least 1")
-    results: dict[int, R] = {}
-
-    def keep(index: int, result: R) -> None:
-        results[index] = result
-        on_result(index, result)
-
-    try:
-        if jobs == 1 or len(tasks) <= 1:
-            _run_here(worker, tasks, on_event, keep)
-        else:
-            _run_there(worker, tasks, min(jobs, len(tasks)), on_event, keep)
-    except KeyboardInterrupt:  # before the first task was under way, or again
-        pass
-    return [results.get(index) for index in range(len(tasks))]
-
-
-def _run_here(worker: Worker[T, R], tasks: Sequence[T], on_event: OnEvent, keep: OnResult[R]) -> None:
-    stopped = threading.Event()
-    for index, task in enumerate(tasks):
-        report = partial(on_event, index)
-        keep(index, worker(task, TaskContext(report, stopped.is_set, stopped.set)))
-        if stopped.is_set():
-            return
-
-
-def _run_there(
-    worker: Worker[T, R], tasks: Sequence[T], num_processes: int, on_event: OnEvent, keep: OnResult[R]
-) -> None:
-    # A fresh interpreter: nothing of the parent's threads or libraries is inherited half-alive.
-    processes = multiprocessing.get_context("spawn")
-    events: SimpleQueue[tuple[int, Any]] = processes.SimpleQueue()
-    stopped = processes.Event()
-    executor = ProcessPoolExecutor(
-        num_processes, mp_context=processes, initializer=_join, initargs=(events, stopped)
-    )
-    with executor:
-        futures = {executor.submit(_invoke, worker, task, index): index for index, task in enumerate(tasks)}
-        try:
-            _collect(futures, events, on_event, keep)
-        except KeyboardInterrupt:
-            stopped.set()
-            _collect({each: i for each, i in futures.items() if not each.cancel()}, events, on_event, keep)
-        except BaseException:
-            stopped.set()
-            executor.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _collect(
-    futures: dict[Future[R], int],
-    events: SimpleQueue[tuple[int, Any]],
-    on_event: OnEvent,
-    keep: OnResult[R],
-) -> None:
-    """Keep results as they come, and forget their futures."""
-    while futures:
-        done, _ = wait(futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-        while not events.empty():
-            on_event(*events.get())
-        for future in done:
-            try:
-                result = future.result()
-            except BrokenProcessPool as error:
-                raise OnbeatError(
-                    "a worker process was killed, perhaps for want of memory; use fewer --jobs"
-                ) from error
-            keep(futures.pop(future), result)
+    """Run tasks in processes that end with them (`Pool.run`)."""
+    with Pool(min(jobs, max(1, len(tasks)))) as pool:
+        return pool.run(worker, tasks, on_event=on_event, on_result=on_result)
 
 
 class _Channel:
@@ -161,8 +207,9 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _invoke(worker: Worker[T, R], task: T, index: int) -> R:
-    stopped = _Channel.stopped
-    return worker(
-        task, TaskContext(lambda event: _Channel.events.put((index, event)), stopped.is_set, stopped.set)
-    )
+def _invoke(worker: Worker[T, R], task: T, index: int | None) -> R:
+    def report(event: Any) -> None:
+        if index is not None:  # else nobody empties the queue
+            _Channel.events.put((index, event))
+
+    return worker(task, TaskContext(report, _Channel.stopped.is_set, _Channel.stopped.set))

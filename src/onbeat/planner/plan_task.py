@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -12,9 +12,10 @@ from onbeat.core.errors import OnbeatError
 from onbeat.core.fleet import PoolSizes
 from onbeat.metrics.distribution import student_half_width
 from onbeat.planner.buckets import Bucket
-from onbeat.planner.fleets import FleetCapacity, FleetCase, FleetRun
+from onbeat.planner.fleets import FleetCase, FleetRun
 from onbeat.planner.mix import DEFAULT_SLICES
 from onbeat.planner.objectives import ShareObjective
+from onbeat.planner.search import Bracket, rate_interval
 from onbeat.planner.units import RatedUnit, Unit
 from onbeat.workload.offered import OfferedLoad
 
@@ -60,7 +61,7 @@ class PlannedFleet:
     runs: tuple[FleetRun, ...]
     pools: PoolSizes | None = None
     """See `FleetCase`."""
-    capacities: tuple[FleetCapacity, ...] = ()
+    capacities: tuple[Bracket, ...] = ()
     """A search for each run; empty where none was made."""
 
     @property
@@ -114,15 +115,14 @@ class PlannedFleet:
         """Mean highest rate and its interval, requests/s; None where it was not searched."""
         if not self.capacities:
             return None
-        mean, low, _ = interval_of([each.low for each in self.capacities])
-        _, _, high = interval_of([each.high for each in self.capacities])
-        return mean, min(low, mean), high
+        rate, (low, high) = rate_interval(self.capacities)
+        return rate, low, high
 
     @property
     def binds(self) -> str:
         """What a little more load would miss."""
-        names = [each.binds for each in self.capacities] or [run.binds for run in self.runs]
-        names = [name for name in names if name]
+        found = [each.limit.binds for each in self.capacities], [run.binds for run in self.runs]
+        names = next(filter(None, ([name for name in each if name] for each in found)), [])
         return max(sorted(set(names)), key=names.count) if names else ""
 
     @property
@@ -169,6 +169,8 @@ class FleetPlan:
     units: tuple[RatedUnit, ...]
     """With their calibrated rates."""
     buckets: tuple[Bucket, ...]
+    pools: Mapping[str, PoolSizes] = field(default_factory=dict)
+    """By the name of the unit, how many replicas for prompts and for generation would do, by arithmetic."""
     left_out: dict[str, str]
     """Units that take no part, and why."""
     cost_bound: float

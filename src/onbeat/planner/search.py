@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
+import numpy as np
+
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
+from onbeat.metrics.distribution import LEVEL, student_half_width
 from onbeat.planner.objectives import Verdict
 
 Judge = Callable[[float], Verdict]
@@ -28,8 +31,6 @@ class SearchOptions:
     """As a share of its lower end."""
     growth: float = 2.0
     """Factor between the rates that look for the bracket."""
-    is_hasty: bool = False
-    """Whether the factor is squared each time: for a start that is near, as a rule."""
     max_growths: int = 12
     """A load that still keeps the objective after so many steps does not saturate."""
     idle_share: float = 1 / 4096
@@ -68,10 +69,10 @@ class Bracket:
         return self.is_finished and self.low == 0
 
     @property
-    def limit(self) -> str:
-        """What binds: the reason why the rate at the upper end missed the objective."""
-        missed = [trial for trial in self.trials if trial.rate == self.high]
-        return missed[-1].verdict.reason if missed else "nothing missed the objective"
+    def limit(self) -> Verdict:
+        """What binds: the verdict on the rate at the upper end, which missed the objective."""
+        missed = [trial.verdict for trial in self.trials if trial.rate == self.high]
+        return missed[-1] if missed else Verdict(is_met=True, reason="nothing missed the objective")
 
 
 def search_rate(
@@ -79,6 +80,8 @@ def search_rate(
     *,
     start: float,
     options: SearchOptions | None = None,
+    low: float = 0.0,
+    high: float = inf,
     on_trial: Callable[[Trial], None] | None = None,
 ) -> Bracket:
     """Find the highest rate that keeps an objective.
@@ -92,11 +95,13 @@ def search_rate(
     ----------
     judge : deterministic; runs the load at a rate.
     start : requests per second, above 0; the nearer to the capacity, the fewer runs.
+    low, high : rates of which it is known that they keep the objective and miss it; they are not run.
     on_trial : hears of each run.
     """
     if not (isfinite(start) and start > 0):
         raise ConfigError(f"the search starts at {start:g} requests/s; it must be a finite rate above 0")
     search = _Search(judge, options or SearchOptions(), on_trial)
+    search.low, search.high = low, high
     is_finished = True
     try:
         search.bracket(start)
@@ -118,9 +123,9 @@ class _Search:
         self.trials: list[Trial] = []
 
     def bracket(self, start: float) -> None:
-        if self._is_met(start):
+        if start < self.high and self._is_met(start):
             self._grow(start)
-        elif self._is_met(start * self._options.idle_share):
+        elif self.low > 0 or self._is_met(start * self._options.idle_share):
             self._shrink(start)
 
     def bisect(self) -> None:
@@ -133,9 +138,9 @@ class _Search:
     def _grow(self, start: float) -> None:
         factor = self._options.growth
         for _ in range(self._options.max_growths):
-            if not self._is_met(start * factor):
+            if start * factor >= self.high or not self._is_met(start * factor):
                 return
-            factor *= factor if self._options.is_hasty else self._options.growth
+            factor *= self._options.growth
 
     def _shrink(self, start: float) -> None:
         factor = self._options.growth
@@ -155,3 +160,25 @@ class _Search:
         if self._on_trial is not None:
             self._on_trial(trial)
         return verdict.is_met
+
+
+def rate_interval(brackets: Sequence[Bracket], *, level: float = LEVEL) -> tuple[float, tuple[float, float]]:
+    """Return the mean capacity and its interval.
+
+    The mean is that of the lower ends: rates that were seen to work. With one repeat the interval is its
+    bracket. With more, Student's t widens the mean lower end downwards and the mean upper end upwards, so
+    that the interval covers both the spread between repeats and the width of the brackets.
+
+    Parameters
+    ----------
+    brackets : one a repeat, at least one.
+    level : confidence, in (0, 1).
+    """
+    lows = np.array([bracket.low for bracket in brackets])
+    highs = np.array([bracket.high for bracket in brackets])
+    rate = float(lows.mean())
+    if len(brackets) == 1 or not np.isfinite(highs).all():
+        return rate, (float(lows.min()), float(highs.max()))
+    low = rate - student_half_width(lows, level)
+    high = float(highs.mean()) + student_half_width(highs, level)
+    return rate, (max(0.0, low), high)

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import ceil, inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, DoesNotFit
+from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
@@ -192,9 +194,19 @@ def _can_serve(idle: IdleReplica, scheduler: SchedulerConfig, bucket: Bucket) ->
 
 
 def _steady_rate(
-    step_time: StepTimeModel, scheduler: SchedulerConfig, host_overhead: float, bucket: Bucket
+    step_time: StepTimeModel,
+    scheduler: SchedulerConfig,
+    host_overhead: float,
+    bucket: Bucket,
+    *,
+    has_prompts: bool = True,
 ) -> float:
-    """Return the requests per second with as many streams as memory and the TBT objective allow."""
+    """Return the requests per second with as many streams as memory and the TBT objective allow.
+
+    Parameters
+    ----------
+    has_prompts : whether the streams' prompts are computed here, too.
+    """
     num_prompt, num_output = bucket.num_prompt_tokens, bucket.num_output_tokens
     context = num_prompt + num_output // 2 + 1
     num_kv_tokens = scheduler.num_blocks * scheduler.block_size
@@ -202,10 +214,12 @@ def _steady_rate(
 
     def seconds(num_streams: int) -> float:
         """Return the time of a step for each stream's next token, with its share of new prompts."""
+        shape = BatchShape.of_decodes(num_streams, num_streams * context)
+        if not has_prompts:
+            return step_time.step_time(shape) + host_overhead
         wanted = num_streams * num_prompt / num_output
         room = max(1, scheduler.max_num_batched_tokens - num_streams)
         chunk = max(1, round(min(wanted, room)))
-        shape = BatchShape.of_decodes(num_streams, num_streams * context)
         shape.add(num_prompt // 2, chunk, samples=True)
         return (step_time.step_time(shape) + host_overhead) * max(1.0, wanted / chunk)
 
@@ -218,6 +232,46 @@ def _steady_rate(
         else:
             high = middle - 1
     return low / (num_output * seconds(low))
+
+
+def pools_for(rated: RatedUnit, buckets: Sequence[Bucket], rate: float) -> PoolSizes | None:
+    """Return how many replicas would do where some compute prompts and others generate, by arithmetic alone.
+
+    A replica for prompts is a queue of equal jobs that come at random (M/D/1), whose mean wait the TTFT
+    objective limits; one for generation is a steady rate of decodes alone. Rates have the unit's factor, if
+    that is above 1: a queue that may leave the longest requests behind serves more of the others.
+
+    Parameters
+    ----------
+    rate : of the whole load, requests per second.
+
+    Returns
+    -------
+    None where the unit serves no request in time.
+
+    References
+    ----------
+    Zhong et al., "DistServe", OSDI 2024, section 3.1.
+    """
+    simulation = resolve(rated.unit.settings)
+    scheduler, host = simulation.config.scheduler, simulation.config.host_overhead
+    prefill = decode = 0.0
+    for bucket, steady in zip(buckets, rated.rates, strict=True):
+        if steady <= 0:
+            continue
+        prompt = BatchShape()
+        prompt.add(0, bucket.num_prompt_tokens, samples=True)
+        seconds = simulation.step_time.step_time(prompt) + host
+        if (room := (bucket.slo.ttft or inf) - seconds) <= 0:
+            return None
+        queue = 1.0 if room == inf else 2 * room / (2 * room + seconds)
+        prefill += bucket.share * seconds / queue
+        generated = _steady_rate(simulation.step_time, scheduler, host, bucket, has_prompts=False)
+        decode += bucket.share / generated
+    if not prefill:
+        return None
+    served = rate / max(1.0, rated.factor)
+    return PoolSizes(prefill=max(1, ceil(served * prefill)), decode=max(1, ceil(served * decode)))
 
 
 def _pace(slo: SLO, num_output_tokens: int) -> float:

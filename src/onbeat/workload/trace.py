@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,7 +97,14 @@ def read_trace(path: Path, *, kind: TraceKind | None = None, columns: tuple[str,
     ConfigError : the file cannot be read, has an unknown header, a bad value, or times that are negative or
         not ascending; the message names the line.
     """
-    text = read_text(path)
+    trace = _parsed(path, read_text(path), columns)
+    if kind is not None and trace.kind != kind:
+        raise ConfigError(f"{path}: the header is that of a {trace.kind} file, but {kind} was asked for")
+    return trace
+
+
+@lru_cache(maxsize=4)  # runs with seeds of their own draw from one file
+def _parsed(path: Path, text: str, columns: tuple[str, str] | None) -> Trace:
     if not text.strip():
         raise ConfigError(f"{path}: the file is empty")
     records: Iterator[tuple[int, Mapping[str, Any]]] = (
@@ -105,7 +113,7 @@ def read_trace(path: Path, *, kind: TraceKind | None = None, columns: tuple[str,
         else csv_rows(path, text, rows="requests")
     )
     line, first = next(records)
-    found = _find_format(path, first, kind) if columns is None else _own_columns(path, first, columns)
+    found = _find_format(path, first) if columns is None else _own_columns(path, first, columns)
     lines, rows = [line], [_parse_row(path, line, first, found)]
     for line, record in records:
         lines.append(line)
@@ -139,13 +147,11 @@ def _checked_times(path: Path, lines: list[int], values: tuple[float | None, ...
     return times
 
 
-def _find_format(path: Path, first: Mapping[str, Any], kind: TraceKind | None) -> _Format:
+def _find_format(path: Path, first: Mapping[str, Any]) -> _Format:
     found = next((known for known in FORMATS if known.columns <= first.keys()), None)
     if found is None:
         known = "; ".join(f"{f.kind}: {', '.join(sorted(f.columns))}" for f in FORMATS)
         raise ConfigError(f"{path}, line 1: unknown columns {', '.join(map(str, first))}. Known are {known}")
-    if kind is not None and found.kind != kind:
-        raise ConfigError(f"{path}: the header is that of a {found.kind} file, but {kind} was asked for")
     return found
 
 

@@ -8,21 +8,27 @@ import pytest
 
 from onbeat.cli.plan_output import PlanReport, warnings_of
 from onbeat.core.slo import SLO
-from onbeat.planner.fleets import FleetCapacity, FleetRun
-from onbeat.planner.objectives import ShareObjective
+from onbeat.planner.fleets import FleetRun
+from onbeat.planner.objectives import ShareObjective, Verdict
 from onbeat.planner.plan_task import FleetPlan, PlannedFleet, PlanTask
 from onbeat.planner.prices import Prices
+from onbeat.planner.search import Bracket, Trial
 from onbeat.planner.units import Unit
 from tests.pure.planner.test_units import BASE, load_of
 
 UNIT = Unit(settings=BASE, usd_per_hour=1.0, watts=1.0)
 
 
+def bracket_of(low: float, high: float) -> Bracket:
+    missed = Trial(rate=high, verdict=Verdict(is_met=False, reason="", binds="TTFT"))
+    return Bracket(low=low, high=high, trials=(missed,), is_finished=True)
+
+
 def fleet_of(capacities: list[float], shares: list[float]) -> PlannedFleet:
     return PlannedFleet(
         parts=((UNIT, 2),),
         runs=tuple(FleetRun(is_met=True, reason="", attainment=share) for share in shares),
-        capacities=tuple(FleetCapacity(low=rate, high=rate * 1.02, binds="TTFT") for rate in capacities),
+        capacities=tuple(bracket_of(rate, rate * 1.02) for rate in capacities),
     )
 
 

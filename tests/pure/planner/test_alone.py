@@ -13,9 +13,10 @@ from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner.buckets import buckets_of
 from onbeat.planner.fleet_plan import AloneSearch, PlanSearch
-from onbeat.planner.fleets import FleetCapacity, FleetSearch
+from onbeat.planner.fleets import FleetSearch
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.plan_task import PlanProgress, PlanTask
+from onbeat.planner.search import Bracket
 from onbeat.planner.units import RatedUnit, Unit
 from onbeat.workload.offered import OfferedLoad
 from tests.pure.planner.test_units import BASE, load_of
@@ -46,12 +47,13 @@ class Searches:
         self.truths = truths
         self.searched: list[int] = []
 
-    def __call__(self, _worker: Any, tasks: Sequence[FleetSearch]) -> list[FleetCapacity]:
+    def __call__(self, _worker: Any, tasks: Sequence[FleetSearch]) -> list[Bracket]:
         found = []
         for task in tasks:
             degree = task.task.case.parts[0][0].num_devices
             self.searched.append(degree)
-            found.append(FleetCapacity(low=self.truths[degree], high=99.0, binds="TTFT"))
+            low = self.truths[degree]
+            found.append(Bracket(low=low, high=low, trials=(), is_finished=True))
         return found
 
 
@@ -90,7 +92,7 @@ def test_a_unit_that_is_late_even_idle_is_not_simulated_and_the_next_is_tried() 
 
 def test_what_no_unit_keeps_is_told_as_late_and_not_as_a_want_of_memory() -> None:
     load = load_of([(2200, 10)] * 17 + [(4000, 10)] * 3, SLO(ttft=0.09))
-    plan = PlanSearch(task=task_of(load)).plan([rated(load, 1, 10.0)], {})
+    plan, _ = PlanSearch(task=task_of(load)).plans([rated(load, 1, 10.0)], {})
     assert plan.best is None
     assert re.search(r"H100-SXM: even idle .*85 %", plan.infeasible)
     assert "model" not in plan.infeasible

@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner import fleets
+from onbeat.planner.buckets import buckets_of
 from onbeat.planner.fleet_plan import PlanSearch
 from onbeat.planner.fleets import FleetCase, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.plan_task import PlannedFleet, PlanTask
 from onbeat.planner.search import SearchOptions
-from onbeat.planner.units import Unit
+from onbeat.planner.units import RatedUnit, Unit, pools_for, rate_unit
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.simulator.simulate import simulate
 from tests.pure.planner.fakes import Hearing, quiet
@@ -89,16 +91,16 @@ def test_a_search_runs_nothing_twice_and_nothing_that_is_known(monkeypatch: pyte
             load=load_of([(100, 10)] * 20, SLO(ttft=5.0)),
             objective=ShareObjective(share=0.9),
         ),
-        start=10.0,
-        options=SearchOptions(tolerance=0.105, growth=1.1, is_hasty=True),
-        known=((10.0, True),),
+        start=11.0,
+        options=SearchOptions(tolerance=0.105, growth=1.1),
+        low=10.0,
     )
     found = search_fleet(search, quiet())
     assert found is not None
     assert len(rates) == len(set(rates)) == 2
     assert 10.0 not in rates
     assert found.low < 12.0 <= found.high <= 1.105 * found.low
-    assert found.binds == "TBT", "of the run that missed, which was ended early"
+    assert found.limit.binds == "TBT", "of the run that missed, which was ended early"
 
 
 def test_a_run_ends_once_those_late_without_a_first_token_are_too_many() -> None:
@@ -132,25 +134,55 @@ def test_pools_are_simulated_as_a_server_with_them_would_run() -> None:
 
 @pytest.mark.parametrize(
     ("needs", "tried"),
-    [(2, [2]), (1, [2, 1]), (3, [2, 3]), (9, [2, 3])],
+    [
+        ((2, 1), ["2+1"]),
+        ((3, 1), ["2+1", "3+1"]),
+        ((2, 3), ["2+1", "2+2", "2+3"]),
+        ((9, 1), ["2+1", "3+1", "4+1"]),
+    ],
 )
-def test_a_plan_tries_pools_with_a_replica_fewer_towards_what_was_late(needs: int, tried: list[int]) -> None:
-    """`needs` replicas for prompts keep the promise; fewer are late with first tokens, more later on."""
+def test_a_plan_tries_a_short_list_of_pools_towards_what_was_late(
+    needs: tuple[int, int], tried: list[str]
+) -> None:
+    """`needs` replicas for prompts and for generation keep the promise; fewer are late."""
     load = load_of([(100, 10)] * 20, SLO(ttft=5.0))
     objective = ShareObjective()
     task = PlanTask(rate=1.0, objective=objective, load=load, runs=(load,), available=(("h100-sxm", 8.0),))
 
     class Pretended(PlanSearch):
-        def results(self, worker: Any, tasks: Any) -> list[Any]:
-            counts = [each.case.pools.prefill for each in tasks]
-            return [
-                FleetRun(is_met=n == needs, reason="", binds="TTFT" if n < needs else "TBT") for n in counts
-            ]
+        def judge(self, parts: Any, *, pools: Any = None, **_: Any) -> PlannedFleet:
+            is_late, is_slow = pools.prefill < needs[0], pools.decode < needs[1]
+            run = FleetRun(is_met=not is_late and not is_slow, reason="", binds="TTFT" if is_late else "TBT")
+            return PlannedFleet(parts=parts, pools=pools, runs=(run,))
 
-    best = PlannedFleet(parts=((SHORT, 5),), runs=())
-    found = Pretended(task=task)._apart(best)
-    assert [each.pools and each.pools.prefill for each in found] == tried
-    assert found[-1].is_kept == (needs in tried)
-    assert all(each.usd_per_hour < best.usd_per_hour for each in found)
-    assert Pretended(task=task)._apart(PlannedFleet(parts=((SHORT, 2),), runs=())) == []
-    assert Pretended(task=task)._apart(PlannedFleet(parts=((SHORT, 3), (LONG, 1)), runs=())) == []
+    def apart(cost: float) -> list[PlannedFleet]:
+        return Pretended(task=task)._apart(rated, sizes, cost)
+
+    rated = [RatedUnit(unit=each, rates=np.ones(1)) for each in (SHORT, LONG)]
+    sizes = {SHORT.name: PoolSizes(prefill=2, decode=1)}
+    found = apart(9.0)
+    assert [f"{each.pools.prefill}+{each.pools.decode}" for each in found if each.pools] == tried
+    assert found[-1].is_kept == (needs != (9, 1))
+    assert [each.usd_per_hour < 4.0 for each in apart(4.0)] == [True], "the next would cost as much"
+    assert apart(3.0) == [], "it costs as much as a fleet without pools"
+
+
+def test_pools_are_as_large_as_a_queue_of_prompts_and_steps_of_decodes_ask() -> None:
+    def pools(sizes: tuple[int, int], slo: SLO, rate: float) -> PoolSizes | None:
+        load = load_of([sizes] * 20, slo)
+        return pools_for(rate_unit(LONG, buckets_of(load)), buckets_of(load), rate)
+
+    usual = pools((2000, 200), SLO(ttft=1.0, tbt=0.05), 400.0)
+    assert usual is not None
+    longer = pools((4000, 200), SLO(ttft=1.0, tbt=0.05), 400.0)
+    assert longer is not None
+    assert longer.prefill > 1.8 * usual.prefill
+    tighter = pools((2000, 200), SLO(ttft=0.15, tbt=0.05), 400.0)
+    assert tighter is not None
+    assert tighter.prefill > usual.prefill
+    assert tighter.decode == usual.decode
+    stricter = pools((2000, 200), SLO(ttft=1.0, tbt=0.012), 400.0)
+    assert stricter is not None
+    assert stricter.decode > usual.decode
+    assert stricter.prefill == usual.prefill
+    assert pools((2000, 200), SLO(ttft=0.01), 40.0) is None, "not even an idle replica is in time"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from math import inf
 
@@ -57,7 +58,7 @@ class World:
         )
         self.num_judged = 0
 
-    def judge(self, parts: Parts, *, is_glance: bool = False) -> PlannedFleet:
+    def judge(self, parts: Parts, *, is_glance: bool = False, likely: Sequence[Parts] = ()) -> PlannedFleet:
         """A glance sees the first run, which is the kindest."""
         self.num_judged += 1
         self.judged.append(parts)

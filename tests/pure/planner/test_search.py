@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.planner.capacity import rate_interval
 from onbeat.planner.objectives import Verdict
-from onbeat.planner.search import Bracket, SearchOptions, Stopped, Trial, search_rate
+from onbeat.planner.search import Bracket, SearchOptions, Stopped, Trial, rate_interval, search_rate
 
 
 def judge_below(threshold: float, rate: float) -> Verdict:
@@ -27,7 +26,7 @@ def test_finds_a_threshold_within_the_tolerance(threshold: float, distance: floa
     assert bracket.is_finished
     assert bracket.low <= threshold < bracket.high
     assert bracket.high - bracket.low <= tolerance * bracket.low
-    assert bracket.limit == judge_below(threshold, bracket.high).reason
+    assert bracket.limit == judge_below(threshold, bracket.high)
     assert len(bracket.trials) <= 30
 
 
@@ -41,7 +40,7 @@ def test_a_hopeless_case_costs_two_runs() -> None:
     assert bracket.is_infeasible
     assert bracket.low == 0
     assert len(bracket.trials) == 2
-    assert bracket.limit.endswith("against 0")
+    assert bracket.limit.reason.endswith("against 0")
 
 
 def test_a_load_that_never_saturates_is_unbounded() -> None:
@@ -70,6 +69,19 @@ def test_tells_of_each_run() -> None:
     heard: list[Trial] = []
     bracket = search_rate(lambda rate: judge_below(10.0, rate), start=8.0, on_trial=heard.append)
     assert tuple(heard) == bracket.trials
+
+
+@pytest.mark.parametrize("threshold", [3.0, 10.5, 15.0, 90.0])
+def test_ends_that_are_known_are_not_run(threshold: float) -> None:
+    options = SearchOptions(tolerance=0.105, growth=2**0.5)
+    low, high = (0.0, 10.0) if threshold < 10 else (10.0, inf)
+    start = 10.0 if threshold < 10 else 10.0 * 2**0.5
+    bracket = search_rate(
+        lambda rate: judge_below(threshold, rate), start=start, options=options, low=low, high=high
+    )
+    assert bracket.low <= threshold < bracket.high
+    assert 10.0 not in [trial.rate for trial in bracket.trials]
+    assert bracket.high - bracket.low <= 0.105 * bracket.low
 
 
 @pytest.mark.parametrize("start", [0.0, -1.0, inf, float("nan")])
