@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from onbeat.planner.parallel import TaskContext, run_tasks
+from onbeat.planner.parallel import Pool, TaskContext
 
 FOREVER = 1e18
 ANY_VERSION = "*"
@@ -160,7 +160,8 @@ def run_missing(runs: Iterable[Any], results: Results, *, jobs: int, deadline: f
             results.append(left[index], done.found, done.seconds)
             print(f"{left[index]}: {done.found} [{done.seconds:.1f} s]", flush=True)
 
-    run_tasks(_do, [_Task(each, deadline) for each in left], jobs=jobs, on_result=keep)
+    with Pool(jobs) as pool:
+        pool.run(_do, [_Task(each, deadline) for each in left], on_result=keep)
 
 
 def _do(task: _Task, context: TaskContext) -> _Done:

@@ -45,7 +45,7 @@ from benchmarks.slo.slo_study.scored import Scored, scored_runs
 from benchmarks.slo.slo_study.tasks import Plan, make_tasks, mixed, run_task
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO_MODES
-from onbeat.planner.parallel import run_tasks
+from onbeat.planner.parallel import Pool
 
 LINES = RESULTS / "slo-study.jsonl"
 
@@ -84,13 +84,10 @@ def run(args: argparse.Namespace) -> None:
             if args.verbose:
                 print(*runs, sep="\n", flush=True)
 
-        run_tasks(
-            run_task,
-            tasks,
-            jobs=args.jobs,
-            on_event=on_event,
-            on_result=lambda _index, _count: progress.advance(bar),
-        )
+        with Pool(args.jobs) as pool:
+            pool.run(
+                run_task, tasks, on_event=on_event, on_result=lambda _index, _count: progress.advance(bar)
+            )
     print(f"written: {args.results}")
 
 

@@ -17,7 +17,7 @@ from onbeat.metrics.summary import collect_samples
 from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.cases import ReplicaCase
 from onbeat.planner.objectives import sarathi
-from onbeat.planner.parallel import run_tasks
+from onbeat.planner.parallel import Pool
 from onbeat.planner.search import SearchOptions
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
@@ -91,7 +91,7 @@ def chat_capacity(server: Server, tbt: float) -> float:
         objective=sarathi(tbt),
         options=SearchOptions(tolerance=0.05),
     )
-    [found] = run_tasks(find_capacity, [task])
+    [found] = Pool(1).run(find_capacity, [task])
     assert found is not None
     assert found.bracket is not None, found.reason
     return found.bracket.low

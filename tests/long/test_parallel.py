@@ -15,7 +15,6 @@ import pytest
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.objectives import VIDUR
-from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
 from tests.cpu.e2e.program import is_running
 from tests.long import workers
@@ -27,10 +26,10 @@ from tests.waiting import wait_for
 def test_results_are_in_the_order_of_the_tasks(jobs: int) -> None:
     events: list[tuple[int, Any]] = []
     results: list[tuple[int, int]] = []
-    found = run_tasks(
+    found = workers.run_in(
+        jobs,
         workers.square,
         [3, 1, 2],
-        jobs=jobs,
         on_event=lambda index, event: events.append((index, event)),
         on_result=lambda index, result: results.append((index, result)),
     )
@@ -49,29 +48,29 @@ def test_two_processes_find_what_one_finds() -> None:
         )
         for seed in range(3)
     ]
-    alone = run_tasks(find_capacity, tasks, jobs=1)
+    alone = workers.run_in(1, find_capacity, tasks)
     assert None not in alone
-    assert run_tasks(find_capacity, tasks, jobs=2) == alone
+    assert workers.run_in(2, find_capacity, tasks) == alone
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_error_in_a_task_comes_out(jobs: int) -> None:
     with pytest.raises(ConfigError, match="task 1 is wrong"):
-        run_tasks(workers.fail, [0, 1, 2], jobs=jobs)
+        workers.run_in(jobs, workers.fail, [0, 1, 2])
 
 
 def test_a_killed_worker_is_an_error_that_says_so() -> None:
     with pytest.raises(OnbeatError, match="fewer --jobs"):
-        run_tasks(workers.die, [0, 1, 2], jobs=2)
+        workers.run_in(2, workers.die, [0, 1, 2])
 
 
 def test_refuses_no_jobs() -> None:
     with pytest.raises(ConfigError, match="jobs is 0"):
-        run_tasks(workers.square, [1, 2], jobs=0)
+        workers.run_in(0, workers.square, [1, 2])
 
 
 def test_a_task_that_was_stopped_is_the_last() -> None:
-    assert run_tasks(workers.stop_at_two, [1, 2, 3], jobs=1) == [1, 2, None]
+    assert workers.run_in(1, workers.stop_at_two, [1, 2, 3]) == [1, 2, None]
 
 
 def test_ctrl_c_ends_running_tasks_and_starts_no_others(tmp_path: Path) -> None:
@@ -84,7 +83,7 @@ def test_ctrl_c_ends_running_tasks_and_starts_no_others(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt_when_running).start()
-    results = run_tasks(workers.wait_for_the_end, tasks, jobs=2)
+    results = workers.run_in(2, workers.wait_for_the_end, tasks)
     assert results[:2] == ["stopped", "stopped"]
     assert results[-1] is None
 
@@ -92,7 +91,7 @@ def test_ctrl_c_ends_running_tasks_and_starts_no_others(tmp_path: Path) -> None:
 def test_workers_end_when_their_parent_was_killed(tmp_path: Path) -> None:
     tasks = [tmp_path / str(index) for index in range(2)]
     parent = multiprocessing.get_context("spawn").Process(
-        target=run_tasks, args=(workers.write_own_id, tasks), kwargs={"jobs": 2}
+        target=workers.run_in, args=(2, workers.write_own_id, tasks)
     )
     parent.start()
     wait_for(lambda: all(task.exists() and task.read_text() for task in tasks), timeout=30)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.planner.parallel import TaskContext
+from onbeat.planner.parallel import Pool, TaskContext
 
 
 def square(task: int, context: TaskContext) -> int:
@@ -47,3 +48,9 @@ def write_own_id(task: Path, context: TaskContext) -> None:
     task.write_text(str(os.getpid()))
     while not context.is_stopped():
         time.sleep(0.01)
+
+
+def run_in(num_processes: int, worker: Any, tasks: Any, **heard: Any) -> list[Any]:
+    """Run tasks in so many processes, which end with them."""
+    with Pool(num_processes) as pool:
+        return pool.run(worker, tasks, **heard)

@@ -128,7 +128,7 @@ def _results(path: Path, tag: str) -> Results:
 
 
 def run_task(task: Task, context: TaskContext) -> int:
-    """Search all that a task asks for, report the lines, and return how many. A worker of `run_tasks`."""
+    """Search all that a task asks for, report the lines, and return how many. A worker of `Pool`."""
     if time.time() > task.deadline or context.is_stopped():
         return 0
     work = _Work(task, context)

@@ -29,7 +29,7 @@ from onbeat.metrics.distribution import LEVEL
 from onbeat.planner.capacity import Capacity, CapacityTask, Repeat, combine_repeats, find_capacity
 from onbeat.planner.cases import TBT, ReplicaCase, case_name, settings_grid
 from onbeat.planner.objectives import Objective, parse_objective
-from onbeat.planner.parallel import run_tasks
+from onbeat.planner.parallel import Pool
 from onbeat.planner.search import SearchOptions, Trial
 from onbeat.report.objectives import classes_text
 from onbeat.report.result import ResultOptions
@@ -303,14 +303,10 @@ def _search(options: CapacityOptions, planned: Sequence[PlannedCase], console: C
         note = f"{significant(trial.rate)} requests/s {met}: {trial.verdict.reason}"
         bar.update(row, note=f"{case_name(tasks[index].case.labels)}: {note}")
 
-    with bar:
+    with bar, Pool(options.study.num_processes, find_capacity) as pool:
         repeats = iter(
-            run_tasks(
-                find_capacity,
-                tasks,
-                jobs=options.study.num_processes,
-                on_event=on_trial,
-                on_result=lambda _index, _result: bar.advance(row),
+            pool.run(
+                find_capacity, tasks, on_event=on_trial, on_result=lambda _index, _result: bar.advance(row)
             )
         )
     capacities = []

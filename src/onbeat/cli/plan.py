@@ -17,12 +17,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from onbeat.cli.args import INFEASIBLE, INTERRUPTED, add_config_flag, checked
 from onbeat.cli.options import add_options, find_group, number, read_options
-from onbeat.cli.outputs import StudyOptions, check_writable, deliver, files_of
+from onbeat.cli.outputs import StudyOptions, check_writable, deliver, files_of, progress_bar
 from onbeat.cli.plan_output import PlanReport, answer_of, plan_result
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
@@ -78,8 +76,8 @@ class PlanOptions:
         help="devices to plan with, each with its number, such as h100-sxm=8,l4; without a number: as many "
         "as it takes",
     )
-    tensor_parallel: str = _option(
-        "1,2,4,8", flag="--tp", metavar="N,N,...", help="tensor-parallel degrees to choose from"
+    tensor_parallel: tuple[int, ...] = _option(
+        (1, 2, 4, 8), flag="--tp", many=",", metavar="N,N,...", help="tensor-parallel degrees to choose from"
     )
     prices: Path | None = _option(
         None,
@@ -156,19 +154,6 @@ def parse_gpus(text: str) -> dict[str, float]:
             )
         found[device] = int(number_text) if equals else inf
     return found
-
-
-def parse_degrees(text: str) -> list[int]:
-    """Return tensor-parallel degrees, ascending.
-
-    Raises
-    ------
-    ConfigError : one that is no whole number above 0, or that is given twice.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(words)) < len(words):
-        raise ConfigError(f"--tp {text!r}: expected different whole numbers of at least 1, such as 1,2,4")
-    return sorted(int(word) for word in words)
 
 
 def base_settings(args: argparse.Namespace, device: str) -> Deployment:
@@ -322,8 +307,9 @@ def _plans(
     available = parse_gpus(options.gpus)
     prices = Prices(options.prices)
     base = base_settings(args, next(iter(available)))
-    degrees = parse_degrees(options.tensor_parallel)
-    units, left_out = make_units(base, degrees=degrees, available=available, prices=prices)
+    units, left_out = make_units(
+        base, degrees=sorted(set(options.tensor_parallel)), available=available, prices=prices
+    )
     longest = max(map(longest_request, units), default=1 << 30)
     try:
         task = plan_task(args, options, available, longest)
@@ -346,16 +332,8 @@ def show_progress(console: Console, *, is_quiet: bool) -> Iterator[PlanProgress]
     if is_quiet:
         yield PlanProgress()
         return
-    bar = Bar(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        TextColumn("{task.completed} runs simulated"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    row = bar.add_task("planning", total=None)
+    bar = progress_bar(console, is_quiet=not console.is_terminal)
+    row = bar.add_task("planning", total=None, note="")
 
     def on_stage(text: str) -> None:
         bar.update(row, description=text)

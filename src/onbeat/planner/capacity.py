@@ -151,7 +151,7 @@ def service_rate(config: SimulationConfig, step_time: StepTimeModel, load: Offer
 
 
 def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
-    """Search one repeat of one case; a worker of `parallel.run_tasks`. Reports each `Trial`."""
+    """Search one repeat of one case; a worker of `parallel.Pool`. Reports each `Trial`."""
     try:
         built = task.case.build()
         limits = built.config.scheduler

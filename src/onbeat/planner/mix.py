@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import ConfigError, OnbeatError
+from onbeat.core.errors import OnbeatError
 from onbeat.core.extras import require
 
 Array = NDArray[np.float64]
@@ -41,12 +41,7 @@ COST_STEP = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixProblem:
-    """What has to be served, and what could serve it.
-
-    Raises
-    ------
-    ConfigError : arrays whose sizes do not fit together, no unit, no bucket, or a cost that is not above 0.
-    """
+    """What has to be served, and what could serve it."""
 
     costs: tuple[float, ...]
     """Of each unit, in any money an hour."""
@@ -61,19 +56,6 @@ class MixProblem:
     """Devices of each unit, beside `types`."""
     available: tuple[tuple[str, float], ...] = ()
     """(type, devices that there are of it); none or infinite is no bound."""
-
-    def __post_init__(self) -> None:
-        if self.loads.ndim != 2 or self.loads.shape[1] != len(self.costs) or 0 in self.loads.shape:
-            raise ConfigError(
-                f"a mix needs the load of each bucket on each of {len(self.costs)} units, got an array of "
-                f"{self.loads.shape}"
-            )
-        if self.slices < 1:
-            raise ConfigError(f"there are {self.slices} slices of a bucket; there must be at least 1")
-        if not all(cost > 0 for cost in self.costs) or np.isnan(self.loads).any() or (self.loads < 0).any():
-            raise ConfigError("costs must be above 0, and loads 0 or more")
-        if len(self.types) != len(self.devices) or len(self.types) not in (0, len(self.costs)):
-            raise ConfigError("types and devices belong together, one a unit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

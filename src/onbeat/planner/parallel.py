@@ -172,19 +172,6 @@ class Pool:
         return [results.get(future) for future in futures]
 
 
-def run_tasks(
-    worker: Worker[T, R],
-    tasks: Sequence[T],
-    *,
-    jobs: int = 1,
-    on_event: OnEvent = lambda _index, _event: None,
-    on_result: OnResult[R] = lambda _index, _result: None,
-) -> list[R | None]:
-    """Run tasks in processes that end with them (`Pool.run`)."""
-    with Pool(min(jobs, max(1, len(tasks)))) as pool:
-        return pool.run(worker, tasks, on_event=on_event, on_result=on_result)
-
-
 class _Channel:
     """Where a worker process finds what came with it: queues travel with a process, not with a task."""
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.errors import ConfigError
 from onbeat.planner.mix import MixProblem, lower_bound, solve_mix
 from tests.examples import examples
 
@@ -107,12 +106,3 @@ def test_a_mix_costs_no_more_than_one_type_and_no_less_than_the_bound(seed: int)
     assert not mix.shares[np.isinf(sliced.loads)].any()
     used = (mix.shares * finite).sum(axis=0)
     assert (used <= np.array(mix.counts) + 1e-6).all()
-
-
-def test_refuses_what_is_no_problem() -> None:
-    with pytest.raises(ConfigError, match=r" 2 units, .*\(2, 1\)"):
-        MixProblem(costs=(1.0, 2.0), loads=np.ones((2, 1)))
-    with pytest.raises(ConfigError, match="above 0"):
-        MixProblem(costs=(0.0,), loads=np.ones((2, 1)))
-    with pytest.raises(ConfigError, match="at least 1"):
-        MixProblem(costs=(1.0,), loads=np.ones((2, 1)), slices=0)
