@@ -36,7 +36,7 @@ from onbeat.scheduler.cluster.move_executor import MoveExecutor, OpenMove
 _Move = OpenMove[OpenRequest, KVSource]
 
 
-class LiveMoves:
+class LiveMoves(MoveExecutor[OpenRequest, KVSource]):
     """The moves under way between live replicas.
 
     Parameters
@@ -46,22 +46,13 @@ class LiveMoves:
     """
 
     def __init__(self, replicas: FleetController, streams: Streams) -> None:
+        super().__init__()
         self._replicas = replicas
         self._streams = streams
-        self._executor: MoveExecutor[OpenRequest, KVSource] = MoveExecutor(self)
-        self.tell = replicas.tell
-        self.block_size = replicas.block_size
-
-    def do(self, step: events.MoveStep) -> None:
-        """Carry out a step."""
-        move = self._executor.moves.get(step.move)
-        if step.verb is MoveVerb.RELEASE and move is not None:
-            self._streams.counts.moves[move.why, "stayed"] += 1
-        self._executor.do(step, self._streams.open.get(step.request_id))
 
     def on_answer(self, replica: ReplicaId, answer: TaskAnswer[KVSource]) -> None:
         """Take what a replica says of a step."""
-        move = self._executor.moves.get(answer.move)
+        move = self.moves.get(answer.move)
         if move is None:
             return
         if not answer.ok:
@@ -71,9 +62,15 @@ class LiveMoves:
         self._streams.counts.num_moved_bytes += answer.num_bytes
         if answer.detached is not None:
             answer.detached = _shifted(answer.detached, self._replicas.clock_offset(replica))
-        self._executor.on_answer(replica, answer)
+        super().on_answer(replica, answer)
 
-    # --- what the executor asks for, see `MoveHost` ----------------------------------------------------
+    def tell(self, event: events.Answered) -> None:
+        """Tell the fleet what happened."""
+        self._replicas.tell(event)
+
+    def block_size(self, replica: ReplicaId) -> int:
+        """Return the tokens of a replica's blocks."""
+        return self._replicas.lives[replica].limits.block_size
 
     def send(self, replica: ReplicaId, task: MoveTask[KVSource]) -> None:
         """Send a task to a replica."""
@@ -240,7 +237,10 @@ class FleetController:
 
     def do_move_step(self, action: events.MoveStep, now: float) -> None:  # noqa: ARG002
         """Have a step of a move taken."""
-        self._moves.do(action)
+        move = self._moves.moves.get(action.move)
+        if action.verb is MoveVerb.RELEASE and move is not None:
+            self._streams.counts.moves[move.why, "stayed"] += 1
+        self._moves.do(action, self._streams.open.get(action.request_id))
 
     def do_rescale(self, action: events.Rescale, now: float) -> None:  # noqa: ARG002
         """Say that there is to be another number of replicas."""
@@ -271,10 +271,6 @@ class FleetController:
         """Send a message to a replica; it is lost with the replica."""
         if (life := self.lives.get(replica)) is not None:
             self._wire.send(life.name, message)
-
-    def block_size(self, replica: ReplicaId) -> int:
-        """Return the tokens of a replica's blocks."""
-        return self.lives[replica].limits.block_size
 
     def clock_offset(self, replica: ReplicaId) -> float:
         """Return by how many seconds a replica's clock is behind this one's."""

@@ -21,9 +21,9 @@ from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deliveries import REFUSALS, count_singles, refuse
-from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, REPORT, TICK, FleetLoop, FrontEnd, Member
+from onbeat.simulator.fleet_loop import HEAR, REPORT, TICK, FleetLoop, FrontEnd, Member
 from onbeat.simulator.result import FleetSize, ReplicaCounters
-from onbeat.simulator.simulation_config import FleetChange, KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.simulation_config import FleetChange, ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_moves import VirtualMoves
 from onbeat.simulator.virtual_replica import VirtualReplica
@@ -122,8 +122,6 @@ class Lives:
         return [self._counters[number] for number in sorted(self._counters)]
 
 
-_NO_LINK = KVLink(bytes_per_token=1.0, bandwidth=1.0)
-"""Of replicas between which nothing moves."""
 _RARE = (
     events.Lost,
     events.Joined,
@@ -209,17 +207,8 @@ class VirtualFleet(FrontEnd):
         self._report_times: dict[int, float] = {}
         """By number, the instant at which a replica is to report, or has."""
         self._moves = VirtualMoves(
-            self.lives.replicas,
-            config.kv_link or _NO_LINK,
-            block_size=self.lives.kind(0).scheduler.block_size,
-            message_seconds=times.report_seconds,
-            memory_bandwidth=lambda number: self.lives.kind(number).memory_bandwidth,
-            answer=self._hear_of,
-            call=loop.call,
-            on_capacity=self._ask_for_report,
+            loop, config, self.lives.kind, answer=self._tell, on_capacity=self._ask_for_report
         )
-        self._next_copy = inf
-        """When an end of a copy is in the loop."""
         self.hears_all = self._hears_all = wants_all or config.kv_link is not None
 
     def open(self) -> None:
@@ -235,7 +224,7 @@ class VirtualFleet(FrontEnd):
     def end(self) -> None:
         """Hear that all requests have ended."""
         now = self._loop.now
-        self._moves.close(now)
+        self._moves.close()
         self.lives.end(now)
 
     # ---- what happens ----
@@ -278,7 +267,7 @@ class VirtualFleet(FrontEnd):
             self._tell_delivery(member, offered, now, is_finished=True)
             self._close(offered, now)
         if not member.is_gone:
-            self._moves.on_step_end(member.number, now)
+            self._moves.on_step_end(member.number)
         if self._is_reported:
             self._ask_for_report(member.number)
 
@@ -297,16 +286,16 @@ class VirtualFleet(FrontEnd):
     ) -> None:
         request_id, record = offered.request.request_id, offered.record
         if not member.is_gone:
-            self._moves.on_first_token(member.number, request_id, now, is_finished=is_finished)
+            self._moves.on_first_token(member.number, request_id, is_finished=is_finished)
         num_tokens = len(record.delivery_times)
         num_new, self._num_heard[request_id] = num_tokens - self._num_heard.get(request_id, 0), num_tokens
         self._dispatcher.dispatch(
             events.Delivered(member.name, request_id, num_new, record.num_cached_tokens, is_finished), now
         )
 
-    def before_plan(self, member: Member, now: float) -> None:
+    def before_plan(self, member: Member, now: float) -> None:  # noqa: ARG002
         """Let moves take note of the requests that have left a batch."""
-        self._moves.on_step_end(member.number, now)
+        self._moves.on_step_end(member.number)
 
     def on_expired(self, member: Member, offered: OfferedRequest, now: float) -> None:
         """Tell the fleet of a request that a replica ended in its queue, or would not have."""
@@ -342,8 +331,7 @@ class VirtualFleet(FrontEnd):
             self._num_before.pop(offered.request.request_id, None)
             if len(offered.record.delivery_times) > self._num_heard.get(offered.request.request_id, 0):
                 self._tell_delivery(member, offered, now)
-        self._moves.lose(number, now)
-        self._expect_copies()
+        self._moves.lose(number)
         self.lives.remove(number, died=True)
         self._tell(events.Lost(member.name, "killed"), now)
 
@@ -410,31 +398,6 @@ class VirtualFleet(FrontEnd):
 
         self._loop.at(max(heard, now), HEAR, hear)
 
-    def _hear_of(self, answered: events.Answered, now: float, delay: float) -> None:
-        """Tell the fleet what came of a step of a move, once that is heard of."""
-        if delay:
-            self._loop.at(now + delay, HEAR, lambda then: self._tell(answered, then))
-        else:
-            self._tell(answered, now)
-
-    def _take_steps(self, now: float) -> None:
-        """Do what was asked for of moves."""
-        while self._moves.has_tasks:
-            self._moves.do_next(now)
-        self._expect_copies()
-
-    def _expect_copies(self) -> None:
-        """Have the next copy end when it does, which is another time whenever one begins or ends."""
-        when = self._moves.links.next_time
-        if when != self._next_copy:
-            self._next_copy = when
-            if when < inf:
-                self._loop.at(when, COPY, self._end_copies)
-
-    def _end_copies(self, now: float) -> None:
-        self._moves.end_copies(now)
-        self._expect_copies()
-
     def do_send(self, action: events.Send, now: float) -> None:
         """Let a replica take a request, behind the tokens that its client has, or refuse it."""
         self.decisions[action.why] += 1
@@ -497,16 +460,14 @@ class VirtualFleet(FrontEnd):
         number = replica_number(action.replica)
         self.lives.give_back(number, now)
         if number in self.lives.replicas:
-            self._moves.leave(number, now)
-            self._expect_copies()
+            self._moves.leave(number)
             self.lives.remove(number)
 
-    def do_move_step(self, action: events.MoveStep, now: float) -> None:
+    def do_move_step(self, action: events.MoveStep, now: float) -> None:  # noqa: ARG002
         """Let a step of a move be taken once no step of a replica is left to end at this instant."""
         if action.verb is MoveVerb.TAKE:
-            self.decisions[f"moved: {self._moves.why(action.move)}"] += 1
+            self.decisions[f"moved: {self._moves.moves[action.move].why}"] += 1
         self._moves.ask(action, self._open.get(action.request_id))
-        self._loop.at(now, MOVE, self._take_steps)
 
     def do_rescale(self, action: events.Rescale, now: float) -> None:
         """Note another size."""

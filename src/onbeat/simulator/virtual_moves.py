@@ -6,7 +6,7 @@ The KV of a virtual replica, as the agent of its moves sees it: nothing but time
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +19,9 @@ from onbeat.core.request import Request
 from onbeat.scheduler.cluster.events import Answered, MoveStep
 from onbeat.scheduler.cluster.move_executor import MoveExecutor, OpenMove
 from onbeat.scheduler.replica.move_agent import Departure, MoveAgent
-from onbeat.simulator.simulation_config import KVLink
+from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, FleetLoop
+from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
-from onbeat.simulator.virtual_replica import VirtualReplica
 
 K = TypeVar("K", bound=Hashable)
 """Whatever names a transfer."""
@@ -146,7 +146,7 @@ class VirtualKV:
 
     def __init__(self, number: int, moves: VirtualMoves) -> None:
         self._number, self._moves = number, moves
-        self._replica = moves.replicas[number]
+        self._replica = moves.loop.members[number].replica
         self._handover = handover = self._replica.scheduler.handover
         self.num_full_tokens, self.unhold = handover.num_full_tokens, handover.release_hold
         self.detach, self.reattach = handover.detach, handover.reattach
@@ -186,16 +186,15 @@ class VirtualKV:
 
     def adopt(self, move: str, request: Request, detached: Detached) -> None:  # noqa: ARG002
         """Go on with a request whose KV has come."""
-        self._replica.adopt(move, self._moves.adopted[move], detached, self._moves.now)
+        self._replica.adopt(move, self._moves.adopted[move], detached, self._moves.loop.now)
 
     def release(self, move: str) -> None:
         """Give a reservation back, once no copy writes there."""
         self._moves.release(move, self._number)
 
 
-Answer = Callable[[Answered, float, float], None]
-"""Takes an answer, the time, and in how many seconds it is heard of."""
-
+_NO_LINK = KVLink(bytes_per_token=1.0, bandwidth=1.0)
+"""Of replicas between which nothing moves."""
 _Move = OpenMove[OfferedRequest, VirtualSource]
 
 _LETTING_GO = (MoveVerb.TAKE, MoveVerb.REATTACH, MoveVerb.UNHOLD, MoveVerb.RELEASE)
@@ -211,7 +210,7 @@ class _Task(NamedTuple):
     task: MoveTask[VirtualSource]
 
 
-class VirtualMoves:
+class VirtualMoves(MoveExecutor[OfferedRequest, VirtualSource]):
     """The moves under way between virtual replicas.
 
     Steps are taken as an engine takes them: while its step runs. What is asked for at an instant is done once
@@ -221,58 +220,46 @@ class VirtualMoves:
 
     Parameters
     ----------
-    replicas : those that live, by number.
-    link : what lies between them.
-    block_size : tokens of a KV block.
-    message_seconds : until an answer is heard of.
-    memory_bandwidth : returns the bytes per second that the memory of a replica's devices moves.
-    answer : takes answers.
-    call : takes the number of a replica that has something new to plan with.
-    on_capacity : takes that of one that has more capacity, whether it runs a step or not.
+    loop : runs the replicas.
+    kind : returns what a replica is.
+    report_seconds : until an answer is heard of.
+    answer : tells the fleet of answers.
+    on_capacity : takes the number of a replica that has more capacity, whether it runs a step or not.
 
     Attributes
     ----------
-    now : the instant that has come, seconds.
     adopted : move -> its request, from when its destination is asked to go on with it.
     """
 
-    def __init__(  # noqa: PLR0913 (three say whom to tell and ask)
+    def __init__(
         self,
-        replicas: Mapping[int, VirtualReplica],
-        link: KVLink,
+        loop: FleetLoop,
+        config: SimulationConfig,
+        kind: Callable[[int], ReplicaKind],
         *,
-        block_size: int,
-        message_seconds: float,
-        memory_bandwidth: Callable[[int], float],
-        answer: Answer,
-        call: Callable[[int], None],
+        answer: Callable[[Answered, float], None],
         on_capacity: Callable[[int], None],
     ) -> None:
-        self.replicas = replicas
-        self._block_size = block_size
+        super().__init__()
+        link = config.kv_link or _NO_LINK
+        self.loop = loop
+        self._block_size = block_size = kind(0).scheduler.block_size
         self._bytes_per_block, self._state_bytes = block_size * link.bytes_per_token, link.state_bytes
-        self._message_seconds = message_seconds
-        self._latency = link.latency
-        self._memory_bandwidth = memory_bandwidth
+        self._message_seconds, self._latency = config.fleet_times.report_seconds, link.latency
+        self._kind = kind
         self._answer = answer
-        self._call = call
         self._on_capacity = on_capacity
         self.links: Links[str] = Links(link.bandwidth)
+        self._next_copy = inf
+        """When an end of a copy is in the loop."""
         self._copies: dict[str, _Copy] = {}
         """By move; those into reservations that were given up included."""
-        self.now = 0.0
-        self._executor: MoveExecutor[OfferedRequest, VirtualSource] = MoveExecutor(self)
         self._tasks: deque[_Task] = deque()
         self.adopted: dict[str, OfferedRequest] = {}
         self._agents: dict[int, MoveAgent[VirtualSource]] = {}
         """Of replicas that have been asked for anything."""
 
     # --- what the fleet asks for ----------------------------------------------------------------------
-
-    @property
-    def has_tasks(self) -> bool:
-        """Whether something has been asked for that has not been done."""
-        return bool(self._tasks)
 
     def ask(self, step: MoveStep, offered: OfferedRequest | None) -> None:
         """Take a step that is to be done as soon as no step of a replica is left to end at this instant.
@@ -281,20 +268,18 @@ class VirtualMoves:
         ----------
         offered : the request; None where it has ended.
         """
-        self._executor.do(step, offered)
+        self.do(step, offered)
+        self.loop.at(self.loop.now, MOVE, self._take_tasks)
 
-    def do_next(self, now: float) -> None:
-        """Do what was asked for first; all steps that end at this instant have ended."""
-        number, _, task = self._tasks.popleft()
-        self._do(number, task, now)
-        if task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
-            self._on_capacity(number)
+    def _take_tasks(self, now: float) -> None:  # noqa: ARG002
+        while self._tasks:
+            number, _, task = self._tasks.popleft()
+            self._take(number, task)
+            if task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
+                self._on_capacity(number)
+        self._expect_copies()
 
-    def why(self, move_id: str) -> str:
-        """Return what a move that has not ended is for."""
-        return self._executor.moves[move_id].why
-
-    def leave(self, number: int, now: float) -> None:
+    def leave(self, number: int) -> None:
         """Let a replica stop, which has nothing left: what it was asked to let go of, it lets go of now."""
         kept: deque[_Task] = deque()
         while self._tasks:
@@ -305,27 +290,31 @@ class VirtualMoves:
                 if waiting.task.verb is MoveVerb.RELEASE:
                     mine = (waiting.number, waiting.task.move)
                     kept = deque(each for each in kept if (each.number, each.task.move) != mine)
-                self._do(waiting.number, waiting.task, now)
+                self._take(waiting.number, waiting.task)
             else:
                 kept.append(waiting)
         self._tasks = kept
-        for move_id, move in self._executor.moves.items():
+        for move_id, move in self.moves.items():
             # A stream that was to stop, of which no answer has come.
             if replica_number(move.source) == number:
-                self._do(number, MoveTask(move_id, MoveVerb.UNHOLD, move.name), now)
+                self._take(number, MoveTask(move_id, MoveVerb.UNHOLD, move.name))
         self._agents.pop(number, None)
-        self._cut(number, now)
+        self.close(number)
 
-    def lose(self, number: int, now: float) -> None:
+    def lose(self, number: int) -> None:
         """Let a replica be gone, with all that it has."""
-        for move, copy in self._drop(number, now):
+        for move, copy in self._drop(number):
             if copy.is_given_up and copy.destination != number:
                 self.release(move, copy.destination)
         self._agents.pop(number, None)
+        self._expect_copies()
 
-    def close(self, now: float) -> None:
-        """Cut the copies that go on once every request has ended."""
-        self._cut(None, now)
+    def close(self, number: int | None = None) -> None:
+        """End copies from or to a replica, or all, before their last byte: nobody waits for them."""
+        for move, copy in self._drop(number):
+            assert copy.is_given_up, "it has something left"
+            self.release(move, copy.destination)
+        self._expect_copies()
 
     def stop_after_first(self, number: int, request_id: str) -> None:
         """Let a request that is new stand still after its first token, until it is moved or put back."""
@@ -338,28 +327,35 @@ class VirtualMoves:
 
     # --- what happens ---------------------------------------------------------------------------------
 
-    def on_first_token(self, number: int, request_id: str, now: float, *, is_finished: bool) -> None:
+    def on_first_token(self, number: int, request_id: str, *, is_finished: bool) -> None:
         """Hear that a request has had its first token from a replica, between two steps."""
         agent = self._agents.get(number)
         if agent is not None and agent.on_first_token(request_id, is_finished=is_finished):
-            self.on_step_end(number, now)
+            self.on_step_end(number)
 
-    def on_step_end(self, number: int, now: float) -> None:
+    def on_step_end(self, number: int) -> None:
         """Take note of the requests that have left the batch of a replica."""
         agent = self._agents.get(number)
         if agent is not None:
-            self.now = now
             agent.look()
 
-    def end_copies(self, now: float) -> None:
+    def _end_copies(self, now: float) -> None:
         """End the copies whose last byte has gone."""
-        self.now = now
         for move in self.links.end(now):
             copy = self._copies.pop(move)
             if copy.is_given_up:
                 self.release(move, copy.destination)
             else:
                 copy.pull.set_result(round(copy.num_bytes))
+        self._expect_copies()
+
+    def _expect_copies(self) -> None:
+        """Have the next copy end when it does, which is another time whenever one begins or ends."""
+        when = self.links.next_time
+        if when != self._next_copy:
+            self._next_copy = when
+            if when < inf:
+                self.loop.at(when, COPY, self._end_copies)
 
     # --- one step -------------------------------------------------------------------------------------
 
@@ -368,24 +364,23 @@ class VirtualMoves:
         if agent is None:
             agent = self._agents[number] = MoveAgent(
                 VirtualKV(number, self),
-                answer=partial(self._executor.on_answer, replica_id(number)),
+                answer=partial(self.on_answer, replica_id(number)),
                 ring=lambda: self._agents[number].look_at_copies(),
             )
         return agent
 
-    def _do(self, number: int, task: MoveTask[VirtualSource], now: float) -> None:
-        self.now = now
+    def _take(self, number: int, task: MoveTask[VirtualSource]) -> None:
         is_over = task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE)
         offered = self.adopted.pop(task.move, None) if is_over else None
-        if number not in self.replicas:
+        if (member := self.loop.members.get(number)) is None:
             return
         if task.verb is not MoveVerb.RELEASE:
             self._settle(number)
         for request_id in self._agent(number).take(task):
             assert offered is not None
-            self.replicas[number].withdraw(request_id, now)
+            member.replica.withdraw(request_id, self.loop.now)
             offered.record.replica = (offered.record.replica or "").rpartition("+")[0]
-            self._call(number)
+            member.call(self.loop.now)
 
     # --- copies: each takes memory bandwidth from the next step of both replicas ------------------------
 
@@ -394,10 +389,10 @@ class VirtualMoves:
         num_bytes = (len(source.block_ids) - first_block) * self._bytes_per_block
         num_bytes += source.is_last * self._state_bytes
         copy = self._copies[move] = _Copy(source.replica, destination, num_bytes)
-        self.links.begin(move, source.replica, destination, num_bytes, self.now)
+        self.links.begin(move, source.replica, destination, num_bytes, self.loop.now)
         for number in (source.replica, destination):
             self._settle(number)  # a run ends with its step under way: the next one takes longer
-            self.replicas[number].charge(num_bytes / self._memory_bandwidth(number))
+            self.loop.members[number].replica.charge(num_bytes / self._kind(number).memory_bandwidth)
         return copy.pull
 
     def release(self, move: str, destination: int) -> None:
@@ -405,46 +400,40 @@ class VirtualMoves:
         copy = self._copies.get(move)
         if copy is not None:
             copy.is_given_up = True
-        elif destination in self.replicas:
+        elif (member := self.loop.members.get(destination)) is not None:
             self._settle(destination)
-            self.replicas[destination].scheduler.handover.release_reservation(move)
+            member.replica.scheduler.handover.release_reservation(move)
             self._on_capacity(destination)
 
     def _settle(self, number: int) -> None:
         """Let a replica see what has come of its steps by now, and plan with what is about to change."""
-        self.replicas[number].settle(self.now)
-        self._call(number)
+        member, now = self.loop.members[number], self.loop.now
+        member.replica.settle(now)
+        member.call(now)
 
-    def _cut(self, number: int | None, now: float) -> None:
-        """End copies from or to a replica, or all, before their last byte: nobody waits for them."""
-        for move, copy in self._drop(number, now):
-            assert copy.is_given_up, "it has something left"
-            self.release(move, copy.destination)
-
-    def _drop(self, number: int | None, now: float) -> Iterator[tuple[str, _Copy]]:
-        self.now = now
+    def _drop(self, number: int | None) -> Iterator[tuple[str, _Copy]]:
         for move, copy in list(self._copies.items()):
             if number in (None, copy.source, copy.destination):
-                self.links.drop(move, now)
+                self.links.drop(move, self.loop.now)
                 del self._copies[move]
                 yield move, copy
 
-    # --- what the executor asks for, see `MoveHost` ----------------------------------------------------
+    # --- what its replicas are asked for --------------------------------------------------------------
 
     def send(self, replica: ReplicaId, task: MoveTask[VirtualSource]) -> None:
         """Let a replica take a task at the end of this instant."""
-        move = self._executor.moves.get(task.move)
+        move = self.moves.get(task.move)
         source = None if move is None else replica_number(move.source)
         self._tasks.append(_Task(replica_number(replica), source, task))
 
     def tell(self, event: Answered) -> None:
         """Let the fleet hear of an answer a little later."""
-        delay = self._message_seconds
-        if event.verb is MoveVerb.PULL:
-            delay += self._latency
-        elif event.verb is MoveVerb.ADOPT and event.ok:
-            delay = 0.0  # it may have a token before anybody could hear of this: the answer comes first
-        self._answer(event, self.now, delay)
+        delay = self._message_seconds + self._latency * (event.verb is MoveVerb.PULL)
+        if not delay or (event.verb is MoveVerb.ADOPT and event.ok):
+            # It may have a token before anybody could hear of this: the answer comes first.
+            self._answer(event, self.loop.now)
+        else:
+            self.loop.at(self.loop.now + delay, HEAR, partial(self._answer, event))
 
     def block_size(self, replica: ReplicaId) -> int:  # noqa: ARG002 (all have the same)
         """Return the tokens of a block."""
