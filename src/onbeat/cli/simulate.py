@@ -40,7 +40,6 @@ from onbeat.simulator.observer import OnRequests, StepsWanted
 from onbeat.simulator.resolve import Resolved, resolve_for, step_times_text
 from onbeat.simulator.result import RunOutcomes, SimulationResult, tell_outcomes
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.virtual_fleet import fleet_rules
 from onbeat.workload.job_kinds import LANES
 from onbeat.workload.job_load import summarise_calls
 from onbeat.workload.load import Load
@@ -122,7 +121,7 @@ def _simulate(
             observer = TimelineObserver(stack.enter_context(open_timeline(options.timeline)))
         on_decision, config = None, simulation.config
         if options.record is not None:
-            about = {"router": config.router, "fleet": plain(fleet_rules(config))}
+            about = {"router": config.router, "fleet": plain(config.fleet_rules)}
             on_decision = stack.enter_context(fleet_record(options.record, about))
         on_progress = stack.enter_context(
             _progress(console, is_quiet=options.disable_tqdm, num_requests=len(load))

@@ -143,9 +143,7 @@ def run_replicas(
     is_complete = run_until_end(loop, fleet)
     if is_complete:
         fleet.end()
-    return FleetOutcome(
-        fleet.lives.counters(), is_complete, dict(fleet.decisions), fleet.lives.seconds, fleet.sizes
-    )
+    return FleetOutcome(fleet.counters(), is_complete, dict(fleet.decisions), fleet.seconds, fleet.sizes)
 
 
 def _kinds(config: SimulationConfig, step_time: StepTimeModel) -> Sequence[ReplicaKind]:

@@ -13,6 +13,7 @@ from onbeat.core.options import check, option, part
 from onbeat.core.slo import ShedMode, shed_option
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
+from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.scaling import make_policy
 from onbeat.scheduler.replica.policies import composition
@@ -242,6 +243,13 @@ class SimulationConfig(FleetTerms):
     def router(self) -> str:
         """Name of what decides where requests go."""
         return self.fleet.router_for(self.scheduler.policy)
+
+    @property
+    def fleet_rules(self) -> FleetRules:
+        """How the fleet treats its replicas."""
+        return self.fleet.rules(
+            drain_seconds=self.fleet_times.drain_seconds, max_wait_seconds=self.scheduler.max_queue_seconds
+        )
 
     @property
     def num_replicas(self) -> int:

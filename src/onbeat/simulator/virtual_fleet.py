@@ -17,7 +17,6 @@ from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.fleet import Decided, Fleet
-from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deliveries import REFUSALS, count_singles, refuse
@@ -27,100 +26,6 @@ from onbeat.simulator.simulation_config import FleetChange, ReplicaKind, Simulat
 from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_moves import VirtualMoves
 from onbeat.simulator.virtual_replica import VirtualReplica
-
-MakeReplica = Callable[[int, ReplicaKind], VirtualReplica]
-
-
-class Lives:
-    """Starts replicas of a loop and lets them be gone.
-
-    Parameters
-    ----------
-    front_end : of the loop.
-    kinds : what the replicas are, the first first; further ones are like the last.
-    make_replica : makes a replica of a kind, each time that one starts.
-    start_seconds : from when one is asked for until it is ready; those at time 0 are there at once.
-    on_ready : takes the number of one that is ready, and the time.
-
-    Attributes
-    ----------
-    replicas : those that live, by number.
-    seconds : for which replicas were held, those that are still held left out.
-    """
-
-    def __init__(
-        self,
-        loop: FleetLoop,
-        front_end: FrontEnd,
-        kinds: Sequence[ReplicaKind],
-        make_replica: MakeReplica,
-        *,
-        start_seconds: float,
-        on_ready: Callable[[int, float], None],
-    ) -> None:
-        self._loop = loop
-        self._front_end = front_end
-        self._kinds = kinds
-        self._make_replica = make_replica
-        self._start_seconds = start_seconds
-        self._on_ready = on_ready
-        self.replicas: dict[int, VirtualReplica] = {}
-        self._counters: dict[int, ReplicaCounters] = {}
-        """Of replicas that have lived, by number."""
-        self._starting: dict[int, int] = {}
-        """The newest start of a replica that starts, by number: one that was stopped meanwhile is not ready
-        when that start would have been done."""
-        self._num_starts = 0
-        self._held: dict[int, float] = {}
-        """Since when a replica has been held, by number: from its start, before it is ready."""
-        self.seconds = 0.0
-
-    def kind(self, number: int) -> ReplicaKind:
-        """Return what a replica is."""
-        return self._kinds[min(number, len(self._kinds) - 1)]
-
-    def start(self, number: int, delay: float, now: float) -> None:
-        """Begin to start a replica, after a delay."""
-        self._held.setdefault(number, now)
-        is_first = now == 0.0 and number not in self._counters
-        self._num_starts += 1
-        self._starting[number] = self._num_starts
-        when = now if is_first else now + delay + self._start_seconds
-        self._loop.at(when, HEAR, partial(self._started, number, self._num_starts))
-
-    def _started(self, number: int, start: int, now: float) -> None:
-        """Let a replica join whose start is done, unless it was stopped since."""
-        if self._starting.get(number) == start:
-            del self._starting[number]
-            self.replicas[number] = self._make_replica(number, self.kind(number))
-            self._loop.join(number, self.replicas[number], self._front_end)
-            self._on_ready(number, now)
-
-    def give_back(self, number: int, now: float) -> None:
-        """Hold a replica no longer, nor start it."""
-        self.seconds += now - self._held.pop(number, now)
-        self._starting.pop(number, None)
-
-    def remove(self, number: int, *, died: bool = False) -> None:
-        """Let a replica be gone."""
-        del self.replicas[number]
-        counters = self._loop.leave(number).counters()
-        if died:  # with what it held, such as the KV of streams that were leaving
-            counters = replace(counters, num_leaked_blocks=0)
-        before = self._counters.get(number)
-        self._counters[number] = counters if before is None else before.joined(counters)
-
-    def end(self, now: float) -> None:
-        """Hold no replica any longer."""
-        for number in list(self._held):
-            self.give_back(number, now)
-
-    def counters(self) -> list[ReplicaCounters]:
-        """Let all be gone; return what each replica has done, over all its lives, by number."""
-        for number in list(self.replicas):
-            self.remove(number)
-        return [self._counters[number] for number in sorted(self._counters)]
-
 
 _RARE = (
     events.Lost,
@@ -146,13 +51,6 @@ def wants_all_reports(config: SimulationConfig, router: Router) -> bool:
     return counts_reports or config.kv_link is not None or config.fleet.autoscale is not None
 
 
-def fleet_rules(config: SimulationConfig) -> FleetRules:
-    """Return how the fleet of a simulation treats its replicas."""
-    return config.fleet.rules(
-        drain_seconds=config.fleet_times.drain_seconds, max_wait_seconds=config.scheduler.max_queue_seconds
-    )
-
-
 class VirtualFleet(FrontEnd):
     """Carries out what a fleet decides, on virtual replicas that start, die, drain and are added.
 
@@ -168,9 +66,9 @@ class VirtualFleet(FrontEnd):
 
     Attributes
     ----------
-    lives : of the replicas.
     decisions : what was decided how often: the reasons of requests sent and refused, starts and stops.
     sizes : how many replicas there were to be, of a fleet that changes its own size.
+    seconds : for which replicas were held, those that are still held left out.
     """
 
     def __init__(
@@ -179,21 +77,26 @@ class VirtualFleet(FrontEnd):
         config: SimulationConfig,
         kinds: Sequence[ReplicaKind],
         router: Router,
-        make_replica: MakeReplica,
+        make_replica: Callable[[int, ReplicaKind], VirtualReplica],
         *,
         on_decision: Decided | None = None,
     ) -> None:
-        self._loop = loop
-        self._config = config
-        self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
+        self._loop, self._members = loop, loop.members
+        self._config, self._times = config, config.fleet_times
+        self._fleet = Fleet(router, config.fleet_rules, on_decision=on_decision)
         self._dispatcher = events.EventDispatcher(self._on_event, self)
         wants_all = wants_all_reports(config, router)
         self.hears_plans = router.reads_reports and not (wants_all or config.is_of_one)
         self._is_reported = self.hears_plans or wants_all
-        times = config.fleet_times
-        self.lives = Lives(
-            loop, self, kinds, make_replica, start_seconds=times.start_seconds, on_ready=self._on_ready
-        )
+        self._kinds, self._make_replica = kinds, make_replica
+        self._counters: dict[int, ReplicaCounters] = {}
+        """Of replicas that have lived, by number."""
+        self._starting: dict[int, int] = {}
+        """The newest start of a replica that starts, by number: one that was stopped meanwhile is not ready
+        when that start would have been done."""
+        self._held: dict[int, float] = {}
+        """Since when a replica has been held, by number: from its start, before it is ready."""
+        self.seconds = 0.0
         self.decisions: Counter[str] = Counter()
         self.sizes: list[FleetSize] = []
         self._open: dict[str, OfferedRequest] = {}
@@ -207,7 +110,7 @@ class VirtualFleet(FrontEnd):
         self._report_times: dict[int, float] = {}
         """By number, the instant at which a replica is to report, or has."""
         self._moves = VirtualMoves(
-            loop, config, self.lives.kind, answer=self._tell, on_capacity=self._ask_for_report
+            loop, config, self._kind, answer=self._tell, on_capacity=self._ask_for_report
         )
         self.hears_all = self._hears_all = wants_all or config.kv_link is not None
 
@@ -225,7 +128,14 @@ class VirtualFleet(FrontEnd):
         """Hear that all requests have ended."""
         now = self._loop.now
         self._moves.close()
-        self.lives.end(now)
+        for number in list(self._held):
+            self._give_back(number, now)
+
+    def counters(self) -> list[ReplicaCounters]:
+        """Let all be gone; return what each replica has done, over all its lives, by number."""
+        for number in list(self._members):
+            self._remove(number)
+        return [self._counters[number] for number in sorted(self._counters)]
 
     # ---- what happens ----
 
@@ -316,27 +226,48 @@ class VirtualFleet(FrontEnd):
         name = replica_id(change.number)
         if change.kind == "scale":
             self._tell(events.ScaleAsked(change.number), now)
-        elif change.number not in self.lives.replicas:
+        elif change.number not in self._members:
             return  # it is down already
         elif change.kind == "kill":
             self._kill(change.number, now)
         else:
-            seconds = self._config.fleet_times.drain_seconds
+            seconds = self._times.drain_seconds
             self._tell(events.DrainAsked(name, seconds, change.kind == "restart"), now)
 
     def _kill(self, number: int, now: float) -> None:
-        member = self._loop.members[number]
+        member = self._members[number]
         member.is_gone = True
         for offered in member.replica.abandon(now):
             self._num_before.pop(offered.request.request_id, None)
             if len(offered.record.delivery_times) > self._num_heard.get(offered.request.request_id, 0):
                 self._tell_delivery(member, offered, now)
         self._moves.lose(number)
-        self.lives.remove(number, died=True)
+        self._remove(number, died=True)
         self._tell(events.Lost(member.name, "killed"), now)
 
-    def _on_ready(self, number: int, now: float) -> None:
-        kind = self.lives.kind(number)
+    # ---- lives of replicas ----
+
+    def _kind(self, number: int) -> ReplicaKind:
+        """Return what a replica is."""
+        return self._kinds[min(number, len(self._kinds) - 1)]
+
+    def do_start(self, action: events.Start, now: float) -> None:
+        """Begin to start a replica, after a delay; those of the beginning are there at once."""
+        self.decisions["start"] += 1
+        number = replica_number(action.replica)
+        self._held.setdefault(number, now)
+        is_first = now == 0.0 and number not in self._counters
+        start = self._starting[number] = self.decisions["start"]
+        when = now if is_first else now + action.delay + self._times.start_seconds
+        self._loop.at(when, HEAR, partial(self._started, number, start))
+
+    def _started(self, number: int, start: int, now: float) -> None:
+        """Let a replica join whose start is done, unless it was stopped since."""
+        if self._starting.get(number) != start:
+            return
+        del self._starting[number]
+        kind = self._kind(number)
+        self._loop.join(number, self._make_replica(number, kind), self)
         limits = kind.scheduler
         told = ReplicaLimits(
             device=kind.device,
@@ -350,28 +281,49 @@ class VirtualFleet(FrontEnd):
         if self._is_reported:
             self._take_report(number, now)
 
+    def do_stop(self, action: events.Stop, now: float) -> None:
+        """End a replica, or its start."""
+        self.decisions["stop"] += 1
+        number = replica_number(action.replica)
+        self._give_back(number, now)
+        if number in self._members:
+            self._moves.leave(number)
+            self._remove(number)
+
+    def _give_back(self, number: int, now: float) -> None:
+        """Hold a replica no longer, nor start it."""
+        self.seconds += now - self._held.pop(number, now)
+        self._starting.pop(number, None)
+
+    def _remove(self, number: int, *, died: bool = False) -> None:
+        """Let a replica be gone."""
+        counters = self._loop.leave(number).counters()
+        if died:  # with what it held, such as the KV of streams that were leaving
+            counters = replace(counters, num_leaked_blocks=0)
+        before = self._counters.get(number)
+        self._counters[number] = counters if before is None else before.joined(counters)
+
     # ---- reports and moves ----
 
     def _on_event(self, event: events.FleetEvent, now: float) -> list[events.FleetAction]:
         """Tell the fleet of an event, and before of how those stand that it asks for."""
         if self.hears_plans:
-            delay = self._config.fleet_times.report_seconds
+            delay = self._times.report_seconds
             for name in self._fleet.asks(event):
-                replica = self.lives.replicas.get(replica_number(name))
-                if replica is not None and (told := replica.load_by(now, delay)) is not None:
+                member = self._members.get(replica_number(name))
+                if member is not None and (told := member.replica.load_by(now, delay)) is not None:
                     self._fleet.on_event(events.Reported(name, told[1]), told[0] + delay)
         return self._fleet.on_event(event, now)
 
     def before_end(self, member: Member, now: float) -> None:
         """Let the last report of a run be heard, where a choice may come between it and the next."""
-        clients, delay = self._loop.clients, self._config.fleet_times.report_seconds
+        clients, delay = self._loop.clients, self._times.report_seconds
         if not clients.is_open or clients.next_time < now + delay:
             self._report_run(member.number, now)
 
     def _report_run(self, number: int, now: float) -> None:
         """Let be heard how a replica stands whose run is about to end, or to be cut."""
-        replica = self.lives.replicas[number]
-        if self.hears_plans and (told := replica.load_by(now, 0.0)) is not None:
+        if self.hears_plans and (told := self._members[number].replica.load_by(now, 0.0)) is not None:
             self._send_report(number, told[1], told[0], now)
 
     def _ask_for_report(self, number: int) -> None:
@@ -383,18 +335,18 @@ class VirtualFleet(FrontEnd):
 
     def _take_report(self, number: int, now: float) -> None:
         """Let what a replica reports now be heard of a little later."""
-        replica = self.lives.replicas.get(number)
-        if replica is None or replica.next_time <= now:
+        member = self._members.get(number)
+        if member is None or member.replica.next_time <= now:
             return  # it is gone; or its run had no further step, and it reports once that has ended
-        self._send_report(number, replica.load(now), now, now)
+        self._send_report(number, member.replica.load(now), now, now)
 
     def _send_report(self, number: int, load: ReplicaLoad, when: float, now: float) -> None:
         """Let a report be heard a little after it was taken."""
-        replica, heard = self.lives.replicas[number], when + self._config.fleet_times.report_seconds
+        member, heard = self._members[number], when + self._times.report_seconds
 
         def hear(_then: float) -> None:
-            if self.lives.replicas.get(number) is replica:
-                self._dispatcher.dispatch(events.Reported(replica_id(number), load), heard)
+            if not member.is_gone:
+                self._dispatcher.dispatch(events.Reported(member.name, load), heard)
 
         self._loop.at(max(heard, now), HEAR, hear)
 
@@ -412,7 +364,7 @@ class VirtualFleet(FrontEnd):
         if len(times):
             self._num_before[request.request_id] = len(times)
             self.hears_all = True
-        member = self._loop.members[number]
+        member = self._members[number]
         self._report_run(number, now)
         try:
             member.replica.add(offered, now)
@@ -430,7 +382,7 @@ class VirtualFleet(FrontEnd):
         number = replica_number(action.replica)
         if self._open[action.request_id].refusal is None:
             self._report_run(number, now)
-            self.lives.replicas[number].withdraw(action.request_id, now)
+            self._members[number].replica.withdraw(action.request_id, now)
         self._moves.forget(number, action.request_id)
         self._num_before.pop(action.request_id, None)
         self._loop.call(number)
@@ -448,20 +400,6 @@ class VirtualFleet(FrontEnd):
             refusal = offered.refusal or Overloaded(action.reason, code="server_overloaded")
             refuse(offered, refusal, offered.record.replica, now)
         self._close(offered, now)
-
-    def do_start(self, action: events.Start, now: float) -> None:
-        """Begin to start a replica."""
-        self.decisions["start"] += 1
-        self.lives.start(replica_number(action.replica), action.delay, now)
-
-    def do_stop(self, action: events.Stop, now: float) -> None:
-        """End a replica, or its start."""
-        self.decisions["stop"] += 1
-        number = replica_number(action.replica)
-        self.lives.give_back(number, now)
-        if number in self.lives.replicas:
-            self._moves.leave(number)
-            self.lives.remove(number)
 
     def do_move_step(self, action: events.MoveStep, now: float) -> None:  # noqa: ARG002
         """Let a step of a move be taken once no step of a replica is left to end at this instant."""

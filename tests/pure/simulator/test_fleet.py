@@ -16,7 +16,6 @@ from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.simulator.replay.fleet_replay import replay_fleet
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import FleetChange, FleetTimes, ReplicaKind
-from onbeat.simulator.virtual_fleet import fleet_rules
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import ShapeTime, linear_time, make_config, make_load, random_load
 
@@ -315,7 +314,7 @@ def test_a_fleet_that_scales_itself_follows_a_load_and_its_decisions_are_made_ag
         fleet_times=FleetTimes(start_seconds=5.0),
     )
     path = tmp_path / "fleet.gz"
-    about = {"router": "slo", "fleet": plain(fleet_rules(config))}
+    about = {"router": "slo", "fleet": plain(config.fleet_rules)}
     with fleet_record(path, about) as on_decision:
         result = simulate(
             load, config, ShapeTime(lambda shape: 0.02 + 2e-3 * shape.num_new_tokens), on_decision=on_decision
