@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from onbeat.cluster.client import FleetClient
+from onbeat.cluster.streams import OpenRequest
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import MoveStep
 from tests.fleet.fleets import (
@@ -104,9 +105,9 @@ async def test_a_prompt_is_copied_while_it_is_computed(ahead: int) -> None:
         moves = client.controller._moves
         carry_out = moves.do
 
-        def watched(step: MoveStep) -> None:
+        def watched(step: MoveStep, request: OpenRequest | None) -> None:
             steps.append((step.verb, bool(client.streams.open[step.request_id].token_ids)))
-            carry_out(step)
+            carry_out(step, request)
 
         moves.do = watched  # type: ignore[method-assign]
         await check_all(start_requests(client, 1, num_prompt=LONG, max_tokens=20))

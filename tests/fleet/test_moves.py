@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from onbeat.cluster.client import FleetClient
+from onbeat.cluster.streams import OpenRequest
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import MoveStep
 from tests.fake_runner import build_fake_engine
@@ -47,11 +48,11 @@ def at_step(client: FleetClient, verb: MoveVerb, do: Callable[[MoveStep], None])
     found: list[MoveStep] = []
     carry_out = moves.do
 
-    def watched(step: MoveStep) -> None:
+    def watched(step: MoveStep, request: OpenRequest | None) -> None:
         if step.verb is verb and not found:
             found.append(step)
             do(step)
-        carry_out(step)
+        carry_out(step, request)
 
     moves.do = watched  # type: ignore[method-assign]
     return found
