@@ -278,6 +278,18 @@ class TestBestEffort:
         assert driver.finished["tagged"] is FinishReason.EXPIRED
         assert 12.5 <= driver.now < 12.6, "1.5 times as long as may be"
 
+    def test_a_prompt_that_has_stood_still_makes_no_other_late(self):
+        """It has begun and cannot be in time any more; the others need most of the next three seconds."""
+        driver, shed = Watch(max_queue_seconds=0.2, max_model_len=8192), ShedMode.RELEGATE
+        others = [
+            make_request(f"r{i}", 600, 1, slo=SLO(ttft=0.15), arrival=0.1 * (i + 1), shed=shed)
+            for i in range(30)
+        ]
+        driver.serve([make_request("tagged", 3800, 4, slo=SLO(ttft=1.5), shed=shed), *others])
+        assert driver.log[0].rows[0].request_id == "tagged"
+        assert not driver.is_good("tagged")
+        assert all(driver.is_good(request.request_id) for request in others)
+
     def test_its_streams_wait_where_not_all_fit_but_never_starve(self):
         """Streams with objectives alone are more than fit: a token comes once it has waited for too long."""
         driver = Watch(max_queue_seconds=0.2)

@@ -248,6 +248,10 @@ def _waits_since(state: RequestState) -> float:
     return state.request.arrival if deadline == inf else deadline
 
 
+def _has_sent_nothing(state: RequestState) -> bool:
+    return not state.num_output_tokens
+
+
 MOST_BEST_EFFORT = 32
 """Best-effort prompts that a plan looks at: more than a step holds."""
 
@@ -313,14 +317,15 @@ class StepComposition:
         """
         plan, rules, jobs = self._plan, self._rules, self._jobs
         sitting_out: list[RequestState] = []
-        ordered: list[PromptJob] = []
+        ordered: list[RequestState] = []
         ends_by: dict[str, float] = {}
-        chunk = self._cost_model.efficient_chunk
+        chunk, num_kept = self._cost_model.efficient_chunk, 0
         if jobs:
             prefill = rules.prefill_share(shape, limit, jobs)
             kept, left_behind = rules.split(jobs, prefill, plan.now)
             # Time that the others leave is theirs before it is best effort's.
-            ordered, chunk, ends_by = kept + left_behind, prefill.chunk, rules.ends_by(kept, plan.now)
+            ordered, num_kept = [job.state for job in kept + left_behind], len(kept)
+            chunk, ends_by = prefill.chunk, rules.ends_by(kept, plan.now)
             plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
             self._preempt_for(kept, prefill, best_effort)
             rows = self._not_victims(rows)
@@ -329,13 +334,16 @@ class StepComposition:
             if sitting_out or plan.victims:
                 shape = decode_shape(rows)
         shape = self._decode(rows, shape)
-        starved = [state for state in best_effort if self._is_starved(state)][:1]
+        starved = sorted(filter(self._is_starved, best_effort), key=_has_sent_nothing)[:1]
         others = [state for state in best_effort if state not in starved]
+        # A client that reads waits for what lacks memory; a prompt lacks time, which is not the kept ones'.
+        place = num_kept if starved and _has_sent_nothing(starved[0]) else 0
+        ordered[place:place] = starved
         # Decodes alone may take longer than the limit: prompts then get nothing.
         filler = StepFiller(
             plan, self._cost_model, shape, limit=limit, most_chunk_tokens=chunk, ends_by=ends_by
         )
-        if filler.fill(self._not_victims(starved + [job.state for job in ordered])):
+        if filler.fill(self._not_victims(ordered)):
             filler.leave_margin()
             filler.fill(self._not_victims(others))
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
@@ -470,7 +478,8 @@ class SLOComposer(Composer):
        short, those are preempted that lose least.
     5. A step holds an efficient chunk, or what `CostModel.prefill_share` finds best; more gains nothing. One
        that ends a prompt holds no more than lets it be in time, and best effort only where that is certain.
-    6. Best effort that has begun and had no token for too long goes first; who has not begun is ended then.
+    6. Best effort that has sent tokens and none for too long goes first; a prompt that has begun goes before
+       those that are left behind. Who has not begun is ended then.
 
     Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `StepRules`, `CostModel`).
 
