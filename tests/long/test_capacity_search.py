@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 import pytest
 
 from onbeat.core.slo import SLO
-from onbeat.planner.capacity import CapacityTask, SearchEnd, combine_repeats, find_capacity
+from onbeat.planner.capacity import COARSE, CapacityTask, SearchEnd, combine_repeats, find_capacity
 from onbeat.planner.cases import run_trial
 from onbeat.planner.objectives import (
     VIDUR,
@@ -163,3 +163,28 @@ def test_a_saved_capacity_has_plain_values() -> None:
     assert saved["resolved"]["max_num_batched_tokens"] == 128
     assert saved["request_rate_per_gpu"] == saved["request_rate"] / 2
     assert all(np.isfinite(trial.rate) for trial in saved["repeats"][0].bracket.trials)
+
+
+def test_a_first_answer_is_halved_further_and_tells_other_repeats_where_to_look() -> None:
+    task = make_task(FakeCase(0.5), make_load(400, seed=0), VIDUR)
+    whole = find_capacity(task, quiet())
+    first = find_capacity(replace(task, is_coarse=True), quiet())
+    assert first.bracket is not None
+    assert whole.bracket is not None
+    assert first.bracket.high - first.bracket.low <= COARSE * first.bracket.low
+    fine = find_capacity(replace(task, near=first.bracket), quiet())
+    assert fine.bracket is not None
+    assert first.bracket.low <= fine.bracket.low < fine.bracket.high <= first.bracket.high
+    assert fine.bracket.high - fine.bracket.low <= task.options.tolerance * fine.bracket.low
+    rates = [trial.rate for trial in fine.bracket.trials]
+    assert len(rates) == len(set(rates))
+    assert fine.reason.startswith("at "), "the numbers of a whole run"
+
+    other = replace(task, load=make_load(400, seed=1))
+    alone, near = (
+        find_capacity(each, quiet()) for each in (other, replace(other, near=first.bracket, is_other=True))
+    )
+    assert alone.bracket is not None
+    assert near.bracket is not None
+    assert near.bracket.low == pytest.approx(alone.bracket.low, rel=2 * task.options.tolerance)
+    assert len(near.bracket.trials) <= len(alone.bracket.trials)

@@ -46,10 +46,14 @@ def test_says_what_is_wrong_with_devices(text: str, message: str) -> None:
         parse_gpus(text)
 
 
-@pytest.mark.parametrize("text", ["", "two", "1,,2", "-1"])
+@pytest.mark.parametrize("text", ["", "two", "1,,2"])
 def test_refuses_degrees_that_are_none(text: str) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "--model", "m", "--gpus", "l4", "--tp", text])
+        plan("--gpus", "l4", "--rate", "1", "--tp", text)
+
+
+def test_refuses_a_degree_of_none() -> None:
+    assert plan("--gpus", "l4", "--rate", "1", "--tp", "0") == 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ From the flags of `onbeat capacity` to the cases and loads that it compares.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from rich.console import Console
 from onbeat.cli import outputs
 from onbeat.cli.answers import promise_text
 from onbeat.cli.args import INFEASIBLE, INTERRUPTED
-from onbeat.cli.capacity_output import CapacityReport, capacity_result
+from onbeat.cli.capacity_output import CapacityReport, answer_of, capacity_result
 from onbeat.cli.options import add_options, read_options, read_value
 from onbeat.cli.simulate_options import add_simulation_arguments
 from onbeat.core.errors import ConfigError
@@ -267,55 +267,91 @@ def run(args: argparse.Namespace) -> int:
     planned = plan_cases(args, options.vary, objective=options.objective, repeats=options.study.repeats)
     lead = _lead(args, planned)
     console.print(lead, markup=False, soft_wrap=True)
-    capacities = _search(options, planned, console)
-    report = CapacityReport(
-        title=f"Capacity of {_what(args, planned)}",
-        lead=lead,
-        settings=_settings(args, planned),
-        capacities=capacities,
-        promises={each.case.labels: promise_text(each.objective, each.objectives) for each in planned},
-    )
+    for capacities in _searches(options, planned, console):
+        report = CapacityReport(
+            title=f"Capacity of {_what(args, planned)}",
+            lead=lead,
+            settings=_settings(args, planned),
+            capacities=capacities,
+            promises={each.case.labels: promise_text(each.objective, each.objectives) for each in planned},
+        )
+        console.print(f"so far: {answer_of(report)}", markup=False, soft_wrap=True)
     outputs.deliver(capacity_result(report), console, json=output.json, report=output.report)
     if report.is_interrupted:
         return INTERRUPTED
     return INFEASIBLE if report.is_infeasible else 0
 
 
-def _search(options: CapacityOptions, planned: Sequence[PlannedCase], console: Console) -> list[Capacity]:
-    """Search the capacity of every case, with progress."""
-    tasks = [
-        CapacityTask(
-            case=each.case,
-            load=load,
-            objective=each.objective,
-            options=options.search,
-            has_more_load=options.output.report is not None and repeat == 0,
-        )
-        for each in planned
-        for repeat, load in enumerate(each.loads)
-        if not each.error
-    ]
+def _searches(
+    options: CapacityOptions, planned: Sequence[PlannedCase], console: Console
+) -> Iterator[list[Capacity]]:
+    """Yield a coarse capacity of every case, by its first repeat, and then the capacities."""
+    cases = [each for each in planned if not each.error]
     bar = outputs.progress_bar(console, is_quiet=options.output.disable_tqdm or not console.is_terminal)
-    row = bar.add_task("searching", total=len(tasks), note="")
+    row = bar.add_task("searching", total=len(cases) + sum(len(each.loads) for each in cases), note="")
 
-    def on_trial(index: int, trial: Trial) -> None:
-        met = "kept" if trial.verdict.is_met else "missed"
-        note = f"{significant(trial.rate)} requests/s {met}: {trial.verdict.reason}"
-        bar.update(row, note=f"{case_name(tasks[index].case.labels)}: {note}")
+    def search(tasks: Sequence[CapacityTask]) -> Iterator[Repeat | None]:
+        def on_trial(index: int, trial: Trial) -> None:
+            met = "kept" if trial.verdict.is_met else "missed"
+            note = f"{significant(trial.rate)} requests/s {met}: {trial.verdict.reason}"
+            bar.update(row, note=f"{case_name(tasks[index].case.labels)}: {note}")
+
+        advance = partial(bar.advance, row)
+        return iter(
+            pool.run(find_capacity, tasks, on_event=on_trial, on_result=lambda _index, _result: advance())
+        )
+
+    def capacities(found: Callable[[PlannedCase], Sequence[Repeat | None]]) -> list[Capacity]:
+        refused = {
+            each.case.labels: [Repeat(bracket=None, reason=each.error)] for each in planned if each.error
+        }
+        return [
+            combine_repeats(each.case.labels, refused.get(each.case.labels) or found(each))
+            for each in planned
+        ]
 
     with bar, Pool(options.study.num_processes, find_capacity) as pool:
-        repeats = iter(
-            pool.run(
-                find_capacity, tasks, on_event=on_trial, on_result=lambda _index, _result: bar.advance(row)
+        tasks = [
+            CapacityTask(
+                case=each.case,
+                load=each.loads[0],
+                objective=each.objective,
+                options=options.search,
+                is_coarse=True,
             )
+            for each in cases
+        ]
+        coarse = {each.case.labels: found for each, found in zip(cases, search(tasks), strict=True)}
+        yield capacities(lambda each: [coarse[each.case.labels]])
+        near = {labels: found.bracket for labels, found in coarse.items() if found is not None}
+        fine = search(
+            [
+                CapacityTask(
+                    case=each.case,
+                    load=load,
+                    objective=each.objective,
+                    options=options.search,
+                    has_more_load=options.output.report is not None and repeat == 0,
+                    near=near.get(each.case.labels),
+                    is_other=repeat > 0,
+                )
+                for each in cases
+                for repeat, load in enumerate(each.loads)
+            ]
         )
-    capacities = []
-    for each in planned:
-        found: list[Repeat | None] = [Repeat(bracket=None, reason=each.error)]
-        if not each.error:
-            found = [next(repeats) for _ in each.loads]
-        capacities.append(combine_repeats(each.case.labels, found))
-    return capacities
+
+        def all_of(each: PlannedCase) -> list[Repeat | None]:
+            first, *others = (next(fine) for _ in each.loads)
+            return [first or _unfinished(coarse[each.case.labels]), *others]
+
+        yield capacities(all_of)
+
+
+def _unfinished(repeat: Repeat | None) -> Repeat | None:
+    """Return what a coarse search found where Ctrl-C came before the fine one."""
+    if repeat is None or repeat.bracket is None:
+        return repeat
+    return replace(repeat, bracket=replace(repeat.bracket, is_finished=False))
 
 
 def _what(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> str:

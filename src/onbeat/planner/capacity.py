@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 from typing import Any
@@ -19,6 +19,8 @@ from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
+COARSE = 0.15
+"""Width of the bracket of the first answer, as a share of its lower end."""
 MORE_LOAD = (1.25, 2.0)
 """Times the found rate, that are run beside a search."""
 
@@ -50,6 +52,12 @@ class CapacityTask:
     options: SearchOptions
     has_more_load: bool = False
     """Whether more than the found rate is run too."""
+    is_coarse: bool = False
+    """Whether only a first answer is wanted."""
+    near: Bracket | None = None
+    """What a coarse search found, of this repeat or of another."""
+    is_other: bool = False
+    """Whether it was another; else its bracket is halved further."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,12 +164,7 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
         built = task.case.build()
         limits = built.config.scheduler
         task.load.check_lengths(limits.max_model_len, overlong="error")
-        bracket = search_rate(
-            lambda rate: run_trial(task.case, task.load.at_rate(rate), task.objective, context.is_stopped),
-            start=service_rate(built.config, built.step_time, task.load),
-            options=task.options,
-            on_trial=context.report,
-        )
+        bracket = _search(task, context, service_rate(built.config, built.step_time, task.load))
         reason, beyond = _explain(task, context, bracket)
     except ConfigError as error:
         return Repeat(bracket=None, reason=str(error))
@@ -181,9 +184,36 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
     )
 
 
+def _search(task: CapacityTask, context: TaskContext, start: float) -> Bracket:
+    """Return the bracket of a repeat, from what a coarse search found on.
+
+    Parameters
+    ----------
+    start : of a search that knows nothing, requests per second.
+    """
+    near, options, low, high = task.near, task.options, 0.0, inf
+    if task.is_coarse:
+        options = replace(options, tolerance=max(options.tolerance, COARSE))
+    if near is not None and not task.is_other:
+        if near.low == 0 or near.high == inf:
+            return near
+        low, high = near.low, near.high
+    elif near is not None and near.low > 0:
+        start, options = near.low, replace(options, growth=1 + COARSE)
+    bracket = search_rate(
+        lambda rate: run_trial(task.case, task.load.at_rate(rate), task.objective, context.is_stopped),
+        start=start,
+        options=options,
+        low=low,
+        high=high,
+        on_trial=context.report,
+    )
+    return bracket if near is None or task.is_other else replace(bracket, trials=near.trials + bracket.trials)
+
+
 def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> tuple[str, tuple[Trial, ...]]:
     """Return what binds, with the numbers of a whole run: the search ends a run that misses early."""
-    if not bracket.is_finished or bracket.high == inf:
+    if task.is_coarse or not bracket.is_finished or bracket.high == inf:
         return bracket.limit.reason, ()
     more = MORE_LOAD if task.has_more_load and bracket.low > 0 else ()
 

@@ -104,7 +104,8 @@ def search_rate(
     search.low, search.high = low, high
     is_finished = True
     try:
-        search.bracket(start)
+        if low == 0 or high == inf:
+            search.bracket(start)
         search.bisect()
     except Stopped:
         is_finished = False
