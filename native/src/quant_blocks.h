@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kMostInputs = 32;  // of a group
 
-// Numbers  scale * (numbers[i] - zero) + minimum.
+// Numbers  scale * (numbers[i] - zero) + minimum; those of E2M1 are codes.
 struct Group {
     uint8_t numbers[kMostInputs];
     int zero;
@@ -204,24 +204,22 @@ void read_q6_k(const uint8_t* block, int64_t index, Group& group) {
     group.minimum = 0;
 }
 
-void read_e2m1(const uint8_t* bytes, int64_t num_inputs, Group& group) {
-    const int64_t half = num_inputs / 2;
-    for (int64_t i = 0; i < num_inputs; ++i) {
-        group.numbers[i] = kE2M1Numbers[i < half ? bytes[i] & 15 : bytes[i - half] >> 4];
-    }
+// Codes of kE2M1Numbers. The scale is a power of two, of which only the exponent is there.
+void read_mxfp4(const uint8_t* block, int64_t, Group& group) {
+    read_nibbles(block + 1, group);
     group.zero = kE2M1Zero;
+    group.scale = ldexpf(0.5f, block[0] - 127);
     group.minimum = 0;
 }
 
-// The scale is a power of two, of which only the exponent is there.
-void read_mxfp4(const uint8_t* block, int64_t, Group& group) {
-    read_e2m1(block + 1, 32, group);
-    group.scale = ldexpf(0.5f, block[0] - 127);
-}
-
 void read_e2m1_16(const uint8_t* block, int64_t, Group& group) {
-    read_e2m1(block + 2, 16, group);
+    for (int i = 0; i < 8; ++i) {
+        group.numbers[i] = block[2 + i] & 15;
+        group.numbers[8 + i] = block[2 + i] >> 4;
+    }
+    group.zero = kE2M1Zero;
     group.scale = half_at(block);
+    group.minimum = 0;
 }
 
 struct SourceType {

@@ -3,6 +3,8 @@
 // Each source type is read group by group into one common form (quant_blocks.h), which the stores then write.
 #include "quant_pack.h"
 
+#include <algorithm>
+
 #include "quant_blocks.h"
 
 namespace ob {
@@ -56,9 +58,11 @@ private:
 
 // `first`: where in the source's group the store's (which may be the smaller) begins.
 void write_q8(const Place& place, const Group& group, int64_t first, int64_t num_inputs) {
+    uint8_t bytes[kMostInputs];
     for (int64_t i = 0; i < num_inputs; ++i) {
-        place.four_inputs(i)[i % 4] = (uint8_t)(group.numbers[first + i] - group.zero + kByteZero);
+        bytes[i] = (uint8_t)(group.numbers[first + i] - group.zero + kByteZero);
     }
+    for (int64_t i = 0; i < num_inputs; i += 4) memcpy(place.four_inputs(i), bytes + i, 4);
     put_half(place.scale(), to_half(group.scale));
 }
 
@@ -77,18 +81,8 @@ void write_q4(const Place& place, const Group& group) {
     put_half(place.minimum(), to_half(group.minimum - (float)group.zero * group.scale));
 }
 
-// Which code stands for a number; of both zeros the first.
-struct E2M1Codes {
-    uint8_t of[2 * kE2M1Zero + 1] = {};
-    constexpr E2M1Codes() {
-        for (int code = 15; code >= 0; --code) of[kE2M1Numbers[code]] = (uint8_t)code;
-    }
-};
-constexpr E2M1Codes kE2M1Codes;
-
 void write_e2m1(const Place& place, const Group& group, int64_t first, int64_t num_inputs) {
-    uint8_t codes[kMostInputs];
-    for (int64_t i = 0; i < num_inputs; ++i) codes[i] = kE2M1Codes.of[group.numbers[first + i]];
+    const uint8_t* codes = group.numbers + first;
     write_codes(place, codes, codes + num_inputs / 2, num_inputs / 2);
     put_half(place.scale(), to_half(group.scale));
 }
@@ -103,6 +97,9 @@ void pack_blocks(ob_matrix& matrix, int64_t output, const SourceType& source, co
             write_q4(Place(matrix, output, index), group);
             continue;
         }
+        if (source.four_bits == OB_STORE_E2M1 && matrix.store != OB_STORE_E2M1) {
+            for (int64_t i = 0; i < source.group; ++i) group.numbers[i] = kE2M1Numbers[group.numbers[i]];
+        }
         const int64_t parts = source.group / matrix.group;
         for (int64_t part = 0; part < parts; ++part) {
             const Place place(matrix, output, index * parts + part);
@@ -116,55 +113,79 @@ void pack_blocks(ob_matrix& matrix, int64_t output, const SourceType& source, co
     }
 }
 
-float plain_at(int32_t source_type, const uint8_t* row, int64_t index) {
-    uint32_t bits = 0;
+void read_plain(int32_t source_type, const uint8_t* row, int64_t first, int64_t count, float* values) {
     if (source_type == OB_SOURCE_F32) {
-        memcpy(&bits, row + 4 * index, 4);
-    } else {
-        uint16_t upper;
-        memcpy(&upper, row + 2 * index, 2);
-        bits = (uint32_t)upper << 16;
+        memcpy(values, row + 4 * first, (size_t)(4 * count));
+        return;
     }
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    for (int64_t i = 0; i < count; ++i) {
+        uint16_t upper;
+        memcpy(&upper, row + 2 * (first + i), 2);
+        const uint32_t bits = (uint32_t)upper << 16;
+        memcpy(&values[i], &bits, sizeof bits);
+    }
+}
+
+// The nearest whole numbers from `least` to `largest` for values / scale. Added to 1.5 * 2^23, a number is rounded to
+// a whole one, in the lowest bits: a loop without calls.
+void round_to_codes(const float* values, int64_t count, float scale, float least, float largest, Group& group) {
+    const float minimum = group.minimum, offset = 0x1.8p23f + (float)group.zero;  // bytes may be any of the group's
+    uint32_t bits[kMostInputs];
+    for (int64_t i = 0; i < count; ++i) {
+        const float exact = (values[i] - minimum) / scale, above = exact > least ? exact : least;
+        const float rounded = (above < largest ? above : largest) + offset;
+        memcpy(&bits[i], &rounded, sizeof rounded);
+    }
+    for (int64_t i = 0; i < count; ++i) group.numbers[i] = (uint8_t)bits[i];
+}
+
+struct Range {
+    float least, largest;
+};
+
+using Four = float __attribute__((vector_size(16)));
+
+Range range_of(const float* values, int64_t count) {
+    Four low, high, next;
+    memcpy(&low, values, sizeof low);
+    high = low;
+    for (int64_t first = 4; first < count; first += 4) {
+        memcpy(&next, values + first, sizeof next);
+        low = next < low ? next : low;
+        high = next > high ? next : high;
+    }
+    Range range = {low[0], high[0]};
+    for (int i = 1; i < 4; ++i) {
+        range.least = low[i] < range.least ? low[i] : range.least;
+        range.largest = high[i] > range.largest ? high[i] : range.largest;
+    }
+    return range;
 }
 
 // The scale is rounded first, and up, so that the numbers are the nearest for it and the largest is not cut.
 Group quantize(const float* values, int64_t count) {
-    float largest = 0;
-    for (int64_t i = 0; i < count; ++i) largest = fmaxf(largest, fabsf(values[i]));
-    const float scale = from_half(to_half_rounded_up(largest / 127.0f));
+    const auto [least, largest] = range_of(values, count);
+    const float scale = from_half(to_half_rounded_up((-least > largest ? -least : largest) / 127.0f));
     Group group = {{}, kByteZero, scale, 0};
-    for (int64_t i = 0; i < count; ++i) {
-        const long nearest = scale > 0 ? lrintf(values[i] / scale) : 0;
-        group.numbers[i] = (uint8_t)(kByteZero + (nearest > 127 ? 127 : nearest < -127 ? -127 : nearest));
-    }
+    round_to_codes(values, count, scale > 0 ? scale : INFINITY, -127, 127, group);
     return group;
 }
 
 // Likewise in 4 bits, from the least number on.
 Group quantize_to_codes(const float* values, int64_t count) {
-    float least = values[0], largest = values[0];
-    for (int64_t i = 1; i < count; ++i) {
-        least = fminf(least, values[i]);
-        largest = fmaxf(largest, values[i]);
-    }
+    const auto [least, largest] = range_of(values, count);
     const float minimum = from_half(to_half(least)), scale = from_half(to_half((largest - minimum) / 15.0f));
     Group group = {{}, 0, scale, minimum};
-    for (int64_t i = 0; i < count; ++i) {
-        const long nearest = scale > 0 ? lrintf((values[i] - minimum) / scale) : 0;
-        group.numbers[i] = (uint8_t)(nearest > 15 ? 15 : nearest < 0 ? 0 : nearest);
-    }
+    round_to_codes(values, count, scale > 0 ? scale : INFINITY, 0, 15, group);
     return group;
 }
 
 void pack_plain(ob_matrix& matrix, int64_t output, int32_t source_type, const uint8_t* row) {
     for (int64_t first = 0; first < matrix.num_inputs; first += matrix.group) {
-        float values[kMostInputs] = {};  // zeros beyond the last input
-        for (int64_t i = 0; i < matrix.group && first + i < matrix.num_inputs; ++i) {
-            values[i] = plain_at(source_type, row, first + i);
-        }
+        const int64_t left = matrix.num_inputs - first, count = left < matrix.group ? left : matrix.group;
+        float values[kMostInputs];
+        read_plain(source_type, row, first, count, values);
+        std::fill(values + count, values + kMostInputs, 0.0f);  // beyond the last input
         const Place place(matrix, output, first / matrix.group);
         if (matrix.store == OB_STORE_Q4) {
             write_q4(place, quantize_to_codes(values, matrix.group));
