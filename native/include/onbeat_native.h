@@ -233,7 +233,7 @@ int32_t ob_engine_step(ob_engine* engine, ob_step* step);
 int32_t ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num_blocks);
 
 /* Has the system provide a little more of the KV cache's memory, unless that of `num_blocks` blocks beyond the last
- * written one is there: a step that writes to memory for the first time waits milliseconds for each large page. To be
+ * written one is there, then that of the states: a step that writes to memory for the first time waits milliseconds for each large page. To be
  * called while no step runs. Returns 1 if it did something, which may take some milliseconds, else 0. */
 int32_t ob_engine_touch(ob_engine* engine, int64_t num_blocks);
 

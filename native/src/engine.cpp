@@ -254,10 +254,16 @@ int32_t ob_engine_touch(ob_engine* engine, int64_t num_blocks) {
     };
     num_blocks = std::min<int64_t>(std::max<int64_t>(num_blocks, 0), engine->model.num_blocks);
     engine->touched_bytes = std::max(engine->touched_bytes, end(engine->num_used_blocks));
-    if (engine->touched_bytes >= end(engine->num_used_blocks + num_blocks)) return 0;
-    engine->touched_bytes += ob::touch_page(engine->kv_cache + engine->touched_bytes,
+    if (engine->touched_bytes < end(engine->num_used_blocks + num_blocks)) {
+        engine->touched_bytes += ob::touch_page(engine->kv_cache + engine->touched_bytes,
                                                 engine->kv_bytes - engine->touched_bytes);
-    return 1;
+        return 1;
+    }
+    // All states: a request takes a whole one in its first step, and prefixes keep some.
+    uint8_t* next = engine->states + engine->touched_state_bytes;
+    const size_t touched = ob::touch_page(next, engine->state_bytes - engine->touched_state_bytes);
+    engine->touched_state_bytes += touched;
+    return touched > 0;
 }
 
 uint8_t* ob_engine_kv(ob_engine* engine, int64_t* block_bytes) {

@@ -51,6 +51,7 @@ struct ob_engine {
     size_t state_bytes = 0;
     int64_t num_used_blocks = 0;  // from the first block to the last one that was written
     size_t touched_bytes = 0;     // of the KV cache, from its start
+    size_t touched_state_bytes = 0;
 
     std::vector<ob::AttentionItem> items;
     std::vector<ob::MergeItem> merges;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,7 +104,7 @@ class Footprint:
     weight_bytes: int
     """Of both."""
     load_bytes: int
-    """What loading takes for a while: the largest tensor once more."""
+    """What loading takes for a while: the largest tensor that is read whole, once more."""
     token_bytes: int
     """What a step keeps of each token while it computes, about."""
     row_bytes: int
@@ -113,9 +113,17 @@ class Footprint:
     """What layers that keep a state have of each request, however long it is."""
 
     @classmethod
-    def of(cls, config: ModelConfig, kv_cache: KVCacheSpec, weight_bytes: int) -> Footprint:
-        """Return what a model takes whose KV cache and weights take so much."""
-        largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
+    def of(
+        cls, config: ModelConfig, kv_cache: KVCacheSpec, weight_bytes: int, in_pieces: Collection[str] = ()
+    ) -> Footprint:
+        """Return what a model takes whose KV cache and weights take so much.
+
+        Parameters
+        ----------
+        in_pieces : parameters of which loading holds a few rows at once.
+        """
+        shapes = parameter_shapes(config)
+        largest = max(math.prod(shapes[name]) for name in shapes if name not in in_pieces)
         heads = max((config.num_heads + 2 * num) * width for num, width in config.kept_heads)
         heads += config.gate_width
         if config.linear is not None:

@@ -220,7 +220,16 @@ class ModelLoader:
                 f"{4 * backend.model.state_numbers / 2**20:.1f} MiB of each, and states take half of the KV "
                 "cache's memory; --kv-cache-memory-bytes allows more"
             )
-        _say_limits(limits, say)
+        say(
+            f"KV cache: room for {limits.num_blocks * limits.block_size:,} tokens; one request may have "
+            f"{limits.max_model_len:,}"
+        )
+        say(
+            Detail(
+                f"{limits.num_blocks} blocks of {limits.block_size} tokens, policy {limits.policy}, "
+                f"{limits.max_num_batched_tokens} tokens a step"
+            )
+        )
         backend.tell_excess(say)
         return LoadedModel(backend, limits, runner, self.proposer)
 
@@ -276,20 +285,6 @@ def _choose(config: EngineConfig) -> Backend:
             raise NeedsVllm(f"{error}. {cure}") from error
         why = str(error).partition(";")[0]
         return vllm_backend(config, device, f"not by onbeat's own engines: {why}")
-
-
-def _say_limits(limits: scheduler_config.SchedulerConfig, say: OnProgress) -> None:
-    """Say how much room there is, and by which rules it is used."""
-    say(
-        f"KV cache: room for {limits.num_blocks * limits.block_size:,} tokens; one request may have "
-        f"{limits.max_model_len:,}"
-    )
-    say(
-        Detail(
-            f"{limits.num_blocks} blocks of {limits.block_size} tokens, policy {limits.policy}, "
-            f"{limits.max_num_batched_tokens} tokens a step"
-        )
-    )
 
 
 def _settle(

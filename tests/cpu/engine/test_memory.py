@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.backends.native import NativeBackend
 from onbeat.engine.container import FreeMemory
-from onbeat.engine.device import CPU
-from onbeat.engine.dtypes import FLOAT32
+from onbeat.engine.device import CPU, DeviceConfig
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.memory import Footprint, KVCacheSpec, short_memory_in_words
-from onbeat.engine.model_config import KVHeads
+from onbeat.engine.model_config import KVHeads, model_config_from_hf
+from onbeat.engine.native.library import NativeLibrary, load_library
+from onbeat.engine.weights import DummyCheckpoint
+from onbeat.hub.files import ModelFiles
+from onbeat.perfmodel.model_spec import packaged_configs
 
 MIB = 2**20
 SPEC = KVCacheSpec(heads=(KVHeads(4, 64),) * 4, dtype=FLOAT32, block_size=16)
@@ -44,6 +52,51 @@ def test_weights_that_do_not_fit_name_the_flag_with_which_they_would() -> None:
         ConfigError, match=r"even with --quantization int4 they take 50 MiB: .*--backend vllm"
     ):
         FOOTPRINT.check_weights(free(180), savings=savings)
+
+
+IN_TRANSFORMERS = {
+    "Qwen3-Next-80B-A3B": transformers.Qwen3NextConfig,
+    "Phi-3.5-MoE": transformers.PhimoeConfig,
+}
+"""Classes whose defaults are the sizes of a model."""
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "form", "published", "says"),
+    [
+        ("gpt-oss-20b", "GptOssForCausalLM", "MXFP4", 13.4, None),
+        ("gpt-oss-120b", "GptOssForCausalLM", "MXFP4", 64.0, "even with .*int4 .*--backend vllm"),
+        ("Mistral-Small-24B-Base-2501", "MistralForCausalLM", None, 43.9, "with .*int4 .* 14.3 GiB"),
+        ("Qwen3-30B-A3B", "Qwen3MoeForCausalLM", None, 56.9, "with .*int4 .* 18.0 GiB, which"),
+        ("Qwen3.6-35B-A3B", "Qwen3_5MoeForCausalLM", None, 64.6, "with .*int4 .* 20.6 GiB, which"),
+        ("Qwen3-Next-80B-A3B", "Qwen3NextForCausalLM", None, 148.4, "even with .*int4 .* 46.7 GiB"),
+        ("Phi-3.5-MoE", "PhiMoEForCausalLM", None, 78.0, "even with .*int4 .* 24.5 GiB"),
+        ("Qwen3-32B", "Qwen3ForCausalLM", None, 61.0, "with .*int4 .* 19.7 GiB, which"),
+    ],
+)
+def test_large_models_in_24_gib(
+    name: str, architecture: str, form: str | None, published: float, says: str | None, tmp_path: Path
+) -> None:
+    """Each fits as published, or the refusal names what would; 22.5 GiB are left."""
+    known = IN_TRANSFORMERS[name]().to_dict() if name in IN_TRANSFORMERS else packaged_configs()[name]
+    model = model_config_from_hf({**known, "architectures": [architecture]}, served_len=4096)
+    library = load_library()
+    assert isinstance(library, NativeLibrary)
+    files = ModelFiles(kind="hf", path=tmp_path, name=name)
+    backend = NativeBackend(
+        library,
+        DummyCheckpoint(model, form=form),
+        DeviceConfig(CPU, BFLOAT16, 2),
+        EngineConfig(model=files, load_format="dummy"),
+    )
+    footprint = backend.needs(16)
+    assert footprint.weight_bytes / 2**30 == pytest.approx(published, abs=0.06)
+    memory = FreeMemory(int(22.5 * 2**30), "the sandbox")
+    if says is None:
+        footprint.check_weights(memory, savings=backend.savings())
+        return
+    with pytest.raises(ConfigError, match=says):
+        footprint.check_weights(memory, savings=backend.savings())
 
 
 def test_what_is_too_much_names_need_limit_and_what_fits() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.backends import base
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.profiling import profiler
+from onbeat.engine.profiling.batches import MeasuredBatch
 from onbeat.engine.start import build_engine, prepare
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.hub.files import ModelFiles
@@ -77,6 +81,44 @@ def test_what_a_state_cannot_do_is_refused(tmp_path: Path) -> None:
         prepare(config(tmp_path, kv_cache_memory_bytes=STATE_BYTES))
     with pytest.raises(ConfigError, match="speculative-config"):
         prepare(config(tmp_path, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3)))
+
+
+def test_an_idle_engine_takes_the_memory_of_all_states(tmp_path: Path) -> None:
+    """A step that writes to memory for the first time waits for it."""
+    cache_bytes = 20 * STATE_BYTES
+    loaded = prepare(config(tmp_path, kv_cache_memory_bytes=cache_bytes)).load(lambda _: None)
+    (region,) = loaded.runner.forward.state_regions()
+    num_bytes = (loaded.limits.max_num_seqs + (loaded.limits.num_snapshots or 0)) * region.block_bytes
+    first = region.address // mmap.PAGESIZE * mmap.PAGESIZE
+    in_memory = (ctypes.c_ubyte * (-(-(region.address + num_bytes - first) // mmap.PAGESIZE)))()
+
+    def num_pages() -> int:
+        size = ctypes.c_size_t(len(in_memory) * mmap.PAGESIZE)
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), size, in_memory) == 0
+        return sum(page & 1 for page in in_memory)
+
+    assert num_pages() < len(in_memory)
+    for _ in range(10_000):
+        if not loaded.runner.touch_ahead():
+            break
+    assert num_pages() == len(in_memory)
+    loaded.runner.close()
+
+
+def test_steps_with_drafts_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[MeasuredBatch] = []
+
+    def measure(_: Any, __: Any, batches: list[MeasuredBatch], ___: Any) -> list[None]:
+        seen.extend(batches)
+        return [None] * len(batches)
+
+    monkeypatch.setattr(profiler.Campaign, "measure", measure)
+    loaded = prepare(config(tmp_path)).load(lambda _: None)
+    with pytest.raises(ConfigError, match="only 0 batches"):
+        profiler.profile_model(loaded, profiler.QUICK)
+    loaded.runner.close()
+    assert len(seen) > 10
+    assert not any(row.num_drafts for batch in seen for row in batch.rows)
 
 
 def test_weights_that_do_not_fit_are_named_before_states(

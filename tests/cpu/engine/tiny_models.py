@@ -68,6 +68,7 @@ from onbeat.engine.model_config.families import FAMILIES as ARCHITECTURES
 from onbeat.engine.torch.types import torch_dtype
 from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.engine.weights.checkpoint import ALL_ROWS
 from onbeat.engine.weights.parameters import find_rows
 from tests.cpu.engine.gemma4_models import GEMMA4
 from tests.cpu.engine.stateful_models import STATEFUL
@@ -345,12 +346,12 @@ class StateCheckpoint(Checkpoint):
         shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
         self.rows = find_rows(shapes, parameter_shapes(self.config), self.config)
 
-    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        rows = self.rows[name]
-        tensor: torch.Tensor = self.state[rows.tensor]
-        if rows.tensor != name:
-            tensor = tensor.flatten(0, -2)[rows.first : rows.end]
-        return to_array(tensor.to(torch_dtype(dtype)))
+    def get(self, name: str, dtype: np.dtype[Any], rows: slice = ALL_ROWS) -> NDArray[Any]:
+        stored = self.rows[name]
+        tensor: torch.Tensor = self.state[stored.tensor]
+        if stored.tensor != name:
+            tensor = tensor.flatten(0, -2)[stored.first : stored.end]
+        return to_array(tensor[rows].to(torch_dtype(dtype)))
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
 from onbeat.engine.model_config import ModelConfig, head_order, model_config_from_hf
+from onbeat.engine.native import packing
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, Store
 from onbeat.engine.native.packing import ExpertWeights, GatedWeights, NativeWeights
 from onbeat.engine.torch.types import numpy_dtype
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
+from onbeat.engine.weights.checkpoint import ALL_ROWS
 from onbeat.engine.weights.parameters import LAYER_NORMS
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import pack, rows_of
@@ -280,6 +282,35 @@ def test_a_large_embedding_does_not_name_the_format_of_the_layers(form: str, exp
     config = replace(model_config_from_hf(gguf_models.FAMILIES["mixtral"]().to_dict()), vocab_size=1 << 17)
     layouts = WeightLayouts(DummyCheckpoint(config, form=form), dtype=BFLOAT16, quantization="auto")
     assert (layouts.number_format(), layouts.embedding_format()) == (expected, "bf16")
+
+
+@pytest.mark.parametrize("source", ["dummy", "gguf", "safetensors"])
+def test_a_vocabulary_is_packed_in_pieces(
+    native_library: NativeLibrary, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that loading a model takes little more than what it takes in the end."""
+    hf_model = gguf_models.tiny_model("llama")
+    config = model_config_from_hf(hf_model.config.to_dict())
+    checkpoint: Checkpoint = DummyCheckpoint(config)
+    if source == "gguf":
+        checkpoint = write_and_open(tmp_path / "model.gguf", {"": "Q4_1"})
+    elif source == "safetensors":
+        hf_model.save_pretrained(tmp_path)
+        checkpoint = open_checkpoint(ModelFiles(kind="hf", path=tmp_path, name="tiny"))
+    name, read = "model.embed_tokens.weight", []
+    whole, get = checkpoint.get(name, FLOAT32), checkpoint.get
+
+    def watch(name: str, dtype: np.dtype[Any], rows: slice = ALL_ROWS) -> Numbers:
+        values = get(name, dtype, rows)
+        if rows != ALL_ROWS:
+            read.append(len(values))
+        return values
+
+    monkeypatch.setattr(checkpoint, "get", watch)
+    monkeypatch.setattr(packing, "_VOCABULARY_ROWS", 32)
+    weights = pack(native_library, checkpoint, quantization="none")
+    np.testing.assert_array_equal(rows_of(weights.embedding), whole)
+    assert max(read[: len(whole) // 32]) == 32
 
 
 def test_int4_keeps_experts_in_mxfp4_and_rounds_the_rest(native_library: NativeLibrary) -> None:

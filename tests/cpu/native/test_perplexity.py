@@ -17,6 +17,7 @@ from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.input_batch import AttentionBatch, StepInputs
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.weights import Checkpoint, QuantizedRows, open_checkpoint
+from onbeat.engine.weights.checkpoint import ALL_ROWS
 from onbeat.hub.files import ModelFiles
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native
@@ -47,8 +48,8 @@ class Requantized(Checkpoint):
         self._checkpoint = checkpoint
         self._type_name = type_name
 
-    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        return self._checkpoint.get(name, dtype)
+    def get(self, name: str, dtype: np.dtype[Any], rows: slice = ALL_ROWS) -> NDArray[Any]:
+        return self._checkpoint.get(name, dtype, rows)
 
     def quantized_rows(self, name: str) -> QuantizedRows | None:
         rows = self.get(name, FLOAT32)

@@ -21,6 +21,7 @@ from tests.cpu.weights.ggml_blocks import DECODERS
 from tests.cpu.weights.tiny_models import (
     FAMILIES,
     finish,
+    gguf_tensors,
     head_dim,
     parameters,
     tiny_model,
@@ -62,6 +63,25 @@ def test_equals_the_model_that_was_converted(family: str, tmp_path: Path) -> Non
         bos_token_id=None,
         eos_token_ids=(),
     )
+
+
+def test_gates_and_ups_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    path, tensors = tmp_path / "model.gguf", dict(gguf_tensors(model))
+    writer = gguf.GGUFWriter(path, "llama")
+    write_metadata(writer, model.config)
+    for name, values in tensors.items():
+        if "ffn_up_exps" in name:
+            continue
+        if "ffn_gate_exps" in name:
+            parts = values, tensors[name.replace("gate", "up")]
+            writer.add_tensor(name.replace("gate", "gate_up"), np.concatenate(parts, axis=1))
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(values))
+    finish(writer)
+    checkpoint = open_checkpoint(gguf_files(path))
+    for name, tensor in parameters(model).items():
+        np.testing.assert_array_equal(checkpoint.get(name, FLOAT32), tensor.numpy())
 
 
 def test_longrope_goes_by_the_context_that_is_served(tmp_path: Path) -> None:

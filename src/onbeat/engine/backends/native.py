@@ -8,14 +8,14 @@ from dataclasses import replace
 from onbeat.core.errors import ConfigError
 from onbeat.engine.backends.base import CheckpointBackend, Room
 from onbeat.engine.device import DeviceConfig, device_name
-from onbeat.engine.engine_config import EngineConfig, InstructionSet
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.memory import Footprint, KVCacheSpec
 from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
 from onbeat.engine.native.instruction_sets import choose_instruction_set
-from onbeat.engine.native.layouts import WeightLayouts
+from onbeat.engine.native.layouts import EMBEDDING, LM_HEAD, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
-from onbeat.engine.native.packing import NativeWeights, WeightPacker
+from onbeat.engine.native.packing import WeightPacker
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.weights import Checkpoint
 from onbeat.perfmodel.profile import cache_dir
@@ -50,7 +50,14 @@ class NativeBackend(CheckpointBackend):
             )
         self._library = library
         self._config = config
-        self._instruction_set = instruction_set = _instruction_set(library, config.instruction_set)
+        wanted, has = config.instruction_set, library.instruction_sets
+        if wanted not in ("auto", *has):
+            withheld = f" (withheld: {library.withheld})" if library.withheld else ""
+            raise ConfigError(
+                f"this processor, its system{withheld} or this build has no {wanted}; choose one of "
+                f"{', '.join(has)}, or leave --instruction-set out"
+            )
+        self._instruction_set = instruction_set = None if wanted == "auto" else wanted
         self.name, self.model = config.model.name, checkpoint.config
         self.checkpoint, self.device = checkpoint, device
         self._layouts = layouts
@@ -79,7 +86,7 @@ class NativeBackend(CheckpointBackend):
             block_size=block_size,
             head_dim_multiple=NATIVE_HEAD_MULTIPLE,
         )
-        return Footprint.of(self.model, kv_cache, self._layouts.num_bytes())
+        return Footprint.of(self.model, kv_cache, self._layouts.num_bytes(), (EMBEDDING, LM_HEAD))
 
     def build(
         self,
@@ -103,32 +110,15 @@ class NativeBackend(CheckpointBackend):
         )
         weights = packer.pack()
         if self._instruction_set is None:
-            options = self._with_quickest_set(weights, options, say)
+            if self._library.withheld:
+                say(
+                    f"the system withholds the instruction set {self._library.withheld}, which this "
+                    "processor has; Linux 5.16 or newer grants it, unless a container or sandbox forbids "
+                    "the call"
+                )
+            model = NativeModel(self._library, self.model, weights, options)
+            processor, directory = device_name(self.device), cache_dir() / "instruction-sets"
+            chosen, reason = choose_instruction_set(model, processor=processor, directory=directory)
+            say(Detail(f"instruction set {chosen}, {reason}"))
+            options = replace(options, instruction_set=chosen)
         return NativeForward(self._library, self.model, weights, options), limits
-
-    def _with_quickest_set(
-        self, weights: NativeWeights, options: NativeOptions, say: OnProgress
-    ) -> NativeOptions:
-        if self._library.withheld:
-            say(
-                f"the system withholds the instruction set {self._library.withheld}, which this processor "
-                "has; Linux 5.16 or newer grants it, unless a container or sandbox forbids the call"
-            )
-        model = NativeModel(self._library, self.model, weights, options)
-        processor, directory = device_name(self.device), cache_dir() / "instruction-sets"
-        chosen, reason = choose_instruction_set(model, processor=processor, directory=directory)
-        say(Detail(f"instruction set {chosen}, {reason}"))
-        return replace(options, instruction_set=chosen)
-
-
-def _instruction_set(library: NativeLibrary, wanted: InstructionSet) -> str | None:
-    has = library.instruction_sets
-    if wanted == "auto":
-        return None
-    if wanted not in has:
-        withheld = f" (withheld: {library.withheld})" if library.withheld else ""
-        raise ConfigError(
-            f"this processor, its system{withheld} or this build has no {wanted}; choose one of "
-            f"{', '.join(has)}, or leave --instruction-set out"
-        )
-    return wanted

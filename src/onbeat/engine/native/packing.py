@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.model_config import head_order
-from onbeat.engine.native.layouts import WeightLayouts
+from onbeat.engine.native.layouts import EMBEDDING, LM_HEAD, WeightLayouts
 from onbeat.engine.native.library import MatrixLayout, NativeLibrary, PackedMatrix, Source, Store
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.parameters import LAYER_NORMS, inner_parts, projections, row_order
@@ -28,6 +28,9 @@ IntArray = NDArray[np.int64]
 NO_ORDERS: Mapping[str, IntArray] = MappingProxyType({})
 INTERLEAVED_ROWS = 16
 """Rows of the gate, then as many of the up projection: what one product of the kernel needs of both."""
+
+_VOCABULARY_ROWS = 2048
+"""Of the largest matrices, which are packed piece by piece: whole, they would take as much again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +321,16 @@ class WeightPacker:
             )
             if is_packed or self._layouts.quantization != "int4":
                 return is_packed
-        return self._pack_numbers(matrix, self._numbers(matrix, part.name), part.to_outputs)
+        num_rows = len(part.to_outputs)
+        step = _VOCABULARY_ROWS if part.name in (EMBEDDING, LM_HEAD) else num_rows
+        for first in range(0, num_rows, step):
+            rows = slice(first, first + step)
+            values = self._checkpoint.get(part.name, _dtype(matrix), rows)
+            if num_missing := matrix.num_inputs - values.shape[1]:
+                values = np.pad(values, ((0, 0), (0, num_missing)))
+            if not self._pack_numbers(matrix, values, part.to_outputs[rows]):
+                return False
+        return True
 
     def _pack_padding(self, matrix: PackedMatrix, parts: Sequence[MatrixPart]) -> bool:
         """Write zeros to the rows that no part has."""
@@ -326,11 +338,6 @@ class WeightPacker:
         unused = np.setdiff1d(np.arange(matrix.num_outputs), used)
         zeros = np.zeros((len(unused), matrix.num_inputs), _dtype(matrix))
         return len(unused) == 0 or self._pack_numbers(matrix, zeros, unused)
-
-    def _numbers(self, matrix: PackedMatrix, name: str) -> NDArray[Any]:
-        values = self._checkpoint.get(name, _dtype(matrix))
-        num_missing = matrix.num_inputs - values.shape[1]
-        return np.pad(values, ((0, 0), (0, num_missing))) if num_missing else values
 
     def _pack_numbers(self, matrix: PackedMatrix, values: NDArray[Any], to_outputs: IntArray) -> bool:
         source = Source.BF16 if values.dtype == BFLOAT16 else Source.F32

@@ -126,7 +126,12 @@ def profile_model(
         steps=(*fitted_steps, *held_back),
         fitted=fit_best(target, fitted_steps, held_back),
         limits=limits,
-        engine=_engine_settings(loaded, len(held_back), runs_per_batch),
+        engine={
+            **loaded.runner.forward.settings,
+            **{name: getattr(loaded.limits, name) for name in _SAID_LIMITS},
+            "num_held_back": len(held_back),
+            "runs_per_batch": round(runs_per_batch, 1),
+        },
     )
     return ProfileResult(
         profile=profile,
@@ -169,7 +174,8 @@ def _measure(
     batches |= dict.fromkeys(verify_batches(limits, settings.num_levels))
     batches |= dict.fromkeys(mixed_batches(limits, settings.num_mixed))
     to_test = dict.fromkeys(random_batches(limits, settings.num_held_back, settings.seed))
-    if not isinstance(loaded.runner, ModelRunner):  # nobody can give drafts of the timer's to another one
+    # Models that keep states take no drafts, and nobody can give those of the timer to another runner.
+    if loaded.backend.model.state_numbers or not isinstance(loaded.runner, ModelRunner):
         batches, to_test = (dict.fromkeys(map(without_drafts, each)) for each in (batches, to_test))
     num_to_fit = len(batches)
     batches |= to_test
@@ -183,19 +189,7 @@ def _measure(
     return fitted_steps, held_back, timer.num_runs / len(batches)
 
 
-def _engine_settings(
-    loaded: LoadedModel, num_held_back: int, runs_per_batch: float
-) -> dict[str, str | int | float | bool | None]:
-    limits = loaded.limits
-    return {
-        **loaded.runner.forward.settings,
-        "block_size": limits.block_size,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "max_model_len": limits.max_model_len,
-        "num_held_back": num_held_back,
-        "runs_per_batch": round(runs_per_batch, 1),
-    }
+_SAID_LIMITS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ class QuantizedRows:
     """For each row of the file, which one of the parameter it is."""
 
 
+ALL_ROWS = slice(None)
+
+
 class Checkpoint(ABC):
     """Weights of one model under their Hugging Face parameter names.
 
@@ -61,8 +64,12 @@ class Checkpoint(ABC):
         return self._shapes[name]
 
     @abstractmethod
-    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def get(self, name: str, dtype: np.dtype[Any], rows: slice = ALL_ROWS) -> NDArray[Any]:
         """Return a parameter in one of `DTYPES`; it may share memory with the file, so don't write to it.
+
+        Parameters
+        ----------
+        rows : which of it. Those of a vocabulary alone are read apart; they begin at an even number.
 
         Raises
         ------

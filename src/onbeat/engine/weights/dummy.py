@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows
+from onbeat.engine.weights.checkpoint import ALL_ROWS, Checkpoint, QuantizedRows
 from onbeat.engine.weights.quantized import decoded, random_blocks
 
 if TYPE_CHECKING:
@@ -42,12 +42,16 @@ class DummyCheckpoint(Checkpoint):
         self._seed = seed
         self._form = form
 
-    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def get(self, name: str, dtype: np.dtype[Any], rows: slice = ALL_ROWS) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
-        if self._form is not None and (rows := self.quantized_rows(name)) is not None:
-            return decoded(self._form, rows.read()).reshape(self._shapes[name]).astype(dtype)
+        shape = self.shape_of(name)
+        if self._form is not None and (blocks := self.quantized_rows(name)) is not None:
+            return decoded(self._form, blocks.read()).reshape(shape).astype(dtype)[rows]
+        first, end, _ = rows.indices(shape[0])
         low, width = self._range(name)
-        generator, values = self._generator(name), np.empty(self._shapes[name], dtype)
+        values = np.empty((end - first, *shape[1:]), dtype)
+        bits = np.random.PCG64DXSM(self._seed_of(name))
+        generator = np.random.Generator(bits.advance(first * math.prod(shape[1:]) // 2))  # two a draw
         for start in range(0, values.size, _PIECE_NUMBERS):
             piece = values.reshape(-1)[start : start + _PIECE_NUMBERS]
             numbers = generator.random(len(piece), dtype=np.float32)
@@ -66,7 +70,7 @@ class DummyCheckpoint(Checkpoint):
             return None
         size = shape[0], shape[1]
         return QuantizedRows(
-            form, lambda: random_blocks(form, size, self._generator(name)), np.arange(shape[0])
+            form, lambda: random_blocks(form, size, self._seed_of(name)), np.arange(shape[0])
         )
 
     def get_on(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -85,9 +89,6 @@ class DummyCheckpoint(Checkpoint):
         generator = torch.Generator(device).manual_seed(self._seed_of(name))
         values = torch.rand(self._shapes[name], generator=generator, dtype=torch.float32, device=device)
         return values.mul_(width).add_(low).to(dtype)
-
-    def _generator(self, name: str) -> np.random.Generator:
-        return np.random.Generator(np.random.SFC64(self._seed_of(name)))
 
     def _seed_of(self, name: str) -> int:
         """Return a seed for each name: a parameter does not depend on which were read before it."""

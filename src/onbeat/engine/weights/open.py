@@ -30,7 +30,7 @@ from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_fr
 from onbeat.engine.model_config.families import FAMILIES, GgufRules
 from onbeat.engine.model_config.values import Values
 from onbeat.engine.pooling import hf_pooling
-from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows
+from onbeat.engine.weights.checkpoint import ALL_ROWS, Checkpoint, QuantizedRows
 from onbeat.engine.weights.parameters import PARTS
 from onbeat.engine.weights.quantized import Settings, Stored, gather, read_settings
 from onbeat.files import read
@@ -85,7 +85,9 @@ class SafetensorsCheckpoint(Checkpoint):
         self._quantized = gather(self._stored, settings or Settings())
         self._rounds_activations = settings is not None and settings.rounds_activations
         self.scheme = next((weight.kind for weight in self._quantized.values()), None)
-        _check_types(self._stored, directory)
+        for name, tensor in self._stored.items():
+            if tensor.dtype not in _FLOAT_TYPES:
+                raise _unsupported(directory, name, tensor.dtype)
         shapes = {name: tuple(tensor.values.shape) for name, tensor in self._stored.items()}
         shapes |= {name: weight.shape for name, weight in self._quantized.items()}
         if shapes and not any(name.startswith(_PREFIX) for name in shapes) and "lm_head.weight" not in shapes:
@@ -99,16 +101,17 @@ class SafetensorsCheckpoint(Checkpoint):
             kinds, number = " and ".join(sorted(self._left_out)), self._left_out.total()
             self.left_out = f"its {kinds} part ({number} tensors)"
 
-    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def get(self, name: str, dtype: np.dtype[Any], rows: slice = ALL_ROWS) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
         self.shape_of(name)
         tensor_name, first, end = self._rows[name]
         if tensor_name in self._quantized:
-            return self._quantized[tensor_name].numbers(slice(first, end), dtype)
+            start, stop, _ = rows.indices(end - first)
+            return self._quantized[tensor_name].numbers(slice(first + start, first + stop), dtype)
         values = self._stored[tensor_name].values
         if tensor_name != name:
             values = values.reshape(-1, values.shape[-1])[first:end]
-        return values.astype(dtype, copy=False)
+        return values[rows].astype(dtype, copy=False)
 
     def stored_type(self, name: str) -> str | None:
         """Return a parameter's type in its file; see `Checkpoint.stored_type`."""
@@ -199,12 +202,6 @@ def _unsupported(source: Path, name: str, dtype: str) -> NeedsVllm:
         f"{source}: tensor {name} is of type {dtype}, which is not supported; supported: "
         f"{', '.join(sorted(_FLOAT_TYPES))}, and what schemes of quantization use (docs/models.md)"
     )
-
-
-def _check_types(stored: Mapping[str, Stored], source: Path) -> None:
-    for name, tensor in stored.items():
-        if tensor.dtype not in _FLOAT_TYPES:
-            raise _unsupported(source, name, tensor.dtype)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -353,7 +350,10 @@ def hf_names(config: ModelConfig, parameters: Iterable[str]) -> dict[str, str]:
         if _FUSED.get(module) in rules.fuses:
             stem = f"{prefix}.{_FUSED[module]}"
         theirs = reduce(lambda name, pair: name.replace(*pair[::-1]), reversed(renamed), f"{stem}.")
-        names[f"{table.get_name(theirs[:-1]) or table.get_name(stem)}.{kind}"] = f"{stem}.{kind}"
+        own, here = f"{table.get_name(theirs[:-1]) or table.get_name(stem)}.{kind}", f"{stem}.{kind}"
+        names[own] = here
+        if module == "gate_proj" and prefix.endswith(".experts"):  # some files have both projections in one
+            names[own.replace("gate", "gate_up")] = here.replace("gate", "gate_up")
     return names
 
 
@@ -464,10 +464,12 @@ class GgufCheckpoint(Checkpoint):
                 found[name] = shape
         self._rows = self._find(found, f"the GGUF file {path}")
 
-    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def get(self, name: str, dtype: np.dtype[Any], rows: slice = ALL_ROWS) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
-        data, kind = self._stored(name)
+        data, kind = self._stored(name, rows)
         shape, minus = self.shape_of(name), stored_offset(name, self.config)
+        if rows != ALL_ROWS:
+            shape = len(data), *shape[1:]
         values = dequantize_rows(data, shape, kind, dtype, minus=minus)
         if name.endswith(".A_log"):  # files have what the decay's rate is
             values = np.log(-values)
@@ -485,12 +487,12 @@ class GgufCheckpoint(Checkpoint):
         from_rows = unpermute_rows(name, np.arange(shape[0]), self.config)
         return QuantizedRows(kind.name, lambda: data, np.argsort(from_rows))
 
-    def _stored(self, name: str) -> tuple[NDArray[np.uint8], GGMLQuantizationType]:
-        """Return a parameter's rows as the file has them, and their type."""
+    def _stored(self, name: str, some: slice = ALL_ROWS) -> tuple[NDArray[np.uint8], GGMLQuantizationType]:
+        """Return some of a parameter's rows as the file has them, and their type."""
         self.shape_of(name)
         rows = self._rows[name]
         tensor = self._tensors[rows.tensor]
-        return tensor.rows[rows.first : rows.end], tensor.kind
+        return tensor.rows[rows.first : rows.end][some], tensor.kind
 
 
 def _read_config(metadata: Metadata, tensors: Mapping[str, _Tensor], served_len: int | None) -> ModelConfig:

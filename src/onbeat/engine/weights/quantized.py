@@ -240,7 +240,7 @@ def decoded(form: str, blocks: Bytes) -> Floats:
     return values
 
 
-def random_blocks(form: str, shape: tuple[int, int], generator: np.random.Generator) -> Bytes:
+def random_blocks(form: str, shape: tuple[int, int], seed: int) -> Bytes:
     """Return blocks of random numbers with the standard deviation `1 / sqrt(inputs)`."""
     size, deviation = _BLOCK_INPUTS.get(form, 32), shape[1] ** -0.5
     exponent, scale = 127 + round(math.log2(deviation / 2.93)), deviation / 4.61
@@ -252,7 +252,7 @@ def random_blocks(form: str, shape: tuple[int, int], generator: np.random.Genera
     }
     head = heads[form].view(np.uint8)
     num_bytes = len(head) + (size if form == "Q8_0" else size // 2)
-    blocks = generator.integers(0, 256, (shape[0], shape[1] // size, num_bytes), np.uint8)
+    blocks = np.random.default_rng(seed).integers(0, 256, (shape[0], shape[1] // size, num_bytes), np.uint8)
     blocks[:, :, : len(head)] = head
     return blocks.reshape(shape[0], -1)
 
