@@ -77,8 +77,8 @@ class FleetLoop:
         self._next_arrival = inf
         """When an arrival is in the heap; infinite while none is."""
 
-    def run(self, front_end: FrontEnd) -> None:
-        """Run to the end of the last request.
+    def run(self, front_end: FrontEnd) -> bool:
+        """Run to the end of the last request; return whether that came, not a Ctrl-C.
 
         Parameters
         ----------
@@ -89,9 +89,13 @@ class FleetLoop:
         ConfigError : a request that no replica can ever run.
         """
         self._front_end = front_end
-        front_end.open()
-        self._expect_arrival()
-        self.go_on()
+        try:
+            front_end.open()
+            self._expect_arrival()
+            self.go_on()
+        except KeyboardInterrupt:
+            return False
+        return True
 
     def go_on(self) -> None:
         """Run on from where the loop, or a copy of it, has come to."""
@@ -252,13 +256,4 @@ class OnlyReplica(FrontEnd):
 def run_alone(clients: Clients, replica: VirtualReplica, collector: Collector) -> bool:
     """Run requests through one replica that nothing happens to; return whether the run came to its end."""
     loop = FleetLoop(clients, collector)
-    return run_until_end(loop, OnlyReplica(loop, replica))
-
-
-def run_until_end(loop: FleetLoop, front_end: FrontEnd) -> bool:
-    """Run a loop; return whether the run came to its end, not to a Ctrl-C."""
-    try:
-        loop.run(front_end)
-    except KeyboardInterrupt:
-        return False
-    return True
+    return loop.run(OnlyReplica(loop, replica))

@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.simulator.deliveries import Collector
-from onbeat.simulator.fleet_loop import FleetLoop, run_alone, run_until_end
+from onbeat.simulator.fleet_loop import FleetLoop, run_alone
 from onbeat.simulator.observer import OnRequests, SimulationObserver
 from onbeat.simulator.replica import make_replica
-from onbeat.simulator.result import FleetSize, ReplicaCounters, SimulationResult
+from onbeat.simulator.result import ReplicaCounters, SimulationResult
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import Clients
 from onbeat.simulator.virtual_fleet import VirtualFleet, wants_all_reports
@@ -76,7 +75,7 @@ def simulate(  # noqa: PLR0913 (four say who watches)
             on_record(record)
 
     collector = Collector(keep, on_progress=meter.advance, observer=observer)
-    outcome = run_replicas(load, config, step_time, collector, observer, on_decision)
+    is_complete, replicas, fleet = run_replicas(load, config, step_time, collector, observer, on_decision)
     meter.finish()
     records = [record for record in kept if record is not None]
     return SimulationResult(
@@ -84,24 +83,12 @@ def simulate(  # noqa: PLR0913 (four say who watches)
         num_requests=len(load),
         duration=end,
         wall_seconds=time.perf_counter() - started,
-        is_complete=outcome.is_complete,
-        replicas=outcome.counters,
-        decisions=outcome.decisions,
-        replica_seconds=outcome.replica_seconds,
-        sizes=outcome.sizes,
+        is_complete=is_complete,
+        replicas=replicas,
+        decisions={} if fleet is None else dict(fleet.decisions),
+        replica_seconds=None if fleet is None else fleet.seconds,
+        sizes=() if fleet is None else fleet.sizes,
     )
-
-
-class FleetOutcome(NamedTuple):
-    """What replicas did in a run."""
-
-    counters: list[ReplicaCounters]
-    is_complete: bool
-    """Whether the run came to its end (Ctrl-C)."""
-    decisions: dict[str, int]
-    """See `SimulationResult.decisions`; so are the next."""
-    replica_seconds: float | None = None
-    sizes: Sequence[FleetSize] = ()
 
 
 def run_replicas(
@@ -111,8 +98,8 @@ def run_replicas(
     collector: Collector,
     observer: SimulationObserver | None,
     on_decision: Decided | None = None,
-) -> FleetOutcome:
-    """Run all replicas on one clock.
+) -> tuple[bool, list[ReplicaCounters], VirtualFleet | None]:
+    """Run all replicas on one clock; return whether the run came to its end, what each did, and their fleet.
 
     Parameters
     ----------
@@ -130,7 +117,7 @@ def run_replicas(
         kind = _kinds(config, step_time)[0]
         replica = make_replica(0, _of(config, kind), kind.step_time, observer=observer, is_alone=True)
         is_complete = run_alone(clients, replica, collector)
-        return FleetOutcome([replica.counters()], is_complete, {})
+        return is_complete, [replica.counters()], None
     router = make_router(config.router)
     is_watched = wants_all_reports(config, router)
 
@@ -140,10 +127,9 @@ def run_replicas(
 
     loop = FleetLoop(clients, collector)
     fleet = VirtualFleet(loop, config, _kinds(config, step_time), router, make, on_decision=on_decision)
-    is_complete = run_until_end(loop, fleet)
-    if is_complete:
+    if is_complete := loop.run(fleet):
         fleet.end()
-    return FleetOutcome(fleet.counters(), is_complete, dict(fleet.decisions), fleet.seconds, fleet.sizes)
+    return is_complete, fleet.counters(), fleet
 
 
 def _kinds(config: SimulationConfig, step_time: StepTimeModel) -> Sequence[ReplicaKind]:

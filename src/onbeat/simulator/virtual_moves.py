@@ -5,7 +5,7 @@ The KV of a virtual replica, as the agent of its moves sees it: nothing but time
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -89,14 +89,6 @@ class Links(Generic[K]):
             self._advance(now)
             del self._flows[key]
             self._share()
-
-    def rates(self) -> dict[_Port, float]:
-        """Return what goes over each direction of each link, bytes per second."""
-        found: dict[_Port, float] = defaultdict(float)
-        for flow in self._flows.values():
-            for port in flow.ports:
-                found[port] += flow.rate
-        return found
 
     def _advance(self, now: float) -> None:
         """Count the bytes that have gone since the last call."""

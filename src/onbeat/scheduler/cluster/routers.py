@@ -20,7 +20,7 @@ class Stateless(Router):
     def __init__(self) -> None:
         self._members: list[int] = []
 
-    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:  # noqa: ARG002
+    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
         place = bisect_left(self._members, replica)
         if replica not in self._members[place : place + 1]:
             self._members.insert(place, replica)
@@ -42,10 +42,7 @@ class RoundRobin(Stateless):
     """The first that may be next."""
 
     def route(
-        self,
-        request: RoutingRequest,  # noqa: ARG002 (all requests are alike)
-        now: float = 0.0,  # noqa: ARG002
-        excluded: Collection[int] = NONE_EXCLUDED,
+        self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED
     ) -> RoutingChoice | None:
         members = self.allowed(excluded)
         if not members:
@@ -61,13 +58,13 @@ class ByLoad(Router):
     def __init__(self) -> None:
         self.replicas = LeastLoaded()
 
-    def take(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
+    def take(self, replica: int, request: RoutingRequest) -> None:
         self.replicas.add(replica, 1)
 
-    def on_finish(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
+    def on_finish(self, replica: int, request: RoutingRequest) -> None:
         self.replicas.add(replica, -1)
 
-    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:  # noqa: ARG002
+    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
         self.replicas.join(replica)
 
     def leave(self, replica: int) -> None:
@@ -78,10 +75,7 @@ class LeastOutstanding(ByLoad):
     """The replica with the fewest requests that have not ended."""
 
     def route(
-        self,
-        request: RoutingRequest,  # noqa: ARG002 (all requests count the same)
-        now: float = 0.0,  # noqa: ARG002
-        excluded: Collection[int] = NONE_EXCLUDED,
+        self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED
     ) -> RoutingChoice | None:
         replica = self.replicas.peek(excluded)
         if replica is None:
@@ -130,10 +124,7 @@ class PrefixAffinity(ByLoad):
             self._excess[replica] = self._min_excess * limits.max_num_seqs
 
     def route(
-        self,
-        request: RoutingRequest,
-        now: float = 0.0,  # noqa: ARG002
-        excluded: Collection[int] = NONE_EXCLUDED,
+        self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED
     ) -> RoutingChoice | None:
         least = self.replicas.peek(excluded)
         if least is None:
@@ -180,12 +171,6 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 }
 
 
-def require_router(name: str) -> None:
-    """Raise ConfigError unless there is a router of this name."""
-    if name not in ROUTERS:
-        raise ConfigError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}")
-
-
 def make_router(name: str) -> Router:
     """Build a router by name, without members.
 
@@ -193,5 +178,6 @@ def make_router(name: str) -> Router:
     ------
     ConfigError : there is no such router.
     """
-    require_router(name)
+    if name not in ROUTERS:
+        raise ConfigError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}")
     return ROUTERS[name]()
