@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from onbeat.cluster.client import FleetClient
+from onbeat.cluster.controller import FleetController
 from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.local_launcher import LocalLauncher
@@ -221,12 +222,9 @@ def client_of(args: argparse.Namespace, launcher: Launcher) -> Iterator[FleetCli
             yield open_fleet(options, engine, build_engine, stack, on_progress=lambda _: None)
         return
     build = partial(build_fake_engine, step_seconds=args.step_ms / 1e3, reports_load=True)
-    yield FleetClient(
-        Fleet(make_router(args.router)),
-        launcher,
-        lambda _replica, _life: build,
-        num_replicas=args.replicas,
-    )
+    fleet = Fleet(make_router(args.router))
+    controller = FleetController(fleet, launcher, lambda _replica, _life: build)
+    yield FleetClient(controller, num_replicas=args.replicas)
 
 
 async def run(args: argparse.Namespace, client: FleetClient) -> dict[str, Any]:

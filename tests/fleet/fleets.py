@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from onbeat.cluster.client import FleetClient
+from onbeat.cluster.controller import FleetController
 from onbeat.cluster.launcher import Launcher, ReplicaPlace, ReplicaSpec
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.fleet import ReplicaId
@@ -71,15 +72,18 @@ def fleet_of(
         autoscale=autoscale,
         max_wait_seconds=max_wait_seconds,
     )
-    return FleetClient(
+    controller = FleetController(
         Fleet(make_router(router), rules),
         launcher or make_launcher(),
         make_build or (lambda _replica, _life: build),
+        moves_kv=moves_kv,
+    )
+    return FleetClient(
+        controller,
         num_replicas=num_replicas,
         lora_modules=lora_modules,
         bounds=bounds,
         hashes_prompts=hashes_prompts,
-        moves_kv=moves_kv,
     )
 
 

@@ -17,7 +17,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,16 +25,12 @@ from types import TracebackType
 import zmq
 
 from onbeat.cluster.controller import FleetController
-from onbeat.cluster.launcher import Launcher
-from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
-from onbeat.cluster.streams import Streams
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest, OnbeatError
 from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.hashing import hash_blocks
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import Adapter, Request
 from onbeat.scheduler.cluster.events import Aborted, Arrived, RoutingRequest, ScaleAsked, ScalingAsked
-from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import FleetStatus, ReplicaState
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 
@@ -122,18 +118,11 @@ class FleetClient:
 
     Parameters
     ----------
-    fleet : decides; nobody else may tell it anything.
-    launcher : starts the processes; closed with this.
-    make_build : makes the engines inside them.
+    controller : has been told nothing yet, and is told nothing by others; closed with this.
     num_replicas : to start with.
     lora_modules : name and folder of each LoRA adapter to start with.
     bounds : of a fleet that decides on their number itself, once it has started; None leaves it as it is.
     hashes_prompts : whether the router looks at shared prefixes of prompts.
-    observers : see every step message before the streams do.
-    on_progress : called with one line of text at a time while engines start.
-    start_timeout : seconds after which a replica that gets no place, or says nothing, while it starts is
-        given up.
-    moves_kv : whether replicas copy KV from one another; else no stream moves.
 
     Attributes
     ----------
@@ -141,39 +130,24 @@ class FleetClient:
     counts : what the fleet does with requests, for metrics.
     """
 
-    def __init__(  # noqa: PLR0913 -- who decides, who starts, and who hears of it
+    def __init__(
         self,
-        fleet: Fleet,
-        launcher: Launcher,
-        make_build: MakeBuild,
+        controller: FleetController,
         *,
         num_replicas: int = 1,
         lora_modules: Sequence[tuple[str, str]] = (),
         bounds: ScaleBounds | None = None,
         hashes_prompts: bool = False,
-        observers: Sequence[StepObserver] = (),
-        on_progress: Callable[[str], None] = lambda _: None,
-        start_timeout: float = START_TIMEOUT_SECONDS,
-        moves_kv: bool = True,
     ) -> None:
-        self._fleet = fleet
+        self.controller, self._fleet = controller, controller.fleet
         self._num_replicas = num_replicas
         self._lora_modules = lora_modules
         self._bounds = bounds
         self._hashes_prompts = hashes_prompts
-        self.streams = Streams(lambda event: self.controller.tell(event), observers)
+        self.streams = controller.streams
         self.counts = self.streams.counts
         self._info: EngineInfo | None = None
         self._folder: OwnedFolder | None = None
-        self.controller = FleetController(
-            fleet,
-            launcher,
-            make_build,
-            streams=self.streams,
-            on_progress=on_progress,
-            start_timeout=start_timeout,
-            moves_kv=moves_kv,
-        )
 
     @property
     def info(self) -> EngineInfo:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from onbeat.cluster.wire import Wire
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
 from onbeat.core.handover import Detached, MoveTask, MoveVerb, TaskAnswer
-from onbeat.core.protocols import EngineInfo, EnginePulse
+from onbeat.core.protocols import EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import Request
 from onbeat.engine import messages
 from onbeat.engine.kv_access import KVSource
@@ -41,14 +41,12 @@ class LiveMoves(MoveExecutor[OpenRequest, KVSource]):
 
     Parameters
     ----------
-    replicas : who sends messages.
-    streams : of the requests, which hear and count what becomes of moves.
+    replicas : who sends messages, and whose streams hear and count what becomes of moves.
     """
 
-    def __init__(self, replicas: FleetController, streams: Streams) -> None:
+    def __init__(self, replicas: FleetController) -> None:
         super().__init__()
-        self._replicas = replicas
-        self._streams = streams
+        self._replicas, self._streams = replicas, replicas.streams
 
     def on_answer(self, replica: ReplicaId, answer: TaskAnswer[KVSource]) -> None:
         """Take what a replica says of a step."""
@@ -136,13 +134,15 @@ class FleetController:
     fleet : decides.
     launcher : starts and ends processes; closed with this.
     make_build : makes the engines.
-    streams : of the requests that are open.
+    observers : see every step message before the streams do.
     on_progress : called with one line of text at a time while engines start.
-    start_timeout : seconds after which a replica that says nothing while it starts is given up.
+    start_timeout : seconds after which a replica that gets no place, or says nothing, while it starts is
+        given up.
     moves_kv : whether replicas copy KV from one another; else no stream moves.
 
     Attributes
     ----------
+    streams : of the requests that have not ended.
     processes : hold the replicas.
     adapters : the LoRA adapters that they have.
     lives : the present life of each replica that has one, the ready and the starting.
@@ -156,8 +156,8 @@ class FleetController:
         launcher: Launcher,
         make_build: MakeBuild,
         *,
-        streams: Streams,
-        on_progress: Callable[[str], None],
+        observers: Sequence[StepObserver] = (),
+        on_progress: Callable[[str], None] = lambda _: None,
         start_timeout: float = START_TIMEOUT_SECONDS,
         moves_kv: bool = True,
     ) -> None:
@@ -167,11 +167,11 @@ class FleetController:
         self.is_open = False
         self.is_ending = False
         self._launcher = launcher
-        self._streams = streams
+        self.streams = streams = Streams(self.tell, observers)
         self._on_progress = on_progress
         self._moves_kv = moves_kv
         self._kv_key = secrets.token_bytes(32)
-        self._moves = LiveMoves(self, streams)
+        self._moves = LiveMoves(self)
         self._dispatcher = events.EventDispatcher(fleet.on_event, self)
         self._open_wire: Wire | None = None
         self._look: asyncio.Task[None] | None = None
@@ -222,31 +222,31 @@ class FleetController:
 
     def do_send(self, action: events.Send, now: float) -> None:
         """Send a request to a replica."""
-        self._streams.before_send(action, now)
-        self._send_request(action.replica, self._streams.open[action.request_id], stops=action.stops)
+        self.streams.before_send(action, now)
+        self._send_request(action.replica, self.streams.open[action.request_id], stops=action.stops)
 
     def do_withdraw(self, action: events.Withdraw, now: float) -> None:  # noqa: ARG002
         """Take a request from a replica."""
-        open_request = self._streams.open[action.request_id]
+        open_request = self.streams.open[action.request_id]
         open_request.replica = None
         self.send(action.replica, messages.AbortRequests([open_request.name]))
 
     def do_refuse(self, action: events.Refuse, now: float) -> None:  # noqa: ARG002
         """End a request."""
-        self._streams.on_refused(action)
+        self.streams.on_refused(action)
 
     def do_move_step(self, action: events.MoveStep, now: float) -> None:  # noqa: ARG002
         """Have a step of a move taken."""
         move = self._moves.moves.get(action.move)
         if action.verb is MoveVerb.RELEASE and move is not None:
-            self._streams.counts.moves[move.why, "stayed"] += 1
-        self._moves.do(action, self._streams.open.get(action.request_id))
+            self.streams.counts.moves[move.why, "stayed"] += 1
+        self._moves.do(action, self.streams.open.get(action.request_id))
 
     def do_rescale(self, action: events.Rescale, now: float) -> None:  # noqa: ARG002
         """Say that there is to be another number of replicas."""
         logger.info("the fleet now wants %s", action)
         direction = "up" if action.num_replicas > action.num_before else "down"
-        self._streams.counts.rescales[direction, action.why] += 1
+        self.streams.counts.rescales[direction, action.why] += 1
 
     def do_start(self, action: events.Start, now: float) -> None:  # noqa: ARG002
         """Start a replica."""
@@ -262,7 +262,7 @@ class FleetController:
         attempt = open_request.next_attempt(replica)
         if offset := self.clock_offset(replica):
             attempt = by_their_clock(attempt, offset)
-        self._streams.on_sent(open_request)
+        self.streams.on_sent(open_request)
         if not self._wire.send(life.name, messages.AddRequest(attempt, stops)):
             # After this round: the fleet has sent it more, perhaps, and must hear of the loss once.
             asyncio.get_running_loop().call_soon(self._lose, life, "it has no connection any more")
@@ -294,8 +294,8 @@ class FleetController:
             return
         # Whoever waits for the first start is told by an error.
         logger.log(logging.ERROR if self.is_open else logging.DEBUG, "%s is lost: %s", life.replica, why)
-        self._streams.before_loss(life.replica)
-        self._streams.on_lost(life.replica)
+        self.streams.before_loss(life.replica)
+        self.streams.on_lost(life.replica)
         self.processes.kill(life)
         self.tell(events.Lost(life.replica, why, life.num_taken))
         self.changed.set()
@@ -324,17 +324,17 @@ class FleetController:
     def _on_message(self, life: Life, message: messages.FromEngine) -> None:
         match message:
             case messages.Stepped(outputs):
-                self._streams.hand_out.hear(outputs.now, life.heard)
+                self.streams.hand_out.hear(outputs.now, life.heard)
                 life.pulse = EnginePulse(outputs.now)
                 if outputs.load is not None:
-                    life.load = self._streams.before_report(life.replica, outputs.load)
+                    life.load = self.streams.before_report(life.replica, outputs.load)
                     self.tell(events.Reported(life.replica, life.load))
-                self._streams.on_stepped(life, outputs)
+                self.streams.on_stepped(life, outputs)
             case messages.Heartbeat(pulse, num_taken):
-                self._streams.hand_out.hear(pulse.time, life.heard)
+                self.streams.hand_out.hear(pulse.time, life.heard)
                 life.pulse, life.num_taken = pulse, num_taken
             case messages.Rejected() as rejected:
-                self._streams.on_rejected(life, rejected)
+                self.streams.on_rejected(life, rejected)
             case messages.Hello() | messages.Progress() | messages.Ready() | messages.StartFailed():
                 self._on_start_message(life, message)
             case messages.MoveAnswer():
@@ -400,7 +400,7 @@ class FleetController:
     def _tell_deliveries(self) -> None:
         """Let the fleet know how far all requests are, before it decides where they go on."""
         for replica in list(self.lives):
-            self._streams.before_loss(replica)
+            self.streams.before_loss(replica)
 
     def restart(self) -> None:
         """Begin to start all replicas again, one after another; one such round at a time.
@@ -444,5 +444,5 @@ class FleetController:
 
     def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
         """End a replica without loss; what runs there may take so long."""
-        self._streams.before_loss(replica)
+        self.streams.before_loss(replica)
         self.tell(events.DrainAsked(replica, seconds, restarts))

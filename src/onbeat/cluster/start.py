@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from onbeat.cluster.client import FleetClient
+from onbeat.cluster.controller import FleetController
 from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.cluster.launcher import Launcher, ReplicaNeeds
 from onbeat.cluster.local_launcher import LocalLauncher, share_cores
@@ -150,17 +151,20 @@ def open_fleet(
         about = {**asdict(options), **asdict(asked), "router": router, "fleet": plain(rules)}
         on_decision = stack.enter_context(fleet_record(engine.record, about))
     fleet = Fleet(make_router(router), rules, on_decision=on_decision)
-    return FleetClient(
+    controller = FleetController(
         fleet,
         _launcher(options, engine),
         partial(_build_of, engine=_shared(engine, options), build=build, is_many=is_many, kinds=asked.kinds),
+        start_timeout=options.start_timeout,
+        on_progress=on_progress,
+        moves_kv=options.kv_transport != "none",
+    )
+    return FleetClient(
+        controller,
         num_replicas=asked.first_replicas,
         lora_modules=engine.lora_modules,
         bounds=asked.autoscale,
-        start_timeout=options.start_timeout,
         hashes_prompts=router in ROUTERS_OF_PREFIXES,
-        on_progress=on_progress,
-        moves_kv=options.kv_transport != "none",
     )
 
 
