@@ -11,7 +11,8 @@
 
 #include "amx.h"
 #include "blocked.h"
-#include "quant.h"
+#include "quant_expand.h"
+#include "quant_many.h"
 #include "simd.h"
 #include "step.h"
 
@@ -266,13 +267,11 @@ bool are_inputs_bytes(Arithmetic arithmetic, int64_t num_rows) {
 // begin: what the first row is called.
 template <class Epilogue>
 void multiply_bytes(const ob_matrix& w, const QuantizedRows& x, int64_t begin, Range panels, Epilogue& epilogue) {
-    alignas(64) PanelRow out[kQuantRows];
+    alignas(64) PanelRow out[kMostColumnRows];
+    static_assert(kQuantFewRows <= kMostColumnRows);  // or as many rows as share their bytes among threads
     for (int64_t panel = panels.first; panel < panels.end; ++panel) {
-        for (int64_t first = 0; first < x.num_rows; first += kQuantRows) {
-            const int num_rows = (int)(x.num_rows - first < kQuantRows ? x.num_rows - first : kQuantRows);
-            quantized_tile(w, panel, x, first, num_rows, out);
-            for (int row = 0; row < num_rows; ++row) epilogue(begin + first + row, panel, out[row]);
-        }
+        quantized_panel(w, panel, x, out);
+        for (int64_t row = 0; row < x.num_rows; ++row) epilogue(begin + row, panel, out[row]);
     }
 }
 

@@ -106,6 +106,14 @@ OB_INLINE ByteVector magnitude(ByteVector a) { return _mm256_abs_epi8(a); }
 OB_INLINE ByteVector with_sign(ByteVector a, ByteVector sign) { return _mm256_sign_epi8(a, sign); }
 #endif
 
+// Sums are added to one after the other: GCC would change the order, and keep all products of a group meanwhile, for which
+// there are no registers.
+template <class Part>
+OB_INLINE Part in_order(Part sum) {
+    asm("" : "+x"(sum));
+    return sum;
+}
+
 // Sums of 16 bits: a group of 32 numbers up to 15 adds at most 8 * 2 * 15 * 127 < 2^15 to each, one of 16 numbers up to
 // 24 at most 4 * 2 * 24 * 127.
 struct Nibbles {
@@ -117,7 +125,7 @@ struct Nibbles {
         typedef int16_t Shorts __attribute__((vector_size(sizeof(ByteVector))));
         sums = each<Sums>([&](int i) {
             const ByteVector products = multiply_pairs((ByteVector)weights.part[i], splat_inputs(inputs));
-            return (I16::Part)((Shorts)sums.part[i] + (Shorts)products);
+            return in_order((I16::Part)((Shorts)sums.part[i] + (Shorts)products));
         });
     }
     static OB_INLINE F16 total(Sums sums) {

@@ -1,7 +1,8 @@
-// What the tests of quantized products call: one instruction set's quant.h, without a model around it.
+// What the tests of quantized products call: one instruction set's quant_many.h, without a model around it.
 #include <stdlib.h>
 
-#include "quant.h"
+#include "quant_expand.h"
+#include "quant_many.h"
 #include "quant_pack.h"
 
 using namespace ob;
@@ -13,17 +14,13 @@ template <class Number>
 void multiply(const ob_matrix& matrix, const Number* x, int64_t num_rows, float* y) {
     void* memory = aligned_alloc(64, round_up(quantized_rows_bytes(num_rows, matrix.padded_inputs), 64));
     const QuantizedRows rows = quantize_rows(memory, x, matrix.padded_inputs, num_rows, matrix.padded_inputs);
-    alignas(64) float out[kQuantRows][kPanelOutputs];
+    auto* out = (float(*)[kPanelOutputs])aligned_alloc(64, num_rows * sizeof(float[kPanelOutputs]));
     for (int64_t panel = 0; panel < matrix.num_panels; ++panel) {
-        for (int64_t first = 0; first < num_rows; first += kQuantRows) {
-            const int tile = (int)(num_rows - first < kQuantRows ? num_rows - first : kQuantRows);
-            quantized_tile(matrix, panel, rows, first, tile, out);
-            for (int row = 0; row < tile; ++row) {
-                float* to = y + ((first + row) * matrix.num_panels + panel) * kPanelOutputs;
-                memcpy(to, out[row], sizeof out[row]);
-            }
-        }
+        quantized_panel(matrix, panel, rows, out);
+        for (int64_t row = 0; row < num_rows; ++row)
+            memcpy(y + (row * matrix.num_panels + panel) * kPanelOutputs, out[row], sizeof out[row]);
     }
+    free(out);
     free(memory);
 }
 
