@@ -12,7 +12,7 @@ import pytest
 from onbeat.core.slo import SLO
 from onbeat.scheduler.replica.policies import POLICIES
 from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
-from tests.cpu.engine.tiny_models import random_prompt, tiny_model
+from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
 from tests.many_cases import each_case
 
@@ -104,6 +104,19 @@ def test_forced_preemption_changes_nothing(engine: TinyEngine, name: str, policy
     setting = Setting(policy=policy, budget=budget, num_blocks=18, depth=depth, max_num_seqs=16)
     outcome = run(engine, name, setting, lengths=SHORT_OF_MEMORY)
     assert outcome.num_preemptions > 0
+
+
+@in_turns
+@each_case(("number", "name"), enumerate(name for name in FAMILIES if name not in NAMES))
+def test_prefix_hits_and_preemptions_of_the_other_families(
+    engine: TinyEngine, number: int, name: str, turn: int
+):
+    if not is_due(engine, number, turn):
+        return
+    setting = Setting(policy="slo", num_blocks=18, max_num_seqs=16, repeats=2)
+    outcome = run(engine, name, setting, lengths=SHORT_OF_MEMORY[:6])
+    assert outcome.num_preemptions > 0
+    assert outcome.num_prefix_hits > 60
 
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in BLIND])
