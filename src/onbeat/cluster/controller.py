@@ -66,9 +66,10 @@ class LiveMoves(MoveExecutor[OpenRequest, KVSource]):
         """Tell the fleet what happened."""
         self._replicas.tell(event)
 
-    def block_size(self, replica: ReplicaId) -> int:
-        """Return the tokens of a replica's blocks."""
-        return self._replicas.lives[replica].limits.block_size
+    def num_tokens_in(self, replica: ReplicaId, num_blocks: int) -> int:
+        """Return the tokens of a request that holds so many of a replica's blocks."""
+        limits = self._replicas.lives[replica].limits
+        return limits.windows.num_token_blocks(num_blocks) * limits.block_size
 
     def send(self, replica: ReplicaId, task: MoveTask[KVSource]) -> None:
         """Send a task to a replica."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.kv_windows import KVWindows
 
 DRAIN_SECONDS = 30.0
 """What runs on a replica that is to end may take so long, unless somebody says otherwise."""
@@ -73,14 +74,21 @@ class ReplicaLimits:
     """Most tokens (prompt and output) of one request."""
     max_num_seqs: int
     num_blocks: int
+    """Of all block tables."""
     block_size: int
     """Tokens of a KV block."""
+    windows: KVWindows = KVWindows()
     moves_streams: bool = False
     """Whether streams that run there can go elsewhere with their KV, and others' come."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the KV blocks that hold so many tokens."""
-        return -(-num_tokens // self.block_size)
+        """Return the KV blocks that hold so many tokens of a request."""
+        return self.windows.num_blocks(-(-num_tokens // self.block_size))
+
+    def num_streams(self, num_tokens: float) -> float:
+        """Return how many streams of so many tokens the KV cache holds, the last one in part."""
+        num_windowed = min(num_tokens, self.windows.most_blocks * self.block_size) * self.windows.num_groups
+        return self.num_blocks * self.block_size / (num_tokens + num_windowed)
 
 
 USUAL_CONTEXT = 2048

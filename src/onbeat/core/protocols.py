@@ -9,6 +9,7 @@ from typing import Protocol
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView, ScalingView
+from onbeat.core.kv_windows import KVWindows
 from onbeat.core.request import Adapter, Pooling, Request, RequestOutput, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
 
@@ -63,6 +64,7 @@ class EngineInfo:
     """Name of each of the model's files -> digest of what it held when it was loaded."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Fields of `SamplingParams` that the engine cannot heed, and why."""
+    windows: KVWindows = KVWindows()
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Check that the engine can sample so.
@@ -84,8 +86,9 @@ class EngineInfo:
             device=self.device,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
-            num_blocks=self.num_blocks,
+            num_blocks=self.num_blocks * (1 + self.windows.num_groups),
             block_size=self.block_size,
+            windows=self.windows,
             moves_streams=self.moves_streams,
         )
 

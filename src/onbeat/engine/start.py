@@ -173,6 +173,7 @@ def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, s
         moves_streams=loaded.gives_kv and not composition(limits.policy).holds_finished,
         file_digests=digests,
         left_out=dict(loaded.backend.left_out),
+        windows=limits.windows,
     )
 
 
@@ -224,6 +225,12 @@ class ModelLoader:
             f"KV cache: room for {limits.num_blocks * limits.block_size:,} tokens; one request may have "
             f"{limits.max_model_len:,}"
         )
+        if limits.num_tables > 1:
+            num_requests = limits.num_requests(limits.max_model_len)
+            say(
+                f"sliding windows of {limits.window_length:,} tokens give KV back, in {limits.num_tables - 1} "
+                f"groups of layers: room for {num_requests:,} of the longest requests"
+            )
         say(
             Detail(
                 f"{limits.num_blocks} blocks of {limits.block_size} tokens, policy {limits.policy}, "

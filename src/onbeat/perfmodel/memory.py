@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from onbeat.core.errors import ConfigError, DoesNotFit
+from onbeat.core.kv_windows import KVGroups, KVWindows
 from onbeat.perfmodel.device_spec import CPU, DeviceSpec, Parallelism
 from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import Precision
@@ -16,6 +17,8 @@ USUAL_BATCHED_TOKENS = 2048
 """Most tokens of a step, where nobody says otherwise."""
 CONTEXT_BYTES = 1 * 2**30
 """What a device's runtime, libraries and captured graphs take; a CPU has none of it."""
+SPREAD_OVER = 4096
+"""Tokens of a request over which a state of linear attention is spread."""
 _ACTIVATION_COPIES = 2
 _GIB = 2**30
 
@@ -25,6 +28,7 @@ class KVCapacity:
     """The memory of the device that has least room, bytes, and the blocks that all of them hold."""
 
     num_blocks: int
+    """Of each of the block tables."""
     block_size: int
     """Tokens."""
     usable_bytes: float
@@ -35,12 +39,25 @@ class KVCapacity:
     kv_bytes: float
     """Left for KV."""
     block_bytes: float
-    """Of one block, on one device."""
+    """Of one block of all tables, on one device."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Tokens that the KV cache holds in all layers."""
         return self.num_blocks * self.block_size
+
+
+def kv_groups(model: ModelSpec) -> KVGroups:
+    """Return how layers, or what they keep of a token, share KV blocks where windows give KV back."""
+    sliding = model.sliding_kv_width if model.kv_width else model.num_sliding_layers
+    return KVGroups.of((model.kv_width or model.num_layers) - sliding, sliding)
+
+
+def held_bytes_per_token(model: ModelSpec, precision: Precision, num_tables: int = 1) -> float:
+    """Return what KV blocks of so many tables, and a state, take for each of their tokens."""
+    whole = model.kv_width or model.num_layers
+    share = kv_groups(model).size * num_tables / whole if num_tables > 1 else 1
+    return model.kv_bytes_per_token(precision) * share + model.state_bytes / SPREAD_OVER
 
 
 def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
@@ -53,6 +70,8 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     max_num_batched_tokens: int = USUAL_BATCHED_TOKENS,
     gpu_memory_utilization: float = 0.9,
     least_tokens: int = 1,
+    num_tables: int = 1,
+    window_length: int = 0,
 ) -> KVCapacity:
     """Return the KV blocks of one replica.
 
@@ -61,7 +80,8 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     block_size : tokens of one block.
     max_num_batched_tokens : most tokens of one step; activations are sized for them.
     gpu_memory_utilization : share of the device's memory that may be used, in (0, 1].
-    least_tokens : that the KV cache must hold.
+    least_tokens : that the KV cache must hold of one request.
+    num_tables, window_length : where windows give KV back (`KVGroups.windows`).
 
     Raises
     ------
@@ -77,14 +97,15 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     if device.id != CPU:
         activations += CONTEXT_BYTES
     block_bytes = (
-        model.held_bytes_per_token(precision)
+        held_bytes_per_token(model, precision, num_tables)
         * _most_layers(model, parallelism)
         / model.num_layers
         * kv_share(model, parallelism.tensor)
         * block_size
     )
     left = usable - weights - activations
-    kv_needed = -(-least_tokens // block_size) * block_bytes
+    windows = KVWindows.of(num_tables, window_length + max_num_batched_tokens, block_size)
+    kv_needed = windows.num_blocks(-(-least_tokens // block_size)) * block_bytes / num_tables
     if left < kv_needed:
         raise DoesNotFit(
             f"{model.name} does not fit {device.name} ({parallelism}, {precision}): a device needs "

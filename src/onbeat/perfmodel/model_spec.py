@@ -19,9 +19,6 @@ from onbeat.files import read
 from onbeat.perfmodel.precision import Precision
 from onbeat.typed import Count, Size, take
 
-SPREAD_OVER = 4096
-"""Tokens of a request over which what it holds but once is spread."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -178,15 +175,6 @@ class ModelSpec:
     def sliding_share(self, width: int, of: int) -> float:
         """Return the share of layers with a window in a sum over all layers; 0: that of the layers."""
         return width / of if of else self.num_sliding_layers / self.num_layers
-
-    def held_bytes_per_token(self, precision: Precision) -> float:
-        """Return what a request of `SPREAD_OVER` tokens holds, for each of them.
-
-        Layers with a window hold no more than that many tokens, layers of linear attention one state.
-        """
-        kept = min(self.sliding_window or SPREAD_OVER, SPREAD_OVER) / SPREAD_OVER
-        share = 1 - self.sliding_share(self.sliding_kv_width, self.kv_width) * (1 - kept)
-        return self.kv_bytes_per_token(precision) * share + self.state_bytes / SPREAD_OVER
 
     def _mlp(self, width: int) -> int:
         return (3 if self.is_gated_mlp else 2) * self.hidden_size * width

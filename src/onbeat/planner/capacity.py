@@ -147,8 +147,7 @@ def service_rate(config: SimulationConfig, step_time: StepTimeModel, load: Offer
     mean_prompt = float(load.num_prompt_tokens.mean())
     mean_output = float(load.num_output_tokens.mean())
     context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
-    num_kv_tokens = limits.num_blocks * limits.block_size
-    num_decodes = max(1, min(limits.max_num_seqs, num_kv_tokens // context, len(load)))
+    num_decodes = max(1, min(limits.max_num_seqs, limits.num_requests(context), len(load)))
     num_prompt_tokens = num_decodes * mean_prompt / mean_output
     room = max(1.0, limits.max_num_batched_tokens - num_decodes)
     num_steps_each = mean_output * max(1.0, num_prompt_tokens / room) / num_decodes

@@ -209,8 +209,7 @@ def _steady_rate(
     """
     num_prompt, num_output = bucket.num_prompt_tokens, bucket.num_output_tokens
     context = num_prompt + num_output // 2 + 1
-    num_kv_tokens = scheduler.num_blocks * scheduler.block_size
-    most = max(1, min(scheduler.max_num_seqs, num_kv_tokens // (num_prompt + num_output)))
+    most = max(1, min(scheduler.max_num_seqs, scheduler.num_requests(num_prompt + num_output)))
 
     def seconds(num_streams: int) -> float:
         """Return the time of a step for each stream's next token, with its share of new prompts."""

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from onbeat.core import slo
 from onbeat.core.errors import ConfigError
+from onbeat.core.kv_windows import KVWindows
 from onbeat.core.options import check, option
 
 SERVING_POLICIES = ("static", "orca", "prefill-first", "sarathi", "slo")
@@ -197,18 +198,20 @@ class SchedulerConfig(SchedulerLimits):
         return self.num_blocks * self.num_tables
 
     @property
-    def most_window_blocks(self) -> int:
-        """Blocks of tokens whose windowed KV a request holds at most: a window, and a step's tokens."""
-        return (
-            self.window_length + self.max_num_batched_tokens + self.num_lookahead_tokens
-        ) // self.block_size + 2
+    def windows(self) -> KVWindows:
+        """What a request holds beside its first table: of a window, and a step's tokens."""
+        num_tokens = self.window_length + self.max_num_batched_tokens + self.num_lookahead_tokens
+        return KVWindows.of(self.num_tables, num_tokens, self.block_size)
 
     @property
     def longest_request(self) -> int:
         """Tokens of the longest request that the KV cache holds."""
-        # Behind a window's blocks, only the layers that attend to everything hold more.
-        num_more = max(self.num_blocks - self.most_window_blocks, 0) * (self.num_tables - 1)
-        return (self.num_blocks + num_more) * self.block_size - self.num_lookahead_tokens
+        return self.windows.num_token_blocks(self.num_pages) * self.block_size - self.num_lookahead_tokens
+
+    def num_requests(self, num_tokens: int) -> int:
+        """Return how many requests of so many tokens the KV cache holds at a time."""
+        held = self.windows.num_blocks(-(-num_tokens // self.block_size))
+        return max(self.num_blocks * self.block_size // num_tokens, self.num_pages // held)
 
     @property
     def num_lookahead_tokens(self) -> int:

@@ -13,7 +13,15 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, find_device
 from onbeat.perfmodel.engines import NO_ENGINE, described_terms
 from onbeat.perfmodel.fitted import FitErrors
-from onbeat.perfmodel.memory import Change, Choices, KVCapacity, kv_capacity, what_fits
+from onbeat.perfmodel.memory import (
+    Change,
+    Choices,
+    KVCapacity,
+    held_bytes_per_token,
+    kv_capacity,
+    kv_groups,
+    what_fits,
+)
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by_weights
@@ -136,6 +144,8 @@ def _resolve(said: Deployment) -> Resolved:
         step_time = SpeculativeStepTime(target_time, predict("roofline", model=draft))
     # What the KV cache must hold: the longest request, where somebody said how long that is.
     least = min(limits.max_model_len or 1, model.max_position_embeddings)
+    longest = limits.max_model_len or model.max_position_embeddings
+    windows = kv_groups(model).windows(model.sliding_window, longest) if draft is None else {}
     memory, num_blocks = None, said.num_blocks
     if num_blocks is None:
         most = limits.max_num_batched_tokens  # of a step, for the memory of its activations
@@ -151,6 +161,8 @@ def _resolve(said: Deployment) -> Resolved:
             max_num_batched_tokens=most,
             gpu_memory_utilization=said.gpu_memory_utilization,
             least_tokens=least,
+            num_tables=windows.get("num_tables", 1),
+            window_length=windows.get("window_length", 0),
         )
         memory = holds(model) if draft is None else beside_draft_model(holds(model), holds(draft), least)
         num_blocks = memory.num_blocks
@@ -169,6 +181,7 @@ def _resolve(said: Deployment) -> Resolved:
             model=target_time,
             num_micro_batches=said.pipeline_parallel,
             speculation=None if speculative is None else speculative.for_scheduler(),
+            **windows,
         ),
         request_overhead=server.request_seconds if said.request_overhead is None else said.request_overhead,
         # None through stages, where vLLM refuses it too.
@@ -208,7 +221,7 @@ def _with_states(
     """
     if memory is None:
         return *scheduler_config.with_states(limits, 5 * limits.max_num_seqs), None
-    share = memory.block_bytes / (model.held_bytes_per_token(precision) * memory.block_size)  # of one device
+    share = memory.block_bytes / (held_bytes_per_token(model, precision) * memory.block_size)  # of one device
     state_bytes = model.state_bytes * share
     limits, num_snapshots = scheduler_config.with_states(
         limits, max(int(memory.kv_bytes / 2 // state_bytes), 1)
@@ -343,7 +356,8 @@ def what_binds(deployment: Deployment, error: LongerThanContext, choices: Choice
 def decode_context(load: OfferedLoad, limits: scheduler_config.SchedulerConfig) -> int:
     """Return the mean context of a decode: the load's, or what a full batch has KV memory for."""
     context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
-    return max(1, min(context, limits.num_blocks * limits.block_size // limits.max_num_seqs))
+    num_kept = limits.windows.num_token_blocks(limits.num_pages // limits.max_num_seqs) * limits.block_size
+    return max(1, min(context, max(num_kept, limits.num_blocks * limits.block_size // limits.max_num_seqs)))
 
 
 def step_times_text(deployment: Deployment, errors: FitErrors | None = None) -> str:

@@ -273,8 +273,9 @@ class VirtualFleet(FrontEnd):
             device=kind.device,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
-            num_blocks=limits.num_blocks,
+            num_blocks=limits.num_pages,
             block_size=limits.block_size,
+            windows=limits.windows,
             moves_streams=self._config.kv_link is not None and not composition(limits.policy).holds_finished,
         )
         self._tell(events.Joined(replica_id(number), told), now)

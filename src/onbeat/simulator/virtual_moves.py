@@ -235,8 +235,9 @@ class VirtualMoves(MoveExecutor[OfferedRequest, VirtualSource]):
         super().__init__()
         link = config.kv_link or _NO_LINK
         self.loop = loop
-        self._block_size = block_size = kind(0).scheduler.block_size
-        self._bytes_per_block, self._state_bytes = block_size * link.bytes_per_token, link.state_bytes
+        self._limits = limits = kind(0).scheduler
+        self._bytes_per_block = limits.block_size * link.bytes_per_token / limits.num_tables
+        self._state_bytes = link.state_bytes
         self._message_seconds, self._latency = config.fleet_times.report_seconds, link.latency
         self._kind = kind
         self._answer = answer
@@ -427,9 +428,9 @@ class VirtualMoves(MoveExecutor[OfferedRequest, VirtualSource]):
         else:
             self.loop.at(self.loop.now + delay, HEAR, partial(self._answer, event))
 
-    def block_size(self, replica: ReplicaId) -> int:  # noqa: ARG002 (all have the same)
-        """Return the tokens of a block."""
-        return self._block_size
+    def num_tokens_in(self, replica: ReplicaId, num_blocks: int) -> int:  # noqa: ARG002 (all are alike)
+        """Return the tokens of a request that holds so many blocks."""
+        return self._limits.windows.num_token_blocks(num_blocks) * self._limits.block_size
 
     def whereabouts(self, request: OfferedRequest) -> tuple[ReplicaId, str]:
         """Return the replica that has a request, and its name."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.start import build_engine, prepare
+from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.hub.files import ModelFiles
+from onbeat.perfmodel.memory import held_bytes_per_token, kv_groups
+from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.cpu.engine.tiny_models import tiny_model
 
 GEMMA3: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -51,3 +59,31 @@ def test_requests_may_be_longer_than_the_blocks_of_all_layers(tmp_path: Path) ->
     core.shutdown()
     assert info.max_model_len == 4096
     assert any("1,600" in line and "4,096" in line for line in said)
+    # 256 blocks of the first table, and 38 of each of five others: one request of 446 of 600 blocks
+    assert any(re.search(r"\b64 tokens.*\b5 groups.*\b1 of\b", line) for line in said)
+    assert info.limits.num_blocks == 600
+    assert info.limits.num_blocks_for(4096) == 256 + 5 * 38
+
+
+def test_a_model_whose_layers_all_have_windows_keeps_the_kv_of_an_eighth(tmp_path: Path) -> None:
+    values = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    values |= {"num_hidden_layers": 16, "max_position_embeddings": 8192}
+    files = ModelFiles(kind="hf", path=write_tiny_directory(tmp_path, **values), name="tiny")
+    limits = SchedulerLimits(max_num_seqs=32, max_num_batched_tokens=512)
+    asked = EngineConfig(model=files, limits=limits, load_format="dummy", dtype="float32", threads=1)
+    loader = prepare(replace(asked, kv_cache_memory_bytes=2**22))
+    model, fitted = loader.backend.model, loader.limits
+    assert (fitted.num_tables, fitted.window_length) == (8, 64)
+    assert [model.place(index, 8) for index in (0, 1, 2, 15)] == [(0, 0), (0, 1), (1, 0), (7, 1)]
+    assert fitted.max_model_len > 3 * fitted.num_blocks * fitted.block_size
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "olmo3", "mistral-sliding", "qwen2"])
+def test_an_engine_and_a_simulation_share_one_rule(name: str) -> None:
+    """Of how layers go in groups, and of what a block of all groups takes."""
+    model = tiny_model(name).weights.config
+    spec, num_tables = model_spec_of(model, name), 1 + model.num_window_groups
+    assert kv_groups(spec) == model.kv_groups
+    held = held_bytes_per_token(spec, Precision("fp32", "fp32", "fp32"), num_tables)
+    layer_bytes = 2 * model.num_kv_heads * model.head_dim * 4
+    assert held == layer_bytes * model.layers_of_block(num_tables) * num_tables

@@ -12,8 +12,9 @@ from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
 
-WINDOWED = ("gemma3", "gpt-oss", "olmo3")
-"""The windows of the first two are 20 tokens, in two layers of three, that of the last 24, in one of two."""
+WINDOWED = ("gemma3", "gpt-oss", "olmo3", "mistral-sliding")
+"""The windows of the first two are 20 tokens, in two layers of three, those of the others 24, in one of two
+and in all: of these, the first keeps the KV of all tokens."""
 every_family = each_case("name", WINDOWED)
 PROMPT_LENGTHS = (70, 31, 128, 61, 60, 29, 140, 15, 16, 44)
 

@@ -1,10 +1,13 @@
 """KV blocks from weights, activations and memory."""
 
+from typing import Any
+
 import pytest
 
 from onbeat.core.errors import ConfigError, DoesNotFit
+from onbeat.core.kv_windows import KVWindows
 from onbeat.perfmodel.device_spec import Parallelism, find_device
-from onbeat.perfmodel.memory import kv_capacity
+from onbeat.perfmodel.memory import held_bytes_per_token, kv_capacity, kv_groups
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
 
@@ -80,3 +83,35 @@ def test_bad_settings(options, message):
 def test_degrees_below_one():
     with pytest.raises(ConfigError, match="degree is 0"):
         Parallelism(0)
+
+
+def test_windows_share_the_same_memory_out_in_groups() -> None:
+    """Ten of Gemma 3's 62 layers attend to everything, half of gpt-oss', and of Mistral 7B v0.1's none."""
+    for name, groups, share in (
+        ("gemma-3-27b-pt", (10, 6), 70 / 62),
+        ("gpt-oss-20b", (12, 1), 1),
+        ("Mistral-7B-v0.1", (4, 7), 1),
+        ("Llama-3.1-8B", (32, 0), 1),
+    ):
+        model = find_model_spec(name)
+        assert kv_groups(model) == groups
+        windows = kv_groups(model).windows(model.sliding_window, model.max_position_embeddings)
+        assert windows.get("num_tables", 1) == 1 + groups[1]
+        assert kv_groups(model).windows(model.sliding_window, 128) == {}, "nothing would be given back"
+        held = held_bytes_per_token(model, Precision(), windows.get("num_tables", 1))
+        assert held == pytest.approx(model.kv_bytes_per_token(Precision()) * share)
+    # two head sizes: what layers keep counts, not how many they are
+    assert kv_groups(find_model_spec("gemma-4-E4B")) == (8192, 3)
+
+
+def test_a_request_may_be_longer_than_the_blocks_of_all_tables() -> None:
+    model = find_model_spec("gpt-oss-20b")
+    windows = kv_groups(model).windows(model.sliding_window, model.max_position_embeddings)
+    limits: dict[str, Any] = {"num_tables": 2, "window_length": 128, "max_num_batched_tokens": 512}
+    assert windows == {key: limits[key] for key in windows}
+    most = kv_capacity(model, H100, **limits)
+    longest = KVWindows.of(2, 128 + 512, 16).num_token_blocks(2 * most.num_blocks) * 16
+    assert longest > 1.9 * most.num_tokens
+    assert kv_capacity(model, H100, least_tokens=longest, **limits) == most
+    with pytest.raises(DoesNotFit):
+        kv_capacity(model, H100, least_tokens=longest + 48, **limits)

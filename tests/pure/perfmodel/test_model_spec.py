@@ -210,14 +210,6 @@ def test_linear_attention_keeps_a_state_of_each_request() -> None:
     assert find_model_spec("Qwen3-32B").state_bytes == 0
 
 
-def test_layers_with_a_window_hold_no_more_than_that() -> None:
-    oss = find_model_spec("gpt-oss-120b")
-    whole, held = (f(Precision()) for f in (oss.kv_bytes_per_token, oss.held_bytes_per_token))
-    assert held == pytest.approx(whole * (0.5 + 0.5 * 128 / 4096))
-    plain = find_model_spec("Llama-3.1-8B")
-    assert plain.held_bytes_per_token(Precision()) == plain.kv_bytes_per_token(Precision())
-
-
 def test_beside_experts_in_mxfp4_everything_else_has_sixteen_bits() -> None:
     """The sizes of the published checkpoints, GiB."""
     for name, gib in (("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from onbeat.core.fleet import ReplicaLimits
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 
 WINDOWED: dict[str, Any] = {"num_tables": 6, "window_length": 32}
@@ -69,3 +70,28 @@ def test_nobody_goes_on_from_windows_of_a_request_that_failed() -> None:
     ]
     assert second[0] == 0
     assert driver.scheduler.kv.pool.num_used_blocks == 0
+
+
+def test_a_router_knows_how_many_more_long_requests_fit() -> None:
+    """Limits and reports count the blocks of all tables: a long request holds few of these."""
+    config = make_config(num_blocks=40, enable_prefix_caching=False, max_num_seqs=16, **WINDOWED)
+    limits = ReplicaLimits(
+        max_model_len=256, max_num_seqs=16, num_blocks=config.num_pages, block_size=16, windows=config.windows
+    )
+    # ten blocks of the first table, and six of each of five others
+    assert limits.num_blocks_for(160) == 10 + 5 * 6 == config.windows.num_blocks(10)
+    assert limits.num_streams(160) == 240 / 40
+    driver = Driver(config)
+    num_fit = []
+    for index in range(8):
+        load = driver.scheduler.load(float(index))
+        assert load.num_free_blocks == driver.scheduler.kv.pool.num_free_blocks
+        num_fit.append(load.num_free_blocks // limits.num_blocks_for(160))
+        driver.add(make_request(f"r{index}", 150, 10))
+        driver.step()
+    assert num_fit[0] == 6
+    assert num_fit == sorted(num_fit, reverse=True)
+    queued = driver.scheduler.load(8.0)
+    assert queued.num_waiting == 6
+    assert queued.num_queued_blocks == -(-6 * 150 // 16) + 5 * 6 * queued.num_waiting
+    assert queued.num_wanted_blocks == max(0, limits.num_blocks_for(150) - queued.num_free_blocks)

@@ -212,11 +212,8 @@ class CheckpointBackend(ForwardBackend):
 
     def _windows(self, config: EngineConfig) -> dict[str, int]:
         """Return what `settle` must hear of layers whose windows give KV back; nothing where none do."""
-        model, window = self.model, self.model.sliding_window
-        longest = config.limits.max_model_len or model.max_position_embeddings
-        if not (self.frees_windows and model.num_window_groups and window and window < longest):
-            return {}
-        return {"num_tables": 1 + model.num_window_groups, "window_length": window}
+        longest = config.limits.max_model_len or self.model.max_position_embeddings
+        return self.model.kv_groups.windows(self.model.sliding_window, longest) if self.frees_windows else {}
 
     def _kv_bytes(self, config: EngineConfig, footprint: Footprint, free: FreeMemory) -> int:
         """Return what KV blocks and states take together."""

@@ -46,7 +46,7 @@ from onbeat.engine.weights import read_model_config
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import KNOWN_MODELS
 from onbeat.perfmodel.device_spec import Parallelism, device_ids, find_device
-from onbeat.perfmodel.memory import Change, Choices, kv_capacity, what_fits
+from onbeat.perfmodel.memory import Change, Choices, held_bytes_per_token, kv_capacity, kv_groups, what_fits
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import StepTimeDescription, roofline_predictor
 from onbeat.perfmodel.precision import Precision
@@ -127,7 +127,9 @@ class StandInBackend(ForwardBackend):
         draft: CheckpointBackend | None = None,  # noqa: ARG002 -- which `_check` refuses
     ) -> scheduler_config.SchedulerConfig:
         """Decide what the user left open, as the memory of the other device allows."""
-        return settle(_num_blocks(config, self._what))
+        model, asked = self._what.model, config.limits.max_model_len
+        windows = kv_groups(model).windows(model.sliding_window, asked or model.max_position_embeddings)
+        return settle(_num_blocks(config, self._what, windows), **windows)
 
     def build(
         self,
@@ -140,7 +142,7 @@ class StandInBackend(ForwardBackend):
             self.model,
             ordinary_ids=_ordinary_ids(self._tokenizer),
             step_seconds=roofline_predictor(self._what).step_time,
-            num_blocks=limits.num_blocks,
+            num_blocks=limits.num_pages,
             block_size=limits.block_size,
             settings={"backend": "stand-in", "stands_in_for": self.deployment},
         )
@@ -193,17 +195,21 @@ def _check(config: EngineConfig) -> None:
         )
 
 
-def _num_blocks(config: EngineConfig, description: StepTimeDescription) -> int:
+def _num_blocks(config: EngineConfig, description: StepTimeDescription, windows: Mapping[str, int]) -> int:
     limits, kv_bytes, model = config.limits, config.kv_cache_memory_bytes, description.model
     if kv_bytes is None:
-        return _blocks_that_fit(limits, description, config.gpu_memory_utilization)
+        return _blocks_that_fit(limits, description, config.gpu_memory_utilization, windows)
     block_size = limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE
-    block_bytes = int(model.kv_bytes_per_token(description.precision) * block_size)
+    held = held_bytes_per_token(model, description.precision, windows.get("num_tables", 1))
+    block_bytes = int(held * block_size)
     return num_blocks_in(kv_bytes, block_bytes, block_size)
 
 
 def _blocks_that_fit(
-    limits: scheduler_config.SchedulerLimits, what: StepTimeDescription, utilization: float
+    limits: scheduler_config.SchedulerLimits,
+    what: StepTimeDescription,
+    utilization: float,
+    windows: Mapping[str, int],
 ) -> int:
     """Return the KV blocks that the device holds beside the weights.
 
@@ -226,6 +232,7 @@ def _blocks_that_fit(
             max_num_batched_tokens=largest,
             gpu_memory_utilization=utilization,
             least_tokens=min(limits.max_model_len or 1, what.model.max_position_embeddings),
+            **windows,
         ).num_blocks
 
     def attempt(to: Change) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from onbeat.core.errors import ModelLoadError, NeedsVllm
+from onbeat.core.kv_windows import KVGroups
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
 RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "factors"]
@@ -381,21 +382,21 @@ class ModelConfig:
         return 0 if self.linear is None else self.num_linear_layers * self.linear.state_numbers
 
     @property
-    def num_window_groups(self) -> int:
-        """Groups of as many layers with a window as there are without; 0 where there are no such groups.
-
-        What lacks in the last group is memory for nothing: at most a seventh of a block.
-        """
+    def kv_groups(self) -> KVGroups:
+        """How its layers share KV blocks where windows give KV back; one group of all where none can."""
+        if self.linear is not None or self.full_heads is not None or self.num_kv_sharers:
+            return KVGroups(self.num_kv_layers, 0)
         num_sliding = sum(self.sliding_layers)
-        num_full = self.num_kv_layers - num_sliding
-        if not num_full or self.linear is not None or self.full_heads is not None or self.num_kv_sharers:
-            return 0
-        num_groups = -(-num_sliding // num_full)
-        return num_groups if 7 * self.num_kv_layers >= 6 * num_full * (num_groups + 1) else 0
+        return KVGroups.of(self.num_kv_layers - num_sliding, num_sliding)
+
+    @property
+    def num_window_groups(self) -> int:
+        """Groups of layers whose windows can give KV back."""
+        return self.kv_groups.num_windowed
 
     def layers_of_block(self, num_tables: int) -> int:
         """Return how many layers a KV block holds, of a request with so many block tables."""
-        return self.num_kv_layers - (sum(self.sliding_layers) if num_tables > 1 else 0)
+        return self.kv_groups.size if num_tables > 1 else self.num_kv_layers
 
     def place(self, layer_index: int, num_tables: int = 1) -> tuple[int, int]:
         """Return which of so many block tables is a layer's, and its number among the layers of a block.
@@ -406,7 +407,9 @@ class ModelConfig:
         number = sum(kind(index) == kind(own) for index in range(own))
         if num_tables == 1 or not kind(own):
             return 0, number
-        return 1 + number // self.layers_of_block(num_tables), number % self.layers_of_block(num_tables)
+        # Where all have windows, the first of them are those of the first table.
+        group, number = divmod(number, self.layers_of_block(num_tables))
+        return group + (not all(self.sliding_layers)), number
 
     def some_layers(self, first: int, end: int) -> ModelConfig:
         """Return a model of some of the layers alone, none of which reads one that is left out.

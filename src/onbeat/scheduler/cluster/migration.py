@@ -92,7 +92,7 @@ def _growth(load: ReplicaLoad, limits: ReplicaLimits, num_more: int) -> float:
     """Return the blocks that its streams and so many more will need beyond those that they have."""
     step = load.decode_step(num_more)
     num_steps = _GUESSED_STEPS if step is None else LOOK_AHEAD / max(step, 1e-4)
-    return (load.num_decodes + num_more) * num_steps / limits.block_size
+    return (load.num_decodes + num_more) * num_steps / limits.block_size * (1 + limits.windows.num_groups)
 
 
 _CALM_SECONDS = 0.5

@@ -51,8 +51,8 @@ class MoveExecutor(ABC, Generic[RequestT, LentT]):
         """Tell the fleet what happened."""
 
     @abstractmethod
-    def block_size(self, replica: ReplicaId) -> int:
-        """Return the tokens of a replica's blocks."""
+    def num_tokens_in(self, replica: ReplicaId, num_blocks: int) -> int:
+        """Return the tokens of a request that holds so many of a replica's blocks."""
 
     @abstractmethod
     def whereabouts(self, request: RequestT) -> tuple[ReplicaId, str]:
@@ -94,7 +94,7 @@ class MoveExecutor(ABC, Generic[RequestT, LentT]):
         task: MoveTask[LentT] = MoveTask(step.move, step.verb, move.name)
         match step.verb:
             case MoveVerb.RESERVE | MoveVerb.HOLD:
-                task.num_tokens = step.num_blocks * self.block_size(step.replica)
+                task.num_tokens = self.num_tokens_in(step.replica, step.num_blocks)
             case MoveVerb.PULL:
                 task.source, task.first_block = move.lent, step.num_blocks
             case MoveVerb.ADOPT:

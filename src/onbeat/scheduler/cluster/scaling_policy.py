@@ -285,8 +285,7 @@ class OfferedWork:
         if costs is None or limits is None or not offered.num_requests:
             return 0.0
         num_tokens, prefill = offered.num_tokens / num_replicas, offered.prefill / num_replicas
-        kv_tokens = limits.num_blocks * limits.block_size
-        num_streams = max(1.0, min(limits.max_num_seqs, kv_tokens / max(1.0, self._context)))
+        num_streams = max(1.0, min(limits.max_num_seqs, limits.num_streams(max(1.0, self._context))))
         num_steps = max(1 / offered.tbt, num_tokens / num_streams)
         fixed = max(num_steps * self._least_step, num_steps * costs.step + prefill)
         kept = self._least_step / offered.tbt

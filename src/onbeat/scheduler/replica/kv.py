@@ -322,14 +322,14 @@ class KVCacheManager:
         self.keeps_states = bool(config.num_snapshots)
         self.snapshots = Snapshots(config.num_snapshots or 0)
         self.num_tables = config.num_tables
-        self._num_groups, self._window = config.num_tables - 1, config.window_length
-        self._most_window_blocks = config.most_window_blocks
+        self._windows, self._window = config.windows, config.window_length
+        self._num_groups, self._most_window_blocks = self._windows
         self.new_pages: list[NewPages] = []  # what the model runner has yet to hear of
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that hold so many tokens, and the slots behind them."""
+    def num_blocks_for(self, num_tokens: int, num_requests: int = 1) -> int:
+        """Return the blocks that hold so many tokens of requests, and the slots behind them."""
         num_blocks = -(-(num_tokens + self._num_lookahead) // self.block_size)
-        return num_blocks + min(num_blocks, self._most_window_blocks) * self._num_groups
+        return self._windows.num_blocks(num_blocks, num_requests)
 
     def looks_up(self, state: RequestState) -> bool:
         """Return whether a cached prefix of it may be used."""

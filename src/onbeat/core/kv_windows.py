@@ -1,0 +1,70 @@
+"""How the KV of layers with a sliding window is kept: the one declaration, for engines and simulations.
+
+Layers with a window read the last tokens only. They go in groups of as many as attend to everything, each
+with block tables of its own, and give back what their windows have passed (Zhang et al., "Jenga", SOSP 2025).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_LEAST_SHARE = 8
+"""Of a model whose layers all have windows, one of so many keeps the KV of all tokens, as if it had none."""
+
+
+class KVGroups(NamedTuple):
+    """How a model's layers share KV blocks, each of which belongs to one group."""
+
+    size: int
+    """Layers, or what they keep of a token, whose KV one block has."""
+    num_windowed: int
+    """Groups whose windows give KV back, beside the first, which keeps all."""
+
+    @classmethod
+    def of(cls, full: int, sliding: int) -> KVGroups:
+        """Return the groups of a model.
+
+        What lacks in the last group is memory for nothing: at most a seventh of all, or there are no groups.
+
+        Parameters
+        ----------
+        full, sliding : layers that attend to everything and that have a window, or what they keep of a token.
+        """
+        size = full or -(-sliding // _LEAST_SHARE)
+        num_groups = -(-(full + sliding) // size)
+        is_worth_it = 7 * (full + sliding) >= 6 * size * num_groups
+        return cls(size, num_groups - 1) if is_worth_it else cls(full + sliding, 0)
+
+    def windows(self, window: int | None, longest: int) -> dict[str, int]:
+        """Return the fields of `SchedulerConfig` that say so; none where nothing would be given back.
+
+        Parameters
+        ----------
+        window : tokens that the layers with one read.
+        longest : tokens of the longest request.
+        """
+        if not self.num_windowed or window is None or window >= longest:
+            return {}
+        return {"num_tables": 1 + self.num_windowed, "window_length": window}
+
+
+class KVWindows(NamedTuple):
+    """What a request holds beside the blocks of its first table; nothing where no windows give KV back."""
+
+    num_groups: int = 0
+    most_blocks: int = 0
+    """Blocks of tokens that it holds at most in each of the groups."""
+
+    @classmethod
+    def of(cls, num_tables: int, num_tokens: int, block_size: int) -> KVWindows:
+        """Return what a request holds whose windows, and the tokens of a step, have so many tokens."""
+        return cls(num_tables - 1, num_tokens // block_size + 2)
+
+    def num_blocks(self, num_token_blocks: int, num_requests: int = 1) -> int:
+        """Return the blocks of all tables that requests of so many blocks of tokens, in sum, hold."""
+        return num_token_blocks + min(num_token_blocks, self.most_blocks * num_requests) * self.num_groups
+
+    def num_token_blocks(self, num_blocks: int) -> int:
+        """Return the most blocks of tokens of a request that holds so many blocks of all tables."""
+        # Behind a window's blocks, only the layers that attend to everything hold more.
+        return max(num_blocks // (self.num_groups + 1), num_blocks - self.most_blocks * self.num_groups)
