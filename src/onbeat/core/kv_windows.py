@@ -58,7 +58,7 @@ class KVWindows(NamedTuple):
     @classmethod
     def of(cls, num_tables: int, num_tokens: int, block_size: int) -> KVWindows:
         """Return what a request holds whose windows, and the tokens of a step, have so many tokens."""
-        return cls(num_tables - 1, num_tokens // block_size + 2)
+        return cls(num_tables - 1, num_tokens // block_size + 2) if num_tables > 1 else cls()
 
     def num_blocks(self, num_token_blocks: int, num_requests: int = 1) -> int:
         """Return the blocks of all tables that requests of so many blocks of tokens, in sum, hold."""

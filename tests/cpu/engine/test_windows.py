@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig, MemoryShare
 from onbeat.engine.start import build_engine, prepare
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.hub.files import ModelFiles
@@ -76,6 +76,20 @@ def test_a_model_whose_layers_all_have_windows_keeps_the_kv_of_an_eighth(tmp_pat
     assert (fitted.num_tables, fitted.window_length) == (8, 64)
     assert [model.place(index, 8) for index in (0, 1, 2, 15)] == [(0, 0), (0, 1), (1, 0), (7, 1)]
     assert fitted.max_model_len > 3 * fitted.num_blocks * fitted.block_size
+
+
+def test_the_default_cache_holds_the_longest_request_that_was_asked_for(tmp_path: Path) -> None:
+    """Of 340 MiB a quarter is usual, but 65,536 tokens of 2 KiB, which fit, take 128."""
+    values: dict[str, Any] = {"num_hidden_layers": 8, "max_position_embeddings": 65536}
+    files = ModelFiles(kind="hf", path=write_tiny_directory(tmp_path, **values), name="tiny")
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=65536)
+    small = MemoryShare(340 * 2**20, 1)
+    asked = EngineConfig(
+        model=files, limits=limits, load_format="dummy", dtype="float32", threads=1, memory_share=small
+    )
+    assert 0 <= prepare(asked).limits.num_blocks * 16 - 65536 <= 32
+    more = replace(asked, limits=replace(limits, max_model_len=None))
+    assert prepare(more).limits.max_model_len < 65536
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "olmo3", "mistral-sliding", "qwen2"])

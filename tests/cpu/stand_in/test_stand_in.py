@@ -106,6 +106,20 @@ def test_prefix_hits_change_nothing(alone: dict[str, list[int]]) -> None:
         assert both.token_ids[request.request_id] == alone[request.request_id.removesuffix("-again")]
 
 
+@pytest.mark.parametrize("num_blocks", [12, 400])
+def test_windows_that_give_kv_back_change_nothing(alone: dict[str, list[int]], num_blocks: int) -> None:
+    def make(**sizes: Any) -> StandInForward:
+        return make_forward(**sizes | {"num_blocks": 3 * num_blocks})
+
+    again = [replace(each, request_id=f"{each.request_id}-again") for each in make_requests()]
+    windows: dict[str, Any] = {"num_tables": 3, "window_length": 32, "num_blocks": num_blocks}
+    both = runs.run(make, make_requests(), later=again, sampler=StandInSampler(), **windows)
+    assert both.num_preemptions or num_blocks > 12
+    assert both.num_cached_tokens > 200 or num_blocks == 12
+    for name, token_ids in both.token_ids.items():
+        assert token_ids == alone[name.removesuffix("-again")]
+
+
 @pytest.mark.parametrize("num_sent", [1, 7, 16, 19])
 def test_a_resumed_stream_goes_on(alone: dict[str, list[int]], num_sent: int) -> None:
     cut = [

@@ -218,8 +218,11 @@ class CheckpointBackend(ForwardBackend):
     def _kv_bytes(self, config: EngineConfig, footprint: Footprint, free: FreeMemory) -> int:
         """Return what KV blocks and states take together."""
         spare_bytes = free.num_bytes - footprint.weight_bytes
-        default = self.default_kv_bytes(spare_bytes, footprint.step_bytes(config.limits))
-        return config.kv_cache_memory_bytes or default
+        step_bytes, longest = footprint.step_bytes(config.limits), config.limits.max_model_len or 0
+        default = self.default_kv_bytes(spare_bytes, step_bytes)
+        # What was asked for must fit, as far as there is room; drafts take slots of one more block.
+        needed = (longest // footprint.kv_cache.block_size + 2) * footprint.block_bytes * bool(longest)
+        return config.kv_cache_memory_bytes or max(default, min(needed, spare_bytes - step_bytes))
 
     def bounded(self, config: EngineConfig) -> scheduler_config.SchedulerLimits:
         """Return the limits of a configuration, within what a model that keeps states allows.

@@ -127,9 +127,14 @@ class StandInBackend(ForwardBackend):
         draft: CheckpointBackend | None = None,  # noqa: ARG002 -- which `_check` refuses
     ) -> scheduler_config.SchedulerConfig:
         """Decide what the user left open, as the memory of the other device allows."""
-        model, asked = self._what.model, config.limits.max_model_len
-        windows = kv_groups(model).windows(model.sliding_window, asked or model.max_position_embeddings)
-        return settle(_num_blocks(config, self._what, windows), **windows)
+        limits, kv_bytes, model = config.limits, config.kv_cache_memory_bytes, self._what.model
+        longest = limits.max_model_len or model.max_position_embeddings
+        windows = kv_groups(model).windows(model.sliding_window, longest)
+        if kv_bytes is None:
+            return settle(_blocks_that_fit(config, self._what, windows), **windows)
+        block_size = limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE
+        held = held_bytes_per_token(model, self._what.precision, windows.get("num_tables", 1))
+        return settle(num_blocks_in(kv_bytes, int(held * block_size), block_size), **windows)
 
     def build(
         self,
@@ -195,28 +200,14 @@ def _check(config: EngineConfig) -> None:
         )
 
 
-def _num_blocks(config: EngineConfig, description: StepTimeDescription, windows: Mapping[str, int]) -> int:
-    limits, kv_bytes, model = config.limits, config.kv_cache_memory_bytes, description.model
-    if kv_bytes is None:
-        return _blocks_that_fit(limits, description, config.gpu_memory_utilization, windows)
-    block_size = limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE
-    held = held_bytes_per_token(model, description.precision, windows.get("num_tables", 1))
-    block_bytes = int(held * block_size)
-    return num_blocks_in(kv_bytes, block_bytes, block_size)
-
-
-def _blocks_that_fit(
-    limits: scheduler_config.SchedulerLimits,
-    what: StepTimeDescription,
-    utilization: float,
-    windows: Mapping[str, int],
-) -> int:
+def _blocks_that_fit(config: EngineConfig, what: StepTimeDescription, windows: Mapping[str, int]) -> int:
     """Return the KV blocks that the device holds beside the weights.
 
     Raises
     ------
     DoesNotFit : it does not hold the longest request; the message says what was tried and fits.
     """
+    limits = config.limits
     largest = limits.max_num_batched_tokens
     if not isinstance(largest, int):
         is_by_time = composition(limits.policy or scheduler_config.DEFAULT_POLICY).is_bound_by_time
@@ -230,7 +221,7 @@ def _blocks_that_fit(
             precision=precision,
             block_size=limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE,
             max_num_batched_tokens=largest,
-            gpu_memory_utilization=utilization,
+            gpu_memory_utilization=config.gpu_memory_utilization,
             least_tokens=min(limits.max_model_len or 1, what.model.max_position_embeddings),
             **windows,
         ).num_blocks
