@@ -28,8 +28,8 @@ from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler import scheduler_config
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
-from onbeat.scheduler.replica.policies import check_policy, composition, largest_step, settle
-from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
+from onbeat.scheduler.replica.policies import check_policy, most_step_tokens, settle
+from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.simulation_config import FleetTerms, KVLink, ReplicaKind, SimulationConfig
@@ -148,17 +148,13 @@ def _resolve(said: Deployment) -> Resolved:
     windows = kv_groups(model).windows(model.sliding_window, longest) if draft is None else {}
     memory, num_blocks = None, said.num_blocks
     if num_blocks is None:
-        most = limits.max_num_batched_tokens  # of a step, for the memory of its activations
-        if not isinstance(most, int):
-            is_bound_by_time = composition(limits.policy or scheduler_config.DEFAULT_POLICY).is_bound_by_time
-            most = largest_step(target_time, limits.max_num_seqs) if is_bound_by_time else LARGEST_BUDGET
         holds = partial(
             kv_capacity,
             device=device,
             parallelism=parallelism,
             precision=precision,
             block_size=limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE,
-            max_num_batched_tokens=most,
+            max_num_batched_tokens=most_step_tokens(limits, target_time),
             gpu_memory_utilization=said.gpu_memory_utilization,
             least_tokens=least,
             num_tables=windows.get("num_tables", 1),

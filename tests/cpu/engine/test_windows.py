@@ -96,7 +96,7 @@ def test_the_default_cache_holds_the_longest_request_that_was_asked_for(tmp_path
 def test_an_engine_and_a_simulation_share_one_rule(name: str) -> None:
     """Of how layers go in groups, and of what a block of all groups takes."""
     model = tiny_model(name).weights.config
-    spec, num_tables = model_spec_of(model, name), 1 + model.num_window_groups
+    spec, num_tables = model_spec_of(model, name), 1 + model.kv_groups.num_windowed
     assert kv_groups(spec) == model.kv_groups
     held = held_bytes_per_token(spec, Precision("fp32", "fp32", "fp32"), num_tables)
     layer_bytes = 2 * model.num_kv_heads * model.head_dim * 4

@@ -78,7 +78,7 @@ def test_every_family(name: str) -> None:
 def test_windows_that_give_kv_back(name: str, drafts: bool) -> None:
     config = tiny_model(name).weights.config
     windows: dict[str, Any] = {
-        "num_tables": 1 + config.num_window_groups,
+        "num_tables": 1 + config.kv_groups.num_windowed,
         "window_length": config.sliding_window,
     }
     more: dict[str, Any] = {"speculation": fixed(3), "make_proposer": lambda: ngram(3)} if drafts else {}

@@ -29,7 +29,7 @@ def engine(request: pytest.FixtureRequest) -> TinyEngine:
 def windows_of(name: str) -> tuple[int, int]:
     config = tiny_model(name).weights.config
     assert config.sliding_window is not None
-    return 1 + config.num_window_groups, config.sliding_window
+    return 1 + config.kv_groups.num_windowed, config.sliding_window
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -183,7 +183,10 @@ class CheckpointBackend(ForwardBackend):
         windows: dict[str, int] = {}
         if draft is not None:
             footprint = footprint.beside(draft.needs(block_size))
-        elif windows := self._windows(config):
+        elif self.frees_windows:
+            longest = config.limits.max_model_len or self.model.max_position_embeddings
+            windows = self.model.kv_groups.windows(self.model.sliding_window, longest)
+        if windows:
             heads = footprint.kv_cache.heads[: self.model.layers_of_block(2)] * windows["num_tables"]
             footprint = replace(footprint, kv_cache=replace(footprint.kv_cache, heads=heads))
         free = free_for(config.memory_share, self.device.device)
@@ -209,11 +212,6 @@ class CheckpointBackend(ForwardBackend):
     def savings(self) -> Iterator[tuple[str, int]]:
         """Yield flags with which the weights would take less memory, and by how much: the least first."""
         return iter(())
-
-    def _windows(self, config: EngineConfig) -> dict[str, int]:
-        """Return what `settle` must hear of layers whose windows give KV back; nothing where none do."""
-        longest = config.limits.max_model_len or self.model.max_position_embeddings
-        return self.model.kv_groups.windows(self.model.sliding_window, longest) if self.frees_windows else {}
 
     def _kv_bytes(self, config: EngineConfig, footprint: Footprint, free: FreeMemory) -> int:
         """Return what KV blocks and states take together."""

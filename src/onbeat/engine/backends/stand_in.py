@@ -51,8 +51,7 @@ from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import StepTimeDescription, roofline_predictor
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler import scheduler_config
-from onbeat.scheduler.replica.policies import composition, largest_step
-from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
+from onbeat.scheduler.replica.policies import most_step_tokens
 from onbeat.text.tokenizer import load_tokenizer
 
 _Words = NDArray[np.uint64]
@@ -208,10 +207,7 @@ def _blocks_that_fit(config: EngineConfig, what: StepTimeDescription, windows: M
     DoesNotFit : it does not hold the longest request; the message says what was tried and fits.
     """
     limits = config.limits
-    largest = limits.max_num_batched_tokens
-    if not isinstance(largest, int):
-        is_by_time = composition(limits.policy or scheduler_config.DEFAULT_POLICY).is_bound_by_time
-        largest = largest_step(what.predictor(), limits.max_num_seqs) if is_by_time else LARGEST_BUDGET
+    largest = most_step_tokens(limits, what.predictor())
 
     def num_blocks(parallelism: Parallelism, precision: Precision) -> int:
         return kv_capacity(

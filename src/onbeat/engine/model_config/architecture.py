@@ -389,11 +389,6 @@ class ModelConfig:
         num_sliding = sum(self.sliding_layers)
         return KVGroups.of(self.num_kv_layers - num_sliding, num_sliding)
 
-    @property
-    def num_window_groups(self) -> int:
-        """Groups of layers whose windows can give KV back."""
-        return self.kv_groups.num_windowed
-
     def layers_of_block(self, num_tables: int) -> int:
         """Return how many layers a KV block holds, of a request with so many block tables."""
         return self.kv_groups.size if num_tables > 1 else self.num_kv_layers

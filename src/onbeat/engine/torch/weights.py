@@ -338,7 +338,7 @@ class _Loader:
                 head_dim=width,
                 scale=config.attention_scale,
                 window=config.layer_window(index),
-                table=config.place(index, 1 + config.num_window_groups)[0],
+                table=config.place(index, 1 + config.kv_groups.num_windowed)[0],
                 frequencies_H=rotation.frequencies_H,
                 factors_H=rotation.factors_H,
                 sinks_N=self._joined(f"{attention}.sinks") if config.has_sinks else None,

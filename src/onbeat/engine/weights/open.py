@@ -532,8 +532,8 @@ def open_checkpoint(files: ModelFiles, *, served_len: int | None = None) -> Chec
     """
     if files.kind == "gguf":
         return GgufCheckpoint(files.path, served_len)
-    config = read_model_config(files, served_len=served_len)
-    return SafetensorsCheckpoint(files.path, config, read_settings(files.path / "config.json"))
+    settings = read_settings(files.path / "config.json")  # what it refuses, vLLM may run
+    return SafetensorsCheckpoint(files.path, read_model_config(files, served_len=served_len), settings)
 
 
 def usual_form(files: ModelFiles) -> str | None:
@@ -555,7 +555,6 @@ def read_model_config(files: ModelFiles, *, served_len: int | None = None) -> Mo
     """
     if files.kind == "gguf":
         return GgufCheckpoint(files.path, served_len).config
-    read_settings(files.path / "config.json")
     generation = files.path / "generation_config.json"
     config = model_config_from_hf(
         read(dict[str, Any], files.path / "config.json", hint=_HINT),

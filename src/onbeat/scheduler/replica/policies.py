@@ -355,6 +355,14 @@ def default_token_budget(
     return max(DEFAULT_TOKEN_BUDGET, max_num_seqs)
 
 
+def most_step_tokens(limits: SchedulerLimits, model: StepTimeModel | None) -> int:
+    """Return the tokens of the largest step, for the memory of its activations."""
+    if isinstance(limits.max_num_batched_tokens, int):
+        return limits.max_num_batched_tokens
+    is_bound_by_time = composition(limits.policy or DEFAULT_POLICY).is_bound_by_time
+    return largest_step(model, limits.max_num_seqs) if is_bound_by_time else LARGEST_BUDGET
+
+
 def largest_step(model: StepTimeModel | None, max_num_seqs: int) -> int:
     """Return the tokens of the largest step that can pay where time is the budget, for its activations.
 
