@@ -228,8 +228,8 @@ class ModelLoader:
         if limits.num_tables > 1:
             num_requests = limits.num_requests(limits.max_model_len)
             say(
-                f"sliding windows of {limits.window_length:,} tokens give KV back, in {limits.num_tables - 1} "
-                f"groups of layers: room for {num_requests:,} of the longest requests"
+                f"sliding windows of {limits.window_length:,} tokens give KV back, in "
+                f"{limits.num_tables - 1} groups of layers: room for {num_requests:,} of the longest requests"
             )
         say(
             Detail(
