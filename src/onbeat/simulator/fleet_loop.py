@@ -126,11 +126,6 @@ class FleetLoop:
         member.is_gone = True
         return member.replica
 
-    def call(self, number: int) -> None:
-        """Let a replica plan at this instant, if it lives."""
-        if (member := self.members.get(number)) is not None:
-            member.call(self.now)
-
     def close(self, offered: OfferedRequest, now: float) -> None:
         """Hear of a request that ended, however it did."""
         clients = self.clients

@@ -64,11 +64,8 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     started = time.perf_counter()
     meter = ProgressMeter(on_progress, len(load))
     kept: list[RequestRecord | None] = [None] * (0 if on_record is not None else len(load))
-    end = 0.0
 
     def keep(row: int, record: RequestRecord) -> None:
-        nonlocal end
-        end = max(end, record.end)
         if on_record is None:
             kept[row] = record
         else:
@@ -81,7 +78,7 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     return SimulationResult(
         records=records,
         num_requests=len(load),
-        duration=end,
+        duration=meter.virtual_time,
         wall_seconds=time.perf_counter() - started,
         is_complete=is_complete,
         replicas=replicas,

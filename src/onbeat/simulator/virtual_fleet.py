@@ -27,16 +27,8 @@ from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_moves import VirtualMoves
 from onbeat.simulator.virtual_replica import VirtualReplica
 
-_RARE = (
-    events.Lost,
-    events.Joined,
-    events.DrainAsked,
-    events.ScaleAsked,
-    events.ScalingAsked,
-    events.Refused,
-    events.Tick,
-)
-"""Events after which the fleet may want another tick."""
+_USUAL = (events.Arrived, events.Delivered, events.Aborted, events.Reported, events.Answered)
+"""Events after which the fleet wants no other tick than before."""
 
 
 def wants_all_reports(config: SimulationConfig, router: Router) -> bool:
@@ -141,7 +133,7 @@ class VirtualFleet(FrontEnd):
 
     def _tell(self, event: events.FleetEvent, now: float) -> None:
         """Tell the fleet, and carry out what it decides, with what comes of that."""
-        if isinstance(event, _RARE):
+        if not isinstance(event, _USUAL):
             self._may_tick = True
         self._dispatcher.dispatch(event, now)
         if self._may_tick and not self._dispatcher.is_dispatching:
@@ -386,7 +378,8 @@ class VirtualFleet(FrontEnd):
             self._members[number].replica.withdraw(action.request_id, now)
         self._moves.forget(number, action.request_id)
         self._num_before.pop(action.request_id, None)
-        self._loop.call(number)
+        if (member := self._members.get(number)) is not None:
+            member.call(now)
 
     def do_refuse(self, action: events.Refuse, now: float) -> None:
         """End a request."""

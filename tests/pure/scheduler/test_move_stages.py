@@ -10,7 +10,7 @@ import pytest
 from benchmarks.policies.distserve import WAITS_FOR_CAPACITY
 from benchmarks.policies.splitwise import COPIED_AHEAD
 from onbeat.core.handover import MoveVerb
-from onbeat.scheduler.cluster.moves import RUNS, STANDS_STILL, VERBS, Course, Lack, Stage
+from onbeat.scheduler.cluster.moves import RUNS, STANDS_STILL, Course, Lack, Stage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "maintainers" / "fleet_decisions.md"
 COURSES = {"runs": RUNS, "stands still": STANDS_STILL, "copied ahead": COPIED_AHEAD}
@@ -20,15 +20,16 @@ def drawn() -> list[dict[Stage, tuple[Stage | None, ...]]]:
     """Return the tables of the section on stages."""
     text = DOCUMENT.read_text().partition("### Stages")[2].partition("What may go wrong")[0]
     tables: list[dict[Stage, tuple[Stage | None, ...]]] = []
+    stages = {each.value[0]: each for each in Stage}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
         if line.startswith("| stage |"):
             tables.append({})
         elif re.match(r"\| [a-z]", line):
             name, verb, *following = cells
-            stage = Stage(name)
-            assert VERBS[stage] == verb.strip("`")
-            tables[-1][stage] = tuple(Stage(cell) if cell else None for cell in following)
+            stage = stages[name]
+            assert stage.verb == verb.strip("`")
+            tables[-1][stage] = tuple(stages.get(cell) for cell in following)
     return tables
 
 
@@ -48,9 +49,9 @@ def reached(course: Course) -> set[Stage]:
 def test_each_stage_that_is_reached_has_a_next_one_for_each_answer(course: Course) -> None:
     for stage in reached(course) - {Stage.ADOPT}:
         expected = {Lack.NOTHING}
-        if VERBS[stage] in (MoveVerb.HOLD, MoveVerb.FREEZE):  # more is lent
+        if stage.verb in (MoveVerb.HOLD, MoveVerb.FREEZE):  # more is lent
             expected = set(Lack)
-        elif VERBS[stage] is MoveVerb.RESERVE and not (course is RUNS and stage is Stage.RESERVE):
+        elif stage.verb is MoveVerb.RESERVE and not (course is RUNS and stage is Stage.RESERVE):
             expected = {Lack.BLOCKS, Lack.NOTHING}
         assert {lack for lack in Lack if course.next[stage][lack]} == expected, stage
 

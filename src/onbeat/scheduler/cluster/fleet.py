@@ -288,7 +288,7 @@ class Fleet:
 
     def _take_all(self, replica: Replica) -> list[RoutedRequest]:
         """Take all requests from a replica that is gone; return them, those that are due first."""
-        self._migration.on_lost(replica)
+        self._migration.moves.on_lost(replica.replica_id)
         taken = sorted(replica.open.values(), key=deadline)
         for open_request in taken:
             self._requests.release(open_request, replica)
@@ -389,7 +389,8 @@ class Fleet:
         expected = members.expected()
         for name in islice(members.unused_ids(), max(0, num_replicas - len(expected))):
             replica = members.get(name)
-            replica.forgive()
+            replica.deaths.clear()
+            replica.restart_delay = 0.0
             self._start(replica, now)
         # Those that compute prompts go last, those that are not ready first, then those with the least to do,
         # the last named of them.

@@ -175,11 +175,6 @@ class Replica:
             self.restart_delay = min(2 * self.restart_delay, LONGEST_RESTART_DELAY)
         return self.restart_delay
 
-    def forgive(self) -> None:
-        """Forget its deaths: somebody asks for it again."""
-        self.deaths.clear()
-        self.restart_delay = 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:

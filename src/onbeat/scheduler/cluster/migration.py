@@ -401,10 +401,6 @@ class Migration:
         self.pool_policy.on_change()
         self.moves.on_leave(replica.replica_id)
 
-    def on_lost(self, replica: Replica) -> None:
-        """Hear that a replica is gone, before its requests are sent elsewhere."""
-        self.moves.on_lost(replica.replica_id)
-
     def advance(self, now: float) -> None:
         """Begin the moves that are due; at the end of each event."""
         self._now = now

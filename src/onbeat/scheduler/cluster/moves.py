@@ -33,41 +33,32 @@ STILL_SECONDS = 1.0
 class Stage(Enum):
     """Where a move is: what has been asked for and not been answered."""
 
-    PROMPT = "prompt"
+    PROMPT = "prompt", MoveVerb.HOLD
     """The source is to lend the first blocks of a prompt that it computes."""
-    RESERVE = "reserve"
+    RESERVE = "reserve", MoveVerb.RESERVE
     """The destination is to reserve a slot and blocks."""
-    LEND = "lend"
+    LEND = "lend", MoveVerb.HOLD
     """The source is to lend what is full by now."""
-    RESERVE_MORE = "reserve more"
+    RESERVE_MORE = "reserve more", MoveVerb.RESERVE
     """The destination is to reserve more: the request has outgrown what it keeps."""
-    COPY = "copy"
+    COPY = "copy", MoveVerb.PULL
     """The destination copies, while the request runs on or its prompt is computed."""
-    FREEZE = "freeze"
+    FREEZE = "freeze", MoveVerb.FREEZE
     """The source is to take the request out of its batch, and to lend all that it has."""
-    RESERVE_REST = "reserve for the rest"
-    COPY_REST = "copy the rest"
-    ADOPT = "adopt"
+    RESERVE_REST = "reserve for the rest", MoveVerb.RESERVE
+    COPY_REST = "copy the rest", MoveVerb.PULL
+    ADOPT = "adopt", MoveVerb.ADOPT
     """The destination is to go on with it."""
-    NOWHERE = "nowhere"
+    NOWHERE = "nowhere", None
     """Nothing is asked for: no replica has capacity."""
-    GIVING_UP = "giving up"
+    GIVING_UP = "giving up", MoveVerb.FREEZE
     """The freeze could not be taken back: once it is answered the request is put back."""
 
+    def __init__(self, _text: str, verb: MoveVerb | None) -> None:
+        self.verb = verb
+        """What has been asked for."""
 
-VERBS = {
-    Stage.PROMPT: MoveVerb.HOLD,
-    Stage.RESERVE: MoveVerb.RESERVE,
-    Stage.LEND: MoveVerb.HOLD,
-    Stage.RESERVE_MORE: MoveVerb.RESERVE,
-    Stage.COPY: MoveVerb.PULL,
-    Stage.FREEZE: MoveVerb.FREEZE,
-    Stage.RESERVE_REST: MoveVerb.RESERVE,
-    Stage.COPY_REST: MoveVerb.PULL,
-    Stage.ADOPT: MoveVerb.ADOPT,
-    Stage.GIVING_UP: MoveVerb.FREEZE,
-}
-"""What each stage waits for."""
+
 FROZEN = frozenset((Stage.RESERVE_REST, Stage.COPY_REST, Stage.ADOPT))
 """Stages in which the request has left its batch for this move."""
 
@@ -189,7 +180,7 @@ class Move:
         num_blocks : that the source lends by now, of `hold` and `freeze`.
         """
         lack = Lack.NOTHING
-        verb = VERBS[self.stage]
+        verb = self.stage.verb
         if verb is MoveVerb.PULL:
             self.num_copied = self.num_held
         elif verb in (MoveVerb.HOLD, MoveVerb.FREEZE):
@@ -334,7 +325,7 @@ class Moves:
     def on_answer(self, event: Answered, now: float) -> None:
         """Hear what came of a step; an answer that nobody waits for is ignored."""
         move = self._by_id.get(event.move)
-        if move is None or event.verb != VERBS.get(move.stage):
+        if move is None or event.verb != move.stage.verb:
             return
         if move.stage is Stage.GIVING_UP:
             self._forget(move)
@@ -378,7 +369,7 @@ class Moves:
 
     def _on_refusal(self, move: Move) -> None:
         """Let a request stay whose move has met with a refusal."""
-        match VERBS[move.stage]:
+        match move.stage.verb:
             case MoveVerb.RESERVE if move.course.waits_for_capacity and move.stage is Stage.RESERVE:
                 del self._to[move.destination][move.request_id]
                 move.stage, move.until = Stage.NOWHERE, inf
@@ -393,7 +384,8 @@ class Moves:
 
     def _ask(self, move: Move, stage: Stage, now: float) -> None:
         move.enter(stage, now)
-        verb = VERBS[stage]
+        verb = stage.verb
+        assert verb is not None
         at_source = verb in (MoveVerb.HOLD, MoveVerb.FREEZE)
         self._tell(move, verb, move.source if at_source else move.destination)
 
