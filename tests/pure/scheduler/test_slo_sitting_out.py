@@ -1,4 +1,4 @@
-"""Streams that sit out, stalls and classes under `slo`."""
+"""Streams that sit out, and classes under `slo`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode
 from onbeat.core.step import SchedulerOutput
 from onbeat.scheduler.replica.slo import composer as composition
-from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.view import RunningView, prefill_jobs
+from onbeat.scheduler.replica.slo.view import prefill_jobs
 from tests.pure.scheduler.slo_watch import Watch
-from tests.pure.scheduler.timed import FakeStepTime, make_config, make_request
+from tests.pure.scheduler.timed import FakeStepTime, make_request
 
 
 class TestSittingOut:
@@ -88,24 +87,6 @@ class TestSittingOut:
         rows = [{row.request_id for row in step.rows} for step in driver.log[num_before:]]
         assert len(rows) > 20
         assert all(names == {"s"} for names in rows)
-
-
-class TestStalls:
-    @pytest.mark.parametrize(("mode", "reserve"), [("stream", 0.95), ("gap", 0.0)])
-    def test_streams_earn_more_for_a_while(self, mode, reserve):
-        step_rules = composition.StepRules(
-            make_config(slo_mode=mode), CostModel(FakeStepTime(), None), lambda _: 1.0
-        )
-        view = RunningView([], 0.0, 0.0)
-        view.tightest, view.deadline = 0.1, 2.0
-        step_rules.tightest = view.tightest
-        before = step_rules.limit(view, 0.01, 1.5)
-        step_rules.note_steps(0.0, [0.05, 1.1, 1.15])
-        assert step_rules.slack_reserve(1.5) == pytest.approx(reserve)
-        after = step_rules.limit(view, 0.01, 1.5)
-        assert after == pytest.approx(0.075 if reserve else before)
-        assert step_rules.limit(view, 0.09, 1.5) > 0.09, "decodes never sit out for it"
-        assert step_rules.slack_reserve(1.1 + composition.STALL_MEMORY) == 0.0
 
 
 class TestClasses:

@@ -182,7 +182,7 @@ class StepFeedback:
             return
         self.model.observe(shape, now - begun)
         if self.rules is not None:
-            self.rules.note_steps(begun, (now,))
+            self.rules.cost_model.count()
 
     def observe_guides(self, num_rows: int, seconds: float) -> None:
         """Learn what grammars took of the next step that is observed."""

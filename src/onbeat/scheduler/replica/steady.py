@@ -172,7 +172,7 @@ class SteadyRun:
             num += num_learnt
             feedback.last_end = ends[num - 1]
             if rules is not None:
-                rules.note_steps(begun, some[:num_learnt])
+                rules.cost_model.count(num_learnt)
         return num, goes_on
 
     def _note_deliveries(self, ends: Sequence[float]) -> None:

@@ -37,11 +37,6 @@ GAP_QUANTILE = CERTAIN
 hundred is what a request's P99 gap allows. In `stream` mode longer and shorter steps even out: the mean."""
 EARNED_SHARE = 1 / 32
 """Of a TBT objective that a step leaves to its streams: they earn the time to outlast a stall."""
-EARNED_AFTER_STALL, STALL_MEMORY = 1 / 4, 100.0
-"""The same after a step that took longer than any is planned to: for so many times the time that it took
-beyond an objective, which streams then keep as slack."""
-LONGEST_STALL = 32
-"""TBT objectives, what streams then earn in 128 tokens: most answers end before they have earned more."""
 SPENT_SHARE, SPENT_WHILE_IT_GROWS = 1 / 4, 1 / 2
 """Of the slack of the most urgent stream, what one step may take; and while the queue grows."""
 LONGEST_GAP = 2.0
@@ -84,31 +79,6 @@ class StepRules:
         self.mode, self.shed_order = config.slo_mode, config.shed_order
         self.longest_wait = inf if config.max_queue_seconds is None else config.max_queue_seconds
         self.tightest = inf
-        self._slack_reserve, self._stalled_until = 0.0, -inf
-
-    def note_steps(self, begun: float, ends: Sequence[float]) -> None:
-        """Hear of steps that followed one another: costs are taken anew now and then, and stalls noted.
-
-        A step that took longer than any is planned to is a stall.
-
-        Parameters
-        ----------
-        begun, ends : when the first began, and when each of them ended; no more than `cost_model.num_left`.
-        """
-        longest = (1 + self.longest_gap) * self.tightest
-        if ends[-1] - begun > longest and self.mode == "stream":
-            for start, end in zip((begun, *ends), ends, strict=False):
-                beyond = end - start - self.tightest
-                if end - start > longest and beyond <= LONGEST_STALL * self.tightest:
-                    self._slack_reserve, self._stalled_until = beyond, end + STALL_MEMORY * beyond
-        cost_model = self.cost_model
-        cost_model.num_left -= len(ends)  # as `count`, whose call would be one more a step
-        if not cost_model.num_left:
-            cost_model.take()
-
-    def slack_reserve(self, start: float) -> float:
-        """Return the slack that streams should keep for the next stall, seconds."""
-        return self._slack_reserve if start < self._stalled_until else 0.0
 
     def limit(
         self,
@@ -129,12 +99,8 @@ class StepRules:
         slack = view.deadline - start
         objective = self.tightest_limit(view.tightest)
         if self.mode == "stream" and objective < inf:
-            reserve = self.slack_reserve(start)
-            if reserve:  # not at once: streams that were begun with longer steps would leave prompts nothing
-                earned = (1 - EARNED_AFTER_STALL) * view.tightest
-                objective = min(objective, max(earned, (objective + decode_seconds) / 2))
             spent = self.spent_while_it_grows if queue_grows else self.spent
-            objective = max(objective, min(spent * (slack - reserve), self.longest_gap * view.tightest))
+            objective = max(objective, min(spent * slack, self.longest_gap * view.tightest))
         if view.paces:
             paced = PACED_BEHIND_STREAMS if streams_first else PACED_SHARE
             pace = min([each for each in view.paces if each >= decode_seconds] or view.paces)
@@ -187,8 +153,7 @@ class StepRules:
         start : when the next step may start, seconds.
         """
         slo = state.request.slo
-        needed = self.slack_tokens * state.slo.tbt + self.slack_reserve(start)
-        return deadline - start > needed and slo is not None and slo.e2e is None
+        return deadline - start > self.slack_tokens * state.slo.tbt and slo is not None and slo.e2e is None
 
     def is_late_if_it_waits(self, kept: Sequence[PromptJob], prefill: PrefillShare, now: float) -> bool:
         """Whether one of the prompts that wait is late if they do for another step.
@@ -467,8 +432,7 @@ class SLOComposer(Composer):
        earn; before the earliest of their deadlines, so that a stream that is behind has decodes run alone
        until it has caught up; and before the shortest pace of an e2e objective that decodes alone can keep,
        but prompts keep a part of it. While all streams are far ahead (`stream` mode), it may take a part of
-       that, up to two objectives; a larger part while prompts wait that cannot be in time. For a while after
-       a stall they earn more.
+       that, up to two objectives; a larger part while prompts wait that cannot be in time.
     2. Prompts go by deadline. Those that cannot all be in time are sorted out (Moore and Hodgson); what time
        the others leave goes to them, and then to best effort.
     3. For a prompt that lacks a slot or memory and would be late by waiting, requests without objectives are
