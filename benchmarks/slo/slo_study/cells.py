@@ -50,6 +50,9 @@ OBJECTIVES: dict[str, tuple[SLOClass, ...]] = {
     "1s-100ms": _one(1.0, 0.1),
     "2s-250ms": _one(2.0, 0.25),
     "mix": _thirds(fast=SLO(ttft=0.5, tbt=0.03), usual=SLO(ttft=2, tbt=0.1), slow=SLO(ttft=10, tbt=0.5)),
+    "tight-mix": _thirds(
+        fast=SLO(ttft=0.5, tbt=0.03), usual=SLO(ttft=1, tbt=0.04), slow=SLO(ttft=2, tbt=0.05)
+    ),
     "5s-50ms": _one(5.0, 0.05),
     "500ms-100ms": _one(0.5, 0.1),
     "10s-30ms": _one(10.0, 0.03),
@@ -57,7 +60,7 @@ OBJECTIVES: dict[str, tuple[SLOClass, ...]] = {
     "20s-e2e": (SLOClass(name="all", slo=SLO(e2e=20.0)),),
     "e2e-mix": _thirds(fast=SLO(ttft=1.0, tbt=0.1), answers=SLO(e2e=30.0), slow=SLO(ttft=10.0, e2e=120.0)),
 }
-MIXES = ("mix", "e2e-mix")
+MIXES = ("mix", "tight-mix", "e2e-mix")
 WITHOUT_MODES = ("2s", "20s-e2e")
 """Without a TBT objective both modes are one."""
 

@@ -33,6 +33,7 @@ TRACES = {
 """With their own arrival times."""
 DRAWN = {
     "poisson": "azure2023_conv.csv.gz",
+    "wave": "azure2023_conv.csv.gz",
     "sharegpt": "sharegpt_8k_lengths_llama2tok.csv.gz",
     "arxiv": "arxiv_4k_lengths_llama2tok.csv.gz",
 }
@@ -48,7 +49,13 @@ MADE = {
 """Mixtures of (share, mean prompt, mean output), log-normal around these."""
 MADE_SIGMA = 0.5
 """Of the logarithm of a length; a fifth of the lengths are above 1.3 times their mean."""
-WORKLOADS = (*TRACES, *DRAWN, *MADE)
+WORKLOADS = (*TRACES, *DRAWN, *MADE, "agents")
+WAVE_REQUESTS, WAVE_HEIGHT = 480.0, 0.6
+"""Of a wave from crest to crest, and how far its rate is above and below the mean."""
+AGENTS, AGENT_CALLS = 40, 8
+"""Sessions at a time, which call in turns, and the calls of each: a call holds all earlier ones."""
+AGENT_BLOCKS, CALL_BLOCKS, BLOCK_SIZE = 4, 1, 512
+"""KV blocks of the prompt that all share, what each call adds, and tokens of a block."""
 _GOLDEN = 0.6180339887498949
 """Its multiples spread over the unit interval however many there are."""
 
@@ -96,9 +103,15 @@ def make_load(key: LoadKey) -> OfferedLoad:
     """
     if key.workload in TRACES:
         return _window(key)
+    if key.workload == "agents":
+        return _agents(key)
     rng = np.random.default_rng([key.seed, 1])
     count = key.num_requests
     arrivals = gamma_arrivals(count, rate=1.0, rng=np.random.default_rng([key.seed, 3]))
+    if key.workload == "wave":
+        times = np.linspace(0.0, arrivals[-1] + WAVE_REQUESTS, 64 * (count + 1))
+        turn = 2 * np.pi / WAVE_REQUESTS
+        arrivals = np.interp(arrivals, times + WAVE_HEIGHT / turn * (1 - np.cos(turn * times)), times)
     if key.workload in MADE:
         prompts, outputs = _draw_mixture(MADE[key.workload], key)
         outputs = np.minimum(outputs, key.max_model_len - 1)
@@ -112,6 +125,27 @@ def make_load(key: LoadKey) -> OfferedLoad:
         arrivals=arrivals,
         num_prompt_tokens=np.maximum(1, prompts),
         num_output_tokens=np.maximum(1, outputs),
+    )
+
+
+def _agents(key: LoadKey) -> OfferedLoad:
+    """Return sessions whose calls share a growing prefix."""
+    rows = np.arange(key.num_requests)
+    groups, inside = np.divmod(rows, AGENTS * AGENT_CALLS)
+    calls, sessions = inside // AGENTS, inside % AGENTS + groups * AGENTS
+    rng = np.random.default_rng([key.seed, 6])
+    first = AGENT_BLOCKS + sessions * CALL_BLOCKS * AGENT_CALLS
+    block_ids = tuple(
+        (*range(AGENT_BLOCKS), *range(own, own + CALL_BLOCKS * (call + 1)))
+        for own, call in zip(first.tolist(), calls.tolist(), strict=True)
+    )
+    return OfferedLoad(
+        name=key.workload,
+        arrivals=gamma_arrivals(key.num_requests, rate=1.0, rng=rng),
+        num_prompt_tokens=np.array([len(ids) * BLOCK_SIZE for ids in block_ids]),
+        num_output_tokens=rng.integers(20, 200, key.num_requests),
+        block_ids=block_ids,
+        block_size=BLOCK_SIZE,
     )
 
 
