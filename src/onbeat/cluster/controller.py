@@ -224,7 +224,14 @@ class FleetController:
     def do_send(self, action: events.Send, now: float) -> None:
         """Send a request to a replica."""
         self.streams.before_send(action, now)
-        self._send_request(action.replica, self.streams.open[action.request_id], stops=action.stops)
+        life, open_request = self.lives[action.replica], self.streams.open[action.request_id]
+        attempt = open_request.next_attempt(action.replica)
+        if offset := self.clock_offset(action.replica):
+            attempt = by_their_clock(attempt, offset)
+        self.streams.on_sent(open_request)
+        if not self._wire.send(life.name, messages.AddRequest(attempt, action.stops)):
+            # After this round: the fleet has sent it more, perhaps, and must hear of the loss once.
+            asyncio.get_running_loop().call_soon(self._lose, life, "it has no connection any more")
 
     def do_withdraw(self, action: events.Withdraw, now: float) -> None:  # noqa: ARG002
         """Take a request from a replica."""
@@ -257,16 +264,6 @@ class FleetController:
         """End a replica."""
         self.processes.stop(action.replica)
         self.changed.set()
-
-    def _send_request(self, replica: ReplicaId, open_request: OpenRequest, *, stops: bool) -> None:
-        life = self.lives[replica]
-        attempt = open_request.next_attempt(replica)
-        if offset := self.clock_offset(replica):
-            attempt = by_their_clock(attempt, offset)
-        self.streams.on_sent(open_request)
-        if not self._wire.send(life.name, messages.AddRequest(attempt, stops)):
-            # After this round: the fleet has sent it more, perhaps, and must hear of the loss once.
-            asyncio.get_running_loop().call_soon(self._lose, life, "it has no connection any more")
 
     def send(self, replica: ReplicaId, message: messages.ToEngine) -> None:
         """Send a message to a replica; it is lost with the replica."""

@@ -11,12 +11,12 @@ How many replicas a fleet has: as many as are asked for, or as it decides itself
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import count, islice
 from math import inf
 from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ReplicaId
+from onbeat.core.fleet import ReplicaId, replica_id
 from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.membership import (
     FleetRules,
@@ -387,7 +387,8 @@ class Fleet:
         """Start replicas, or let some end, until so many serve or will."""
         members = self._members
         expected = members.expected()
-        for name in islice(members.unused_ids(), max(0, num_replicas - len(expected))):
+        unused = (name for name in map(replica_id, count()) if self.state(name) is ReplicaState.STOPPED)
+        for name in islice(unused, max(0, num_replicas - len(expected))):
             replica = members.get(name)
             replica.deaths.clear()
             replica.restart_delay = 0.0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import count
 from math import inf
 from operator import attrgetter
 
@@ -283,13 +282,6 @@ class Membership:
         """Return the replicas that serve or will."""
         live = self.having(ReplicaState.STARTING, ReplicaState.READY, ReplicaState.DRAINING)
         return [each for each in live if each.state is ReplicaState.READY or each.is_coming]
-
-    def unused_ids(self) -> Iterator[ReplicaId]:
-        """Yield those of r0, r1, ... that no replica has, or that one had which has stopped."""
-        for number in count():
-            known = self.replicas.get(name := fleet.replica_id(number))
-            if known is None or known.state is ReplicaState.STOPPED:
-                yield name
 
     def status(self, num_waiting: int, scaling: fleet.ScalingView | None = None) -> FleetStatus:
         """Return how everything stands.

@@ -389,7 +389,11 @@ class SLORouter(routing.Router):
 
     def _bids(self, request: RoutingRequest, now: float, excluded: Collection[int]) -> list[_Bid]:
         """Return what is known at once of the replicas to look at, those first that may be the cheapest."""
-        reference, num_tokens = self._reference, request.num_prompt_tokens + request.num_output_tokens
+        if not self._members:
+            return []
+        # The costs by which the work of a choice is measured, wherever it is done.
+        reference = self._views[next(iter(self._members))].load.costs or _UNKNOWN_COSTS
+        num_tokens = request.num_prompt_tokens + request.num_output_tokens
         holders = self._prefixes.look_up(request.block_hashes)
         bids = []
         for number in self._candidates(holders, excluded):
@@ -428,10 +432,3 @@ class SLORouter(routing.Router):
             wait += view.capacity_wait(deadline, bid.num_blocks, now)
         last_choice = self._last_choices.get(number, -1)
         return _Offer(bid.work + _PRICE * wait, view.num_requests, last_choice, number, bid, first_token)
-
-    @property
-    def _reference(self) -> PrefillCosts:
-        """The costs by which the work of a choice is measured, wherever it is done."""
-        first = next(iter(self._members), None)
-        costs = None if first is None else self._views[first].load.costs
-        return costs or _UNKNOWN_COSTS
