@@ -69,6 +69,6 @@ async def test_processes_see_their_own_devices_and_a_replica_too_many_says_so(tm
         await until(lambda: all(is_ready(client, each) for each in ("r0", "r1")))
         assert {path.read_text() for path in tmp_path.iterdir()} == {"4", "6"}
         with pytest.raises(InvalidRequest, match="CUDA devices: 2"):
-            client.scale(3)
+            await client.scale(3)
         client.controller.ask(ScaleAsked(3))  # as where one that drains still has its devices
         await until(lambda: "r2 has got no CUDA device" in caplog.text)

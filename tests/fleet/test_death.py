@@ -236,7 +236,7 @@ async def test_a_replica_that_dies_again_and_again_stays_down() -> None:
         assert not client.is_alive
         with pytest.raises(Overloaded, match="no replica"):
             await collect(client, make_request("late"))
-        client.scale(1)
+        await client.scale(1)
         await until(lambda: client.is_ready)
         await check_all(start_requests(client, 2, "again"))
 

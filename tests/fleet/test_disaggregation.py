@@ -82,7 +82,7 @@ async def test_engines_that_plan_a_step_ahead_hand_over_as_well() -> None:
     async with moving_fleet(3, num_prefill=1, max_in_flight_steps=2) as client:
         started = start_requests(client, 8, num_prompt=LONG, max_tokens=120)
         await until(lambda: client.counts.moves["prefill", "moved"] >= 4)
-        client.drain("r1", seconds=60, restarts=True)
+        await client.drain("r1", seconds=60, restarts=True)
         await check_all(started)
         assert client.counts.moves["drain", "moved"] >= 1
         assert client.counts.num_resumed == 0

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.cluster.streams import MOST_AT_ONCE, HandOut, OpenRequest
+from onbeat.cluster.gate import MOST_AT_ONCE, ClientStream, HandOut
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.protocols import Delivery
-from onbeat.core.request import Request, RequestOutput
+from onbeat.core.request import RequestOutput
 from onbeat.core.slo import SLO, Fate, ShedMode
 from onbeat.engine.messages import TOLD_TOKENS, WINDOW_TOKENS
 from tests.fleet.fleets import check_all, collect, expected_tokens, fleet_of, make_request, start_requests
 from tests.waiting import until
 
 
-def stream_of(name: str, caller: str) -> OpenRequest:
-    return OpenRequest(Request(request_id=name, prompt_token_ids=(1,), caller=caller))
+def stream_of(name: str, caller: str) -> ClientStream:
+    return ClientStream(name, caller)
 
 
 def item(number: float) -> Delivery:
@@ -31,15 +31,14 @@ def item(number: float) -> Delivery:
 class Watched(deque[tuple[str, str, float]]):
     """The order in which streams get what is for them: caller, stream, number."""
 
-    def watch(self, stream: OpenRequest) -> OpenRequest:
-        put = stream.stream.put_nowait
-        request = stream.request
+    def watch(self, stream: ClientStream) -> ClientStream:
+        put = stream.queue.put_nowait
 
         def put_nowait(each: Delivery) -> None:
-            self.append((request.caller, request.request_id, each.time))
+            self.append((stream.caller, stream.request_id, each.time))
             put(each)
 
-        stream.stream.put_nowait = put_nowait  # type: ignore[method-assign,assignment]
+        stream.queue.put_nowait = put_nowait  # type: ignore[method-assign,assignment]
         return stream
 
 
@@ -85,7 +84,7 @@ def test_each_stream_has_all_in_order_and_callers_take_turns(
 async def _handed(puts: list[tuple[int, int]], turns: list[bool]) -> Watched:
     """Put numbered items; let the event loop go on behind each `True`, all the turns over again."""
     hand_out, order = HandOut(), Watched()
-    streams: dict[tuple[int, int], OpenRequest] = {}
+    streams: dict[tuple[int, int], ClientStream] = {}
     for number, (caller, stream) in enumerate(puts):
         if (caller, stream) not in streams:
             streams[caller, stream] = order.watch(stream_of(f"{caller}-{stream}", str(caller)))
@@ -191,7 +190,7 @@ async def test_a_stream_that_moves_while_nobody_takes_it_loses_nothing() -> None
         open_request = client.streams.open["left"]
         await until(lambda: len(open_request.token_ids) >= WINDOW_TOKENS)
         assert open_request.replica is not None
-        client.drain(open_request.replica, seconds=0.0, restarts=True)
+        await client.drain(open_request.replica, seconds=0.0, restarts=True)
         async for delivery in stream:
             tokens += delivery.output.new_token_ids
         assert tokens == expected_tokens(left)

@@ -62,7 +62,7 @@ async def test_a_replica_that_drains_moves_what_runs_there() -> None:
     async with moving_fleet(2) as client:
         started = start_requests(client, 20, max_tokens=150)
         await until(partial(have_begun, client, 20))
-        client.drain("r0", seconds=600, restarts=False)
+        await client.drain("r0", seconds=600, restarts=False)
         await until(lambda: state_of(client, "r0") == "stopped")
         await check_all(started)
         assert num_moved(client.counts) == 10
@@ -77,7 +77,7 @@ async def test_moves_between_machines() -> None:
     async with moving_fleet(2, launcher=RemoteLauncher()) as client:
         started = start_requests(client, 4, max_tokens=200)
         await until(partial(have_begun, client, 4))
-        client.drain("r1", seconds=60, restarts=False)
+        await client.drain("r1", seconds=60, restarts=False)
         await until(lambda: state_of(client, "r1") == "stopped")
         await check_all(started)
         assert num_moved(client.counts) == 2
@@ -89,7 +89,7 @@ async def test_without_a_way_to_copy_streams_end_where_they_are() -> None:
     async with moving_fleet(2, moves_kv=False) as client:
         started = start_requests(client, 4, max_tokens=100)
         await until(partial(have_begun, client, 4))
-        client.drain("r1", seconds=60, restarts=False)
+        await client.drain("r1", seconds=60, restarts=False)
         await check_all(started)
         await until(lambda: state_of(client, "r1") == "stopped")
         assert num_moved(client.counts) == client.counts.num_resumed == 0
@@ -111,7 +111,7 @@ async def test_a_death_at_any_stage_loses_nothing(verb: MoveVerb, victim: str) -
         killed = "r0" if victim == "source" else "r1"
         process_id = pid_of(client, killed)
         seen = at_step(client, verb, lambda _: os.kill(process_id, signal.SIGKILL))
-        client.drain("r0", seconds=60, restarts=True)
+        await client.drain("r0", seconds=60, restarts=True)
         await until(lambda: seen)
         await check_all(started)
         assert client.counts.num_failed == 0
@@ -134,7 +134,7 @@ async def test_who_goes_away_during_a_move_leaves_nothing_behind(verb: MoveVerb)
 
         for replica in ("r0", "r1"):
             at_step(client, verb, leave)
-            client.drain(replica, seconds=60, restarts=True)
+            await client.drain(replica, seconds=60, restarts=True)
             await until(partial(_is_back, client, replica))
         await asyncio.wait({other})
         assert not client.streams.open
@@ -169,7 +169,7 @@ async def test_a_destination_that_stands_still_holds_no_stream_up() -> None:
         await until(partial(have_begun, client, 4))
         process_id = pid_of(client, "r1")
         at_step(client, MoveVerb.ADOPT, lambda _: os.kill(process_id, signal.SIGSTOP))
-        client.drain("r0", seconds=60, restarts=True)
+        await client.drain("r0", seconds=60, restarts=True)
         await check_all(started)
         assert client.counts.num_failed == 0
 
@@ -180,7 +180,7 @@ async def test_streams_leave_a_replica_that_runs_out_of_memory_for_a_new_one(rul
     async with moving_fleet(1, num_blocks=96, move_rule=rule, router="freeness") as client:
         started = start_requests(client, 7, num_prompt=110, max_tokens=300)
         await until(partial(have_begun, client, 7))
-        client.scale(2)
+        await client.scale(2)
         await check_all(started)
         assert client.counts.moves[why, "moved"] >= 1
         if rule == "llumnix":  # mend also sends elsewhere what was preempted, and has nothing to move
@@ -206,7 +206,7 @@ async def test_what_waits_for_blocks_begins_where_there_is_room() -> None:
         # 64 blocks hold 1,024 tokens: one of these streams at a time, and the others wait or are preempted.
         started = start_requests(client, 4, num_prompt=40, max_tokens=800)
         await until(partial(have_begun, client, 4))
-        client.scale(2)
+        await client.scale(2)
         await until(partial(is_ready, client, "r1"), timeout=60)
         assert any(view.num_outstanding > 1 for view in client.replicas()), "it came too late for this test"
         # With its KV, as it is about to be preempted, or without, once it waits.

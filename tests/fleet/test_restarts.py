@@ -50,7 +50,7 @@ async def test_what_does_not_end_in_time_moves() -> None:
     async with fleet_of(2) as client:
         started = start_requests(client, 4, max_tokens=400)
         await until(lambda: all(view.num_streaming == 2 for view in client.replicas()))
-        client.drain("r1", seconds=0.2, restarts=False)
+        await client.drain("r1", seconds=0.2, restarts=False)
         await until(lambda: state_of(client, "r1") == "stopped", timeout=3)
         await check_all(started)
         assert client.counts.num_resumed == 2
@@ -69,7 +69,7 @@ async def test_all_are_started_again_one_after_another_without_an_error() -> Non
                 assert await collect(client, request) == expected_tokens(request)
 
         users = [asyncio.create_task(keep_asking()) for _ in range(6)]
-        client.restart()
+        await client.restart()
         await until(lambda: all(lives_of(client, replica) == 2 for replica in ("r0", "r1")), timeout=20)
         is_over = True
         await asyncio.gather(*users)
@@ -81,16 +81,16 @@ async def test_a_round_of_restarts_goes_on_when_the_replica_it_waits_for_is_scal
     async with fleet_of(3) as client:
         started = start_requests(client, 3, max_tokens=400)
         await until(lambda: all(view.num_streaming == 1 for view in client.replicas()))
-        client.restart()
+        await client.restart()
         await until(lambda: state_of(client, "r0") == "draining")
         with pytest.raises(InvalidRequest, match="under way"):
-            client.restart()
-        client.drain("r0", seconds=30, restarts=False)
+            await client.restart()
+        await client.drain("r0", seconds=30, restarts=False)
         await check_all(started)
         await until(lambda: all(lives_of(client, replica) == 2 for replica in ("r1", "r2")), timeout=30)
         assert [view.replica for view in client.replicas()] == ["r1", "r2"]
         await until(lambda: all(is_ready(client, replica) for replica in ("r1", "r2")))
-        client.restart()
+        await client.restart()
         await until(lambda: all(lives_of(client, replica) == 3 for replica in ("r1", "r2")), timeout=30)
 
 
@@ -98,10 +98,10 @@ async def test_a_round_of_restarts_leaves_alone_what_starts_or_ends_already() ->
     async with fleet_of(3) as client:
         started = start_requests(client, 3, max_tokens=400)
         await until(lambda: all(view.num_streaming == 1 for view in client.replicas()))
-        client.drain("r2", seconds=30, restarts=False)
+        await client.drain("r2", seconds=30, restarts=False)
         send_signal(client, "r0", signal.SIGKILL)
         await until(lambda: state_of(client, "r0") == "starting" and "r0" in client.controller.lives)
-        client.restart()
+        await client.restart()
         await until(lambda: lives_of(client, "r1") == 2, timeout=30)
         await check_all(started)
         await until(lambda: state_of(client, "r2") == "stopped")
@@ -139,7 +139,7 @@ async def test_a_replica_with_other_weights_does_not_join(num_replicas: int) -> 
 
 async def test_a_round_of_restarts_ends_where_one_does_not_come_back() -> None:
     async with fleet_of(2, make_build=_changed_meanwhile) as client:
-        client.restart()
+        await client.restart()
         assert client.controller._round is not None
         await until(client.controller._round.done, timeout=60)
         assert (state_of(client, "r0"), state_of(client, "r1")) == ("down", "ready")
@@ -149,10 +149,10 @@ async def test_a_round_of_restarts_ends_where_one_does_not_come_back() -> None:
 
 async def test_a_fleet_grows_and_shrinks() -> None:
     async with fleet_of(1) as client:
-        client.scale(3)
+        await client.scale(3)
         await until(lambda: sum(view.state == "ready" for view in client.replicas()) == 3)
         started = start_requests(client, 9, max_tokens=80)
         await until(lambda: all(view.num_streaming == 3 for view in client.replicas()))
-        client.scale(1)
+        await client.scale(1)
         await check_all(started)
         await until(lambda: len(client.replicas()) == 1)

@@ -6,6 +6,7 @@ import asyncio
 import random
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,7 +15,6 @@ import zmq
 from onbeat.cluster.life import Life
 from onbeat.cluster.streams import Streams
 from onbeat.core.errors import ConfigError
-from onbeat.core.protocols import Delivery
 from onbeat.core.request import Request, RequestOutput, TokenLogprobs
 from onbeat.core.step import StepOutputs
 from onbeat.engine.messages import (
@@ -196,7 +196,10 @@ async def test_scores_of_prompts_come_in_parts_of_which_none_is_long_and_count_f
 ):
     reports = [TokenLogprobs(n, -0.5, tuple(range(20)), (-1.0,) * 20, n) for n in range(5000)]
     streams = Streams(lambda _: None)
-    opened = {name: streams.begin(Request(request_id=name, prompt_token_ids=range(9))) for name in "abc"}
+    gate = Mock()
+    for name in "abc":
+        streams.begin(Request(request_id=name, prompt_token_ids=range(9)), gate)
+    opened = dict(streams.open)
     given = {"a": reports, "b": [], "c": None}
     for replica in ("r0", "r1"):  # the first is lost before its step is told
         step = [
@@ -213,8 +216,7 @@ async def test_scores_of_prompts_come_in_parts_of_which_none_is_long_and_count_f
             streams.on_stepped(
                 cast(Life, SimpleNamespace(replica=replica, replica_number=0)), stepped.outputs
             )
-    for name, open_request in opened.items():
-        item = open_request.stream.get_nowait()
-        assert isinstance(item, Delivery)
-        assert (item.output.prompt_logprobs, item.output.new_token_ids) == (given[name], [5])
-        assert open_request.stream.empty()
+    delivered = [output for call in gate.deliver.call_args_list for output in call.args[1]]
+    assert [output.request_id for output in delivered] == ["a", "b", "c"]
+    for output in delivered:
+        assert (output.prompt_logprobs, output.new_token_ids) == (given[output.request_id], [5])

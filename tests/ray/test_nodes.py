@@ -29,12 +29,12 @@ async def test_a_replica_without_a_place_is_given_up(on_ray, caplog) -> None:
         launcher: Any = client.controller._launcher
         launcher._bundle = {"CPU": 64.0}
         launcher._start_timeout = 5.0
-        client.scale(2)
+        await client.scale(2)
         assert [view.state for view in client.replicas()] == ["ready", "starting"]
         await check_all(start_requests(client, 4))
         await until(lambda: client.counts.lost["r1"] == 1, timeout=20)
         assert state_of(client, "r0") == "ready"
-        client.scale(1)
+        await client.scale(1)
     assert "it needs 64 CPU" in caplog.text
     assert " 5 s" in caplog.text
 
@@ -113,7 +113,7 @@ async def test_the_streams_of_a_lost_node_go_on_elsewhere(on_ray) -> None:
     launcher._needs = _Bundle(HEAD)
     async with client:
         launcher._bundle = FAR
-        client.scale(2)
+        await client.scale(2)
         await until(lambda: state_of(client, "r1") == "ready", timeout=60)
         process_ids = [pid_of(client, "r1")]
         process_ids.append(_parent(process_ids[0]))

@@ -25,12 +25,12 @@ from types import TracebackType
 import zmq
 
 from onbeat.cluster.controller import FleetController
-from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest, OnbeatError
+from onbeat.cluster.gate import Gate, GatePort
+from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
-from onbeat.core.hashing import hash_blocks
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import Adapter, Request
-from onbeat.scheduler.cluster.events import Aborted, Arrived, RoutingRequest, ScaleAsked, ScalingAsked
+from onbeat.scheduler.cluster.events import Arrived, RoutingRequest, ScaleAsked, ScalingAsked
 from onbeat.scheduler.cluster.membership import FleetStatus, ReplicaState
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 
@@ -107,8 +107,6 @@ def check_length_of_socket_paths() -> None:
 logger = logging.getLogger("onbeat.cluster")
 
 
-_BLOCKS_AT_ONCE = 512
-"""Blocks that are hashed before others of the event loop have their turn, such as other choices' blocks."""
 FIRST_REPORT_SECONDS = 30.0
 """A replica that is ready says how it stands at once."""
 
@@ -145,6 +143,8 @@ class FleetClient:
         self._bounds = bounds
         self._hashes_prompts = hashes_prompts
         self.streams = controller.streams
+        self.gate = Gate(self)
+        self.streams.gates.append(self.gate)
         self.counts = self.streams.counts
         self._info: EngineInfo | None = None
         self._folder: OwnedFolder | None = None
@@ -174,6 +174,7 @@ class FleetClient:
     def add_observer(self, observer: StepObserver) -> None:
         """Let one more object see the step messages from now on."""
         self.streams.observers.append(observer)
+        self.gate.observers.append(observer)
 
     async def start(self) -> None:
         """Start the replicas and wait until all are ready; entering the client does it if it is not done.
@@ -277,7 +278,7 @@ class FleetClient:
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
         await self.controller.adapters.load(name, path, most=self.info.max_loras, in_place=in_place)
 
-    def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str) -> None:
         del self.controller.adapters.by_name[name]
 
     def replicas(self) -> Sequence[ReplicaView]:
@@ -294,7 +295,7 @@ class FleetClient:
         place = life.place
         return view if place is None else replace(view, process_id=place.process_id, host=place.host)
 
-    def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
+    async def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
         known = [each.replica for each in self.replicas()]
         if replica not in known:
             raise InvalidRequest(
@@ -304,14 +305,14 @@ class FleetClient:
             )
         self.controller.drain(replica, seconds=seconds, restarts=restarts)
 
-    def scale(self, num_replicas: int) -> None:
+    async def scale(self, num_replicas: int) -> None:
         try:
             self.controller.check_capacity(num_replicas)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="replicas", code="invalid_value") from error
         self.controller.ask(ScaleAsked(num_replicas))
 
-    def autoscale(self, least: int, most: int) -> None:
+    async def autoscale(self, least: int, most: int) -> None:
         scaling = self.scaling
         if scaling is None:
             raise InvalidRequest(
@@ -326,7 +327,7 @@ class FleetClient:
             raise InvalidRequest(str(error), param="min", code="invalid_value") from error
         self.controller.ask(ScalingAsked(bounds.least, bounds.most))
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
         self.controller.restart()
 
     def expect_end(self) -> None:
@@ -334,57 +335,39 @@ class FleetClient:
 
     # --- requests -------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
-        request_id = request.request_id
-        if request.slo is not None:
-            # An engine does not know what deliveries wait here: for it the request came sooner.
-            request = replace(request, arrival=request.arrival - self.streams.hand_out.lag)
-        routed = await self._describe(request)
-        if request_id in self.streams.open:
-            raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
+    def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
+        return self.gate.generate(request)
+
+    # --- what gates ask for (their `Keeper`) --------------------------------------------------------------
+
+    @property
+    def hashed_block_size(self) -> int:
+        # with one replica no router is asked
+        return self.info.block_size if self._hashes_prompts and len(self.controller.lives) > 1 else 0
+
+    def ask(self, request: Request, block_hashes: Sequence[bytes], gate: GatePort | None = None) -> None:
+        """Have a request served for a gate, by default this process's own."""
+        gate = gate or self.gate
+        routed = RoutingRequest.of(request, block_hashes)
         if request.whole is not None:
             num_replicas = self._fleet.status().count(ReplicaState.READY)
             request = replace(request, whole=request.whole.share(num_replicas))
-        open_request = self.streams.begin(request)
-        finished = False
         try:
-            self.controller.tell(Arrived(routed))
-            while not finished:
-                item = await open_request.stream.get()
-                if isinstance(item, OnbeatError):
-                    finished = True
-                    raise item
-                finished = item.output.finish_reason is not None
-                open_request.num_fetched += len(item.output.new_token_ids)
-                if open_request.num_fetched >= open_request.tell_at:
-                    for replica, fetched in self.streams.take_fetched().items():
-                        self.controller.send(replica, fetched)
-                yield item
-        finally:
-            if not finished:
-                self.controller.tell(Aborted(request_id))
-            self.streams.end(open_request)
+            self.streams.begin(request, gate)
+        except InvalidRequest as error:
+            gate.refuse(request.request_id, error)
+            return
+        self.controller.tell(Arrived(routed))
 
-    async def _describe(self, request: Request) -> RoutingRequest:
-        if len(self.controller.lives) < 2:
-            return RoutingRequest.of(request, ())  # no router is asked
-        block_hashes = await prompt_hashes(request, self.info.block_size) if self._hashes_prompts else ()
-        return RoutingRequest.of(request, block_hashes)
+    def abort(self, request_id: str) -> None:
+        self.streams.abort(request_id)
+
+    def fetched(self, num_tokens: Mapping[str, int]) -> None:
+        for replica, fetched in self.streams.by_replica(num_tokens).items():
+            self.controller.send(replica, fetched)
 
 
 def _comes_back(status: FleetStatus) -> bool:
     """Return whether a fleet has no replica only while nobody asks: the next request starts one."""
     scaling = status.scaling
     return scaling is not None and scaling.least == 0 and scaling.most > status.count(ReplicaState.DOWN)
-
-
-async def prompt_hashes(request: Request, block_size: int) -> list[bytes]:
-    """Return the hashes of a prompt's full blocks, by which a fleet knows where its beginning is cached."""
-    hashes: list[bytes] = []
-    parent, token_ids = request.prefix_root, request.prompt_token_ids
-    step = _BLOCKS_AT_ONCE * block_size
-    for start in range(0, len(token_ids), step):
-        if start:
-            await asyncio.sleep(0)
-        hashes += hash_blocks(hashes[-1] if hashes else parent, token_ids[start : start + step], block_size)
-    return hashes

@@ -174,7 +174,7 @@ class FleetController:
         self._kv_key = secrets.token_bytes(32)
         self._moves = LiveMoves(self)
         self._dispatcher = events.EventDispatcher(fleet.on_event, self)
-        self._open_wire: Wire | None = None
+        self._open_wire: Wire[messages.FromEngine] | None = None
         self._look: asyncio.Task[None] | None = None
         self._first_info: EngineInfo | None = None
         self._round: asyncio.Task[None] | None = None
@@ -196,6 +196,7 @@ class FleetController:
         endpoint = await self._launcher.open(folder)
         self._wire = self._open_wire = Wire(
             endpoint,
+            decode=messages.decode_from_engine,
             knows=self.processes.by_name.__contains__,
             on_message=self._hear,
             on_junk=lambda name, why: self._lose(self.processes.by_name[name], why),
@@ -322,14 +323,14 @@ class FleetController:
     def _on_message(self, life: Life, message: messages.FromEngine) -> None:
         match message:
             case messages.Stepped(outputs):
-                self.streams.hand_out.hear(outputs.now, life.heard)
+                self.streams.hear(outputs.now, life.heard)
                 life.pulse = EnginePulse(outputs.now)
                 if outputs.load is not None:
                     life.load = self.streams.before_report(life.replica, outputs.load)
                     self.tell(events.Reported(life.replica, life.load))
                 self.streams.on_stepped(life, outputs)
             case messages.Heartbeat(pulse, num_taken):
-                self.streams.hand_out.hear(pulse.time, life.heard)
+                self.streams.hear(pulse.time, life.heard)
                 life.pulse, life.num_taken = pulse, num_taken
             case messages.Rejected() as rejected:
                 self.streams.on_rejected(life, rejected)

@@ -18,7 +18,7 @@ from onbeat.core.errors import EngineDead, OnbeatError
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.hang import OwnPauses, find_hang
 from onbeat.core.protocols import EngineInfo, EnginePulse
-from onbeat.engine.messages import Shutdown
+from onbeat.engine.messages import FromEngine, Shutdown
 from onbeat.engine.process import BuildEngine, EngineLink
 
 logger = logging.getLogger("onbeat.cluster")
@@ -55,7 +55,7 @@ class Processes:
     wire : what they connect to; set before the first start.
     """
 
-    wire: Wire
+    wire: Wire[FromEngine]
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Processes:
         self._pauses = OwnPauses(PAUSE_SECONDS)
         self._first_error: OnbeatError | None = None
 
-    def open(self, wire: Wire) -> None:
+    def open(self, wire: Wire[FromEngine]) -> None:
         """Let replicas connect, and hear of processes that end."""
         self.wire = wire
         self._launcher.watch(self._on_process_end)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from onbeat.cluster.gate import GatePort, id_in_use
 from onbeat.cluster.life import Life
 from onbeat.core import errors
 from onbeat.core.fleet import ReplicaId, ReplicaLoad
-from onbeat.core.protocols import Delivery, StepObserver
+from onbeat.core.protocols import StepObserver
 from onbeat.core.request import Placement, Request, RequestOutput, TokenLogprobs, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
-from onbeat.engine.messages import TOLD_TOKENS, Fetched, Rejected, never_fits
+from onbeat.engine.messages import Fetched, Rejected, never_fits
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import Aborted, Delivered, FleetEvent, Refuse, Refused, Send
 from onbeat.scheduler.cluster.fleet import MOST_LIVES
-
-MOST_AT_ONCE = 32
-"""Streams that go on in one round of the event loop: a step may have something for hundreds."""
 
 
 class OutOfPlace(Exception):
@@ -45,15 +41,8 @@ class OpenRequest:
     """One request, whichever replicas it has been on."""
 
     request: Request
-    stream: asyncio.Queue[Delivery | errors.OnbeatError] = field(default_factory=asyncio.Queue)
-    waiting: deque[Delivery | errors.OnbeatError] = field(default_factory=deque)
-    """What `HandOut` has yet to put there."""
-    since: float = 0.0
-    """When it took its place in the line of its caller, seconds."""
-    num_fetched: int = 0
-    """Output tokens that have been taken out of its stream."""
-    tell_at: int = TOLD_TOKENS
-    """With so many its replica is to be told."""
+    gate: GatePort
+    """Who asked for it."""
     token_ids: list[int] = field(default_factory=list)
     """Output tokens that its client has got."""
     first_token_time: float | None = None
@@ -152,75 +141,6 @@ class OpenRequest:
         return output
 
 
-class HandOut:
-    """Puts into streams what comes for them, in order, for a few streams in each round of the event loop.
-
-    Callers take turns, and so do the streams of each, with one delivery a turn. A first token so waits for at
-    most one delivery of each other stream of its caller, however many of theirs wait.
-    """
-
-    def __init__(self) -> None:
-        self._lines: OrderedDict[str, deque[OpenRequest]] = OrderedDict()
-        """Callers in the order of their turns, and the streams of each likewise."""
-        self._num_put = 0
-        self._is_due = False
-        self._due = self._way = self._turn = self._round = 0.0
-
-    @property
-    def lag(self) -> float:
-        """Seconds from the end of a step until a stream goes on with its delivery, if none of its own waits.
-
-        The way of the last message of a replica, the last turn that a stream waited for, and the last round.
-        """
-        return self._way + self._turn + self._round
-
-    def hear(self, made: float, now: float) -> None:
-        """Hear how long a message of a replica has been on its way; there are two a second at least."""
-        self._way = max(now - made, 0.0)
-        if not self._is_due:
-            self._round = 0.0
-
-    def put(self, open_request: OpenRequest, item: Delivery | errors.OnbeatError) -> None:
-        """Put an item into a request's stream, now or in one of the next rounds."""
-        if not self._is_due:
-            self._go_on()
-        if not self._lines and self._num_put < MOST_AT_ONCE:
-            open_request.stream.put_nowait(item)
-            self._num_put += 1
-        else:
-            open_request.waiting.append(item)
-            if len(open_request.waiting) == 1:
-                self._line_up(open_request, self._due)
-
-    def _line_up(self, open_request: OpenRequest, now: float) -> None:
-        open_request.since = now
-        self._lines.setdefault(open_request.request.caller, deque()).append(open_request)
-
-    def _go_on(self) -> None:
-        self._is_due, self._due = True, time.monotonic()
-        asyncio.get_running_loop().call_soon(self._begin_round)
-
-    def _begin_round(self) -> None:
-        self._is_due, self._num_put = False, 0
-        now = time.monotonic()
-        self._round = now - self._due
-        while self._lines and self._num_put < MOST_AT_ONCE:
-            caller, line = self._lines.popitem(last=False)
-            open_request = line.popleft()
-            if line:
-                self._lines[caller] = line
-            if open_request.waiting:  # else it has ended since
-                self._turn = now - open_request.since
-                open_request.stream.put_nowait(open_request.waiting.popleft())
-                self._num_put += 1
-            if open_request.waiting:
-                self._line_up(open_request, now)
-        if not self._lines:
-            self._turn = 0.0
-        if self._num_put:
-            self._go_on()
-
-
 LOSSES = ("replica_lost", "too_many_lives")
 """The reasons of a refusal that are deaths of replicas."""
 
@@ -278,10 +198,11 @@ class Streams:
     Parameters
     ----------
     tell : tells the fleet of an event.
-    observers : see every step message before the streams do.
+    observers : see of every step message what is of no request.
 
     Attributes
     ----------
+    gates : who asks for requests.
     open : the requests that have not ended, by id.
     counts : what the fleet does with requests, for metrics.
     """
@@ -292,29 +213,38 @@ class Streams:
         self.open: dict[str, OpenRequest] = {}
         self.by_name: dict[str, OpenRequest] = {}
         """Requests by the names under which replicas have them."""
-        self.hand_out = HandOut()
+        self.gates: list[GatePort] = []
         self.counts = FleetCounts()
 
-    def begin(self, request: Request) -> OpenRequest:
-        """Return the stream of a request that comes."""
-        open_request = self.open[request.request_id] = OpenRequest(request)
-        return open_request
+    def begin(self, request: Request, gate: GatePort) -> None:
+        """Take in a request that a gate asks for.
 
-    def end(self, open_request: OpenRequest) -> None:
-        """Let a request have no stream any more."""
-        open_request.waiting.clear()
-        self.by_name.pop(open_request.name, None)
-        del self.open[open_request.request.request_id]
+        Raises
+        ------
+        InvalidRequest : another one has its id.
+        """
+        if request.request_id in self.open:
+            raise id_in_use(request.request_id)
+        self.open[request.request_id] = OpenRequest(request, gate)
 
-    def take_fetched(self) -> dict[ReplicaId, Fetched]:
-        """Return what replicas have yet to be told, of all streams: so the next time is not soon."""
-        told: dict[ReplicaId, Fetched] = {}
-        for each in self.open.values():
-            if each.num_fetched + TOLD_TOKENS > each.tell_at:
-                each.tell_at = each.num_fetched + TOLD_TOKENS
-                if each.replica is not None:
-                    told.setdefault(each.replica, Fetched({})).num_tokens[each.name] = each.num_fetched
+    def end(self, request_id: str) -> None:
+        """Forget a request; nothing happens where that is done."""
+        if (open_request := self.open.pop(request_id, None)) is not None:
+            self.by_name.pop(open_request.name, None)
+
+    def by_replica(self, num_fetched: Mapping[str, int]) -> dict[ReplicaId, Fetched]:
+        """Return what replicas are told, in their own names, where clients have taken so many tokens."""
+        told: dict[ReplicaId, Fetched] = defaultdict(lambda: Fetched({}))
+        for request_id, num_tokens in num_fetched.items():
+            open_request = self.open.get(request_id)
+            if open_request is not None and open_request.replica is not None:
+                told[open_request.replica].num_tokens[open_request.name] = num_tokens
         return told
+
+    def hear(self, made: float, now: float) -> None:
+        """Hear how long a message of a replica has been on its way."""
+        for gate in self.gates:
+            gate.hear(made, now)
 
     def before_send(self, action: Send, now: float) -> None:
         """Hear where a request goes now."""
@@ -333,7 +263,8 @@ class Streams:
         open_request = self.open[action.request_id]
         open_request.replica = None
         self.counts.num_failed += action.reason in LOSSES or bool(open_request.token_ids)
-        self.hand_out.put(open_request, refusal(action, open_request))
+        open_request.gate.refuse(action.request_id, refusal(action, open_request))
+        self.end(action.request_id)
 
     def on_moved(self, open_request: OpenRequest, origin: Origin) -> None:
         """Hear that a request goes on elsewhere with its KV."""
@@ -362,14 +293,15 @@ class Streams:
 
     def before_loss(self, replica: ReplicaId) -> None:
         """Hear that what a replica has will go elsewhere: the fleet must know how far its requests are."""
-        for open_request in self.open.values():
+        for open_request in list(self.open.values()):
             if open_request.replica == replica and open_request.num_unreported:
                 self._report(open_request, replica, is_finished=False)
 
     def on_stepped(self, life: Life, outputs: StepOutputs) -> None:
         """Hear what a step of a replica delivered."""
         now, replica = outputs.now, life.replica
-        deliveries: list[tuple[OpenRequest, RequestOutput]] = []
+        deliveries: dict[GatePort, list[RequestOutput]] = defaultdict(list)
+        heard: list[tuple[OpenRequest, RequestOutput]] = []
         for output in outputs.outputs:
             open_request = self.by_name.get(output.request_id)
             if open_request is None or open_request.replica != replica:
@@ -379,12 +311,14 @@ class Streams:
                 self._tell_refusal(open_request, replica, is_for_load=True, retry_after=output.retry_after)
                 continue
             if (taken := self._take(open_request, output, now)) is not None:
-                deliveries.append((open_request, taken))
-        outputs.outputs = [output for _, output in deliveries]
+                deliveries[open_request.gate].append(taken)
+                heard.append((open_request, taken))
+        outputs.outputs = []
         for observer in self.observers:
             observer.on_step(outputs, life.replica_number)
-        for open_request, output in deliveries:
-            self.hand_out.put(open_request, Delivery(now, output))
+        for gate, taken_outputs in deliveries.items():
+            gate.deliver(now, taken_outputs, life.replica_number)
+        for open_request, output in heard:
             is_finished = output.finish_reason is not None
             is_first = bool(output.new_token_ids) and not open_request.has_begun
             open_request.has_begun = open_request.has_begun or is_first
@@ -406,11 +340,18 @@ class Streams:
             return open_request.take(output, now)
         except OutOfPlace as error:
             logger.exception("the deliveries of %s do not fit together", open_request.name)
-            self.hand_out.put(
-                open_request, errors.EngineError(f"the deliveries do not fit together: {error}")
+            request_id = open_request.request.request_id
+            open_request.gate.refuse(
+                request_id, errors.EngineError(f"the deliveries do not fit together: {error}")
             )
-            self._tell(Aborted(open_request.request.request_id))
+            self.abort(request_id)
             return None
+
+    def abort(self, request_id: str) -> None:
+        """Let go of a request; nothing happens where it has ended."""
+        if request_id in self.open:
+            self._tell(Aborted(request_id))
+            self.end(request_id)
 
     def _report(
         self, open_request: OpenRequest, replica: ReplicaId, *, is_finished: bool, cached: int = 0
@@ -420,6 +361,7 @@ class Streams:
         self._tell(Delivered(replica, open_request.request.request_id, num_tokens, cached, is_finished))
         if is_finished:
             open_request.replica = None
+            self.end(open_request.request.request_id)
 
     def on_rejected(self, life: Life, rejected: Rejected) -> None:
         """Hear that a replica does not take a request."""
@@ -427,6 +369,7 @@ class Streams:
         if open_request is None or open_request.replica != life.replica:
             return
         error = rejected.error()
+        assert isinstance(error, errors.RequestRejected)
         if open_request.rejection is None or not never_fits(error):  # another replica may be faster
             open_request.rejection = error
         is_for_load = isinstance(error, errors.Overloaded | errors.SLOUnattainable)

@@ -9,14 +9,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.messages import FromEngine, ToEngine, decode_from_engine, encode
+from onbeat.engine.messages import encode
 
 logger = logging.getLogger("onbeat.cluster")
 
@@ -84,49 +84,90 @@ class AccessControl:
 _TURN_SECONDS = 0.002
 """How long messages are read before others of the event loop have their turn."""
 
-OnMessage = Callable[[bytes, FromEngine], None]
+MessageT = TypeVar("MessageT")
 
 
-class Wire:
-    """Sends to replicas by name and hands on what they say.
+class Reader:
+    """Reads a ZeroMQ socket from a callback of the event loop.
+
+    An asyncio socket costs a future and a task switch for each message.
+
+    Parameters
+    ----------
+    socket : connected or bound.
+    take : is called with the frames of each message.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> None:
+        self._socket, self._take = socket, take
+        self._loop = asyncio.get_running_loop()
+        self._is_open = True
+        self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
+        self._loop.add_reader(self._fd, self.read)
+
+    def after_send(self) -> None:
+        """Look again: sending may take note of what has come, and the descriptor then says no more of it."""
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self.read)
+
+    def read(self) -> None:
+        """Take the messages that are there; the descriptor tells no more of those that one leaves."""
+        end = self._loop.time() + _TURN_SECONDS
+        while self._loop.time() < end:
+            if not self._is_open:
+                return
+            try:
+                frames = self._socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._take(frames)
+            except Exception:  # of whoever hears it; what comes after is for others, too
+                logger.exception("a message cannot be handled")
+        self._loop.call_soon(self.read)
+
+    def close(self) -> None:
+        """Read no more."""
+        self._is_open = False
+        self._loop.remove_reader(self._fd)
+
+
+class Wire(Generic[MessageT]):
+    """Sends to others by name and hands on what they say.
 
     Parameters
     ----------
     endpoint : to bind: `ipc://...`, or `tcp://ADDRESS:*` for any port. What comes by tcp is encrypted, and
         comes from those alone that were admitted.
-    knows : whether a name is that of a replica whose messages count; others are dropped unread.
+    decode : reads a message.
+    knows : whether a name is that of somebody whose messages count; others are dropped unread.
     on_message : is called with the name of the sender.
     on_junk : is called with the name of a known sender whose message cannot be read.
 
     Attributes
     ----------
-    endpoint : what replicas connect to.
+    endpoint : what they connect to.
     num_dropped : messages of unknown senders.
-    access : controls connections by tcp; None where replicas connect by files that only this user can reach.
+    access : controls connections by tcp; None where they come by files that only this user can reach.
 
     Raises
     ------
     ConfigError : the endpoint cannot be bound.
-
-    Notes
-    -----
-    The socket is read from a callback of the event loop: an asyncio socket costs a future and a task switch
-    for each message.
     """
 
     def __init__(
         self,
         endpoint: str,
         *,
+        decode: Callable[[bytes], MessageT],
         knows: Callable[[bytes], bool],
-        on_message: OnMessage,
+        on_message: Callable[[bytes, MessageT], None],
         on_junk: Callable[[bytes, str], None],
     ) -> None:
         self.num_dropped = 0
-        self._knows = knows
+        self._decode, self._knows = decode, knows
         self._on_message = on_message
         self._on_junk = on_junk
-        self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.ROUTER)
         socket.set_hwm(0)  # what nobody has read yet waits in memory; sending never waits
@@ -139,13 +180,12 @@ class Wire:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._close()
-            raise ConfigError(f"replicas cannot be reached at {endpoint}: {error}") from error
+            raise ConfigError(f"nobody can connect to {endpoint}: {error}") from error
         self.endpoint = socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")  # type: ignore[union-attr]
-        self._is_open = True
-        self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
-        self._loop.add_reader(self._fd, self.read)
+        self._reader = Reader(socket, self._take)
+        self.read = self._reader.read
 
-    def send(self, name: bytes, message: ToEngine) -> bool:
+    def send(self, name: bytes, message: object) -> bool:
         """Send a message; return whether there is a connection that takes it."""
         try:
             self._socket.send_multipart((name, encode(message)), flags=zmq.NOBLOCK, copy=True)
@@ -154,36 +194,17 @@ class Wire:
                 raise
             return False
         finally:
-            # Sending may take note of what has come, and the descriptor then says no more of it.
-            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._loop.call_soon(self.read)
+            self._reader.after_send()
         return True
-
-    def read(self) -> None:
-        """Take the messages that are there; the descriptor tells no more of those that one leaves."""
-        socket = self._socket
-        end = self._loop.time() + _TURN_SECONDS
-        while self._loop.time() < end:
-            if not self._is_open:
-                return
-            try:
-                frames = socket.recv_multipart(flags=zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._take(frames)
-            except Exception:  # of whoever hears it; what comes after is for others, too
-                logger.exception("a message of a replica cannot be handled")
-        self._loop.call_soon(self.read)
 
     def _take(self, frames: list[bytes]) -> None:
         name = frames[0]
         if not self._knows(name):
             self.num_dropped += 1
-            logger.debug("a message of %r is dropped: it is not of any replica's present life", name[:40])
+            logger.debug("a message of %r is dropped: nobody of that name is expected", name[:40])
             return
         try:
-            message: FromEngine = decode_from_engine(frames[-1])
+            message = self._decode(frames[-1])
         except msgspec.MsgspecError as error:
             self._on_junk(name, f"it sends what cannot be read ({error})")
             return
@@ -191,11 +212,48 @@ class Wire:
 
     def close(self) -> None:
         """Close the socket; what was not sent is dropped."""
-        self._is_open = False
-        self._loop.remove_reader(self._fd)
+        self._reader.close()
         self._close()
 
     def _close(self) -> None:
         if self.access is not None:
             self.access.close()
+        self._context.destroy(linger=0)
+
+
+class Line(Generic[MessageT]):
+    """The other end of a `Wire` of this machine, for whoever connects to it.
+
+    Parameters
+    ----------
+    endpoint : of the wire.
+    name : the sender's.
+    decode : reads a message.
+    on_message : is called with each message.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: bytes,
+        *,
+        decode: Callable[[bytes], MessageT],
+        on_message: Callable[[MessageT], None],
+    ) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        socket.set_hwm(0)
+        socket.linger = 0
+        socket.routing_id = name
+        socket.connect(endpoint)
+        self._reader = Reader(socket, lambda frames: on_message(decode(frames[-1])))
+
+    def send(self, message: object) -> None:
+        """Send a message."""
+        self._socket.send(encode(message), flags=zmq.NOBLOCK)
+        self._reader.after_send()
+
+    def close(self) -> None:
+        """Close the socket; what was not sent is dropped."""
+        self._reader.close()
         self._context.destroy(linger=0)

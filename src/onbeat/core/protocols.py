@@ -195,7 +195,7 @@ class FleetView(Protocol):
         """
         ...
 
-    def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str) -> None:
         """Let no further request ask for a LoRA adapter that is loaded; those that have it go on."""
         ...
 
@@ -203,7 +203,7 @@ class FleetView(Protocol):
         """Return how each replica stands, those that have been stopped left out."""
         ...
 
-    def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
+    async def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
         """Let a replica end without loss.
 
         Parameters
@@ -217,7 +217,7 @@ class FleetView(Protocol):
         """
         ...
 
-    def scale(self, num_replicas: int) -> None:
+    async def scale(self, num_replicas: int) -> None:
         """Start replicas, or let some end without loss, until there are so many.
 
         A fleet that changes its own size keeps to that number from then on.
@@ -228,7 +228,7 @@ class FleetView(Protocol):
         """
         ...
 
-    def autoscale(self, least: int, most: int) -> None:
+    async def autoscale(self, least: int, most: int) -> None:
         """Let the fleet decide on the number of replicas, between two.
 
         Raises
@@ -237,7 +237,7 @@ class FleetView(Protocol):
         """
         ...
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
         """Start all replicas again, one after another, without loss; each waits for the one before.
 
         Raises

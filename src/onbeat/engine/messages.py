@@ -7,7 +7,16 @@ from typing import Any
 
 import msgspec
 
-from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, RequestRejected, SLOUnattainable
+from onbeat.core.errors import (
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    OnbeatError,
+    Overloaded,
+    PromptTooLong,
+    RequestRejected,
+    SLOUnattainable,
+)
 from onbeat.core.handover import MoveTask, TaskAnswer
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Adapter, Request, RequestOutput
@@ -103,14 +112,16 @@ class StartFailed(msgspec.Struct, tag="start-failed", array_like=True):
     is_user_error: bool
 
 
-_REJECTIONS: dict[type[RequestRejected], tuple[str, ...]] = {
+_REJECTIONS: dict[type[OnbeatError], tuple[str, ...]] = {
     InvalidRequest: ("param", "code"),
     PromptTooLong: ("param",),
     Overloaded: ("param", "code", "retry_after", "reason"),
     SLOUnattainable: ("predicted_ttft", "retry_after", "code"),
     RequestRejected: ("param", "code"),
+    EngineDead: (),
+    EngineError: (),
 }
-"""What each is made of, beside its message."""
+"""What each is made of, beside its message; engines raise those of requests alone."""
 
 
 class Rejected(msgspec.Struct, tag="rejected", array_like=True):
@@ -124,13 +135,13 @@ class Rejected(msgspec.Struct, tag="rejected", array_like=True):
     """Its other arguments."""
 
     @classmethod
-    def by(cls, request_id: str, error: RequestRejected) -> Rejected:
+    def by(cls, request_id: str, error: OnbeatError) -> Rejected:
         """Return the message that says why a request was refused."""
         kind = next(kind for kind in _REJECTIONS if isinstance(error, kind))
         details = {name: getattr(error, name) for name in _REJECTIONS[kind]}
         return cls(request_id, kind.__name__, str(error), details)
 
-    def error(self) -> RequestRejected:
+    def error(self) -> OnbeatError:
         """Return the exception that the message stands for."""
         kind = next(kind for kind in _REJECTIONS if kind.__name__ == self.kind)
         return kind(self.message, **self.details)

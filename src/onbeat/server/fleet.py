@@ -118,7 +118,7 @@ def adapter_routes(fleet: FleetView, config: ServerConfig, taken: Sequence[str])
                 param="lora_name",
                 code="model_not_found",
             )
-        fleet.unload_adapter(body.lora_name)
+        await fleet.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     bodies: dict[str, tuple[Any, type[BaseModel]]] = {
@@ -143,16 +143,16 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
     async def drain(request: Request) -> Response:
         """Let a replica end: it takes nothing new, and what waits there goes elsewhere."""
         body = await read_body(request, DrainRequest)
-        fleet.drain(body.replica, seconds=body.timeout, restarts=body.restart)
+        await fleet.drain(body.replica, seconds=body.timeout, restarts=body.restart)
         return _state(fleet)
 
     async def scale(request: Request) -> Response:
         """Start replicas, or let some end, until there are so many."""
         body = await read_body(request, ScaleRequest)
         if body.replicas is not None and body.min is None and body.max is None:
-            fleet.scale(body.replicas)
+            await fleet.scale(body.replicas)
         elif body.replicas is None and body.min is not None and body.max is not None:
-            fleet.autoscale(body.min, body.max)
+            await fleet.autoscale(body.min, body.max)
         else:
             raise ApiError(
                 400,
@@ -166,7 +166,7 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
     async def restart(request: Request) -> Response:
         """Start all replicas again, one after another, without loss."""
         await read_body(request, RestartRequest)
-        fleet.restart()
+        await fleet.restart()
         return _state(fleet)
 
     shown = router.telling(FleetState, 401, 403)

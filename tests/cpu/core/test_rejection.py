@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
+from onbeat.cluster.gate import Gate
 from onbeat.cluster.streams import OpenRequest, refusal
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, RequestRejected, SLOUnattainable
 from onbeat.engine.messages import Rejected, decode_from_engine, encode
@@ -44,7 +47,7 @@ def test_a_subclass_goes_as_what_the_client_knows():
 @pytest.mark.parametrize(("told", "heard"), [(0.5, 0.1), (None, None)])
 def test_a_fleet_says_when_to_come_again_unless_waiting_does_not_help(told, heard):
     rejection = SLOUnattainable("late", predicted_ttft=1.25, retry_after=told)
-    open_request = OpenRequest(make_request("r1", 4, 4), rejection=rejection)
+    open_request = OpenRequest(make_request("r1", 4, 4), Gate(Mock()), rejection=rejection)
     error = refusal(Refuse("r1", "overloaded", 0.1), open_request)
     assert isinstance(error, SLOUnattainable)
     assert error.retry_after == heard

@@ -18,8 +18,7 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.cluster.client import prompt_hashes
-from onbeat.cluster.streams import MOST_AT_ONCE, HandOut, OpenRequest
+from onbeat.cluster.gate import MOST_AT_ONCE, ClientStream, HandOut, prompt_hashes
 from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput
@@ -301,11 +300,11 @@ def test_hashes_made_in_parts_are_those_of_the_whole_prompt(num_tokens: int, blo
 
 async def test_a_step_for_many_wakes_some_streams_at_a_time_and_keeps_the_order() -> None:
     hand_out, order = HandOut(), list[tuple[int, float]]()
-    opened = [OpenRequest(Request(request_id=str(i), prompt_token_ids=(1,))) for i in range(200)]
+    opened = [ClientStream(str(i), "") for i in range(200)]
 
     async def read(index: int) -> None:
         for _ in range(3):
-            item = await opened[index].stream.get()
+            item = await opened[index].queue.get()
             assert isinstance(item, Delivery)
             order.append((index, item.time))
 

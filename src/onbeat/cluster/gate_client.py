@@ -1,0 +1,167 @@
+"""A fleet as a gate sees it whose keeper is another process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from onbeat.cluster import gate_messages as messages
+from onbeat.cluster.gate import Gate
+from onbeat.cluster.wire import Line
+from onbeat.core.errors import EngineDead
+from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
+from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
+from onbeat.core.request import Adapter, Request
+from onbeat.engine.messages import AbortRequests, Fetched, Rejected
+
+FIRST_STATUS_SECONDS = 10.0
+"""A keeper that is there says at once how its fleet stands."""
+
+
+class GateClient:
+    """Asks a keeper for what clients ask for.
+
+    Parameters
+    ----------
+    endpoint : of the keeper's wire.
+    name : of this gate, which no other has.
+    info : what is served.
+    """
+
+    def __init__(self, endpoint: str, name: str, info: EngineInfo) -> None:
+        self.info = info
+        self.gate = Gate(self)
+        self._status: messages.Status
+        self._has_status = asyncio.Event()
+        self._numbers = count()
+        self._wishes: dict[int, asyncio.Future[None]] = {}
+        self._line = Line(
+            endpoint, name.encode(), decode=messages.decode_to_gate, on_message=self._on_message
+        )
+        self._line.send(messages.Open(os.getpid()))
+
+    async def connect(self) -> None:
+        """Wait until the keeper has said how its fleet stands.
+
+        Raises
+        ------
+        EngineDead : it says nothing.
+        """
+        try:
+            await asyncio.wait_for(self._has_status.wait(), FIRST_STATUS_SECONDS)
+        except TimeoutError as error:
+            raise EngineDead("the process that decides for all front ends does not answer") from error
+
+    def say_serving(self) -> None:
+        """Tell the keeper that clients can connect."""
+        self._line.send(messages.Serving())
+
+    def close(self) -> None:
+        """Let go of the keeper, which aborts what is still open."""
+        self._line.close()
+
+    def _on_message(self, message: messages.ToGate) -> None:
+        now = time.monotonic()
+        match message:
+            case messages.Delivered(made, outputs, replica):
+                self.gate.deliver(made, outputs, replica)
+            case messages.Status():
+                self._status = message
+                self.gate.hear(message.made - message.way, now)
+                self._has_status.set()
+            case Rejected():
+                self.gate.refuse(message.request_id, message.error())
+            case messages.Granted(number, error):
+                if not (wish := self._wishes.pop(number)).cancelled():
+                    if error is None:
+                        wish.set_result(None)
+                    else:
+                        wish.set_exception(error.error())
+
+    # --- what its gate asks for, see `Keeper` -------------------------------------------------------------
+
+    @property
+    def hashed_block_size(self) -> int:
+        return self._status.hashed_block_size
+
+    def ask(self, request: Request, block_hashes: Sequence[bytes]) -> None:
+        self._line.send(messages.Ask(request, list(block_hashes)))
+
+    def abort(self, request_id: str) -> None:
+        self._line.send(AbortRequests([request_id]))
+
+    def fetched(self, num_tokens: Mapping[str, int]) -> None:
+        self._line.send(Fetched(dict(num_tokens)))
+
+    # --- what the server sees of the engine, see `EngineClient` -------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        return self._status.is_alive
+
+    @property
+    def pulse(self) -> EnginePulse:
+        return self._status.pulse
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Let one more object see what steps deliver here."""
+        self.gate.observers.append(observer)
+
+    def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
+        return self.gate.generate(request)
+
+    # --- what it shows of the fleet and asks of it, see `FleetView` ---------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return self._status.num_waiting
+
+    @property
+    def is_ready(self) -> bool:
+        return self._status.is_ready
+
+    @property
+    def seconds_to_ready(self) -> float | None:
+        return self._status.seconds_to_ready
+
+    @property
+    def scaling(self) -> ScalingView | None:
+        return self._status.scaling
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self._status.adapters
+
+    def replicas(self) -> Sequence[ReplicaView]:
+        return self._status.replicas
+
+    async def _wish(self, verb: str, **arguments: Any) -> None:
+        number = next(self._numbers)
+        wish = self._wishes[number] = asyncio.get_running_loop().create_future()
+        self._line.send(messages.Wish(number, verb, arguments))
+        await wish
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
+        await self._wish("load_adapter", name=name, path=path, in_place=in_place)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._wish("unload_adapter", name=name)
+
+    async def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
+        await self._wish("drain", replica=replica, seconds=seconds, restarts=restarts)
+
+    async def scale(self, num_replicas: int) -> None:
+        await self._wish("scale", num_replicas=num_replicas)
+
+    async def autoscale(self, least: int, most: int) -> None:
+        await self._wish("autoscale", least=least, most=most)
+
+    async def restart(self) -> None:
+        await self._wish("restart")
+
+    def expect_end(self) -> None:
+        """Nothing depends on it: the keeper ends when it is told itself."""

@@ -1,0 +1,78 @@
+"""What gates and their keeper say to each other across processes: msgpack over ZeroMQ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from onbeat.core.fleet import ReplicaView, ScalingView
+from onbeat.core.protocols import EnginePulse
+from onbeat.core.request import Adapter, Request, RequestOutput
+from onbeat.engine.messages import AbortRequests, Fetched, Rejected
+
+
+class Open(msgspec.Struct, tag="open", array_like=True):
+    """The first word of a gate."""
+
+    process_id: int
+
+
+class Serving(msgspec.Struct, tag="serving", array_like=True):
+    """A gate takes connections."""
+
+
+class Ask(msgspec.Struct, tag="ask", array_like=True):
+    """Have a request served."""
+
+    request: Request
+    block_hashes: list[bytes]
+
+
+class Wish(msgspec.Struct, tag="wish", array_like=True):
+    """Have the fleet do something; the answer has the same number."""
+
+    number: int
+    verb: str
+    """The name of a method of `FleetView`."""
+    arguments: dict[str, Any]
+
+
+class Delivered(msgspec.Struct, tag="delivered", array_like=True):
+    """What a step brought the gate's requests."""
+
+    now: float
+    outputs: list[RequestOutput]
+    replica: int
+
+
+class Granted(msgspec.Struct, tag="granted", array_like=True):
+    """What came of a wish."""
+
+    number: int
+    error: Rejected | None
+
+
+class Status(msgspec.Struct, tag="status", kw_only=True):
+    """How the fleet stands: the fields are properties of `EngineClient` and `FleetView`."""
+
+    is_alive: bool
+    pulse: EnginePulse
+    num_waiting: int
+    is_ready: bool
+    seconds_to_ready: float | None
+    scaling: ScalingView | None
+    adapters: dict[str, Adapter]
+    replicas: list[ReplicaView]
+    hashed_block_size: int
+    way: float
+    """Seconds that the last message of a replica was on its way to the keeper."""
+    made: float
+    """When this was said."""
+
+
+ToKeeper = Open | Serving | Ask | AbortRequests | Fetched | Wish
+ToGate = Delivered | Rejected | Status | Granted
+
+decode_to_keeper = msgspec.msgpack.Decoder(ToKeeper).decode
+decode_to_gate = msgspec.msgpack.Decoder(ToGate).decode
