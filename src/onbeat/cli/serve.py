@@ -38,7 +38,6 @@ from onbeat.typed import decode
 if TYPE_CHECKING:
     from onbeat.core.protocols import EngineInfo
     from onbeat.engine.core import EngineCore
-    from onbeat.metrics.tracker import RunListener
 
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -69,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = server_config(args)
+    if args.timeline and config.front_ends > 1:
+        raise ConfigError("--timeline is written by one front end; leave out --front-ends")
     fleet = read_options(args, FleetOptions)
     check_tls(config)
     connections, told = with_descriptors(config.connections, fleet.fleet.most_replicas)
@@ -101,50 +102,40 @@ async def _serve(
     sock: socket.socket,
     announcer: _Announcer,
 ) -> int:
+    from onbeat.cli.front_ends import Front, keep
     from onbeat.cluster.start import open_fleet
     from onbeat.metrics.timeline import open_timeline
-    from onbeat.server.app import create_app
-    from onbeat.server.run import serve
-    from onbeat.server.telemetry import Telemetry, TraceHeaders, exported_traces
-    from onbeat.text.chat_template import load_chat_template
-    from onbeat.text.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(args.tokenizer or engine.model.path)
-    chat_template = load_chat_template(tokenizer, args.chat_template)
+    front = Front(
+        config=config,
+        model_name=public_name(config, engine.model),
+        tokenizer=args.tokenizer or engine.model.path,
+        chat_template=args.chat_template,
+        traces_endpoint=args.otlp_traces_endpoint,
+        log_level=args.log_level,
+    )
+    text = front.load_text()  # what is wrong with it is told before a model is loaded
     with ExitStack() as stack:
-        name = public_name(config, engine.model)
-        listeners: list[RunListener] = []
+        build = partial(_build_engine, log_level=args.log_level)
+        listeners = front.listeners(stack)
         if args.timeline:
             listeners.append(stack.enter_context(open_timeline(args.timeline, is_live=True)))
-        if args.otlp_traces_endpoint:
-            traces = exported_traces(args.otlp_traces_endpoint, name, config.slo.mode)
-            listeners.append(stack.enter_context(traces))
-        build = partial(_build_engine, log_level=args.log_level)
         client = open_fleet(fleet, engine, build, stack, on_progress=announcer.say)
         if not await _finishes_before_sigterm(client.start):
             return EXIT_TERMINATED
         async with client:
-            telemetry = Telemetry(
-                config,
-                name,
-                listeners,
-                policy=client.info.policy,
-                proposer=client.info.speculation,
-                slo_mode=config.slo.mode,
-                fleet_counts=client.counts,
-            )
-            client.add_observer(telemetry.tracker)
-            app = create_app(client, tokenizer, chat_template, config, telemetry, fleet=client)
-            if args.otlp_traces_endpoint:
-                app.add_middleware(TraceHeaders)
-            served_name = (*config.served_model_names, client.info.model_name)[0]
             ready = partial(
                 announcer.ready,
-                model=served_name,
-                path=example_path(is_chat=chat_template is not None, generates=client.info.generates),
+                model=(*config.served_model_names, client.info.model_name)[0],
+                path=example_path(is_chat=text[1] is not None, generates=client.info.generates),
                 needs_key=bool(config.api_keys),
             )
-            await serve(app, config, sock, on_started=ready)
+            if config.front_ends > 1:
+                await keep(front, client, sock, on_started=ready)
+                return 0
+            telemetry = front.telemetry(client.info, listeners, fleet_counts=client.counts)
+            client.add_observer(telemetry.tracker)
+            await front.serve(client, telemetry, sock, text, on_started=ready)
     return 0
 
 

@@ -156,6 +156,12 @@ class FleetClient:
         return self._info
 
     @property
+    def folder(self) -> Path:
+        """For sockets of this fleet, once it is started; nobody but this user can enter it."""
+        assert self._folder is not None
+        return self._folder.path
+
+    @property
     def is_alive(self) -> bool:
         states = (ReplicaState.READY, ReplicaState.DRAINING)
         status = self._fleet.status()

@@ -17,6 +17,8 @@ from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import Adapter, Request
 from onbeat.engine.messages import AbortRequests, Fetched, Rejected
+from onbeat.metrics.merge import Snapshot
+from onbeat.metrics.slo_counts import EndedRequest
 
 FIRST_STATUS_SECONDS = 10.0
 """A keeper that is there says at once how its fleet stands."""
@@ -38,7 +40,7 @@ class GateClient:
         self._status: messages.Status
         self._has_status = asyncio.Event()
         self._numbers = count()
-        self._wishes: dict[int, asyncio.Future[None]] = {}
+        self._wishes: dict[int, asyncio.Future[Any]] = {}
         self._line = Line(
             endpoint, name.encode(), decode=messages.decode_to_gate, on_message=self._on_message
         )
@@ -60,6 +62,10 @@ class GateClient:
         """Tell the keeper that clients can connect."""
         self._line.send(messages.Serving())
 
+    def say_counts(self, counts: Snapshot, ended: dict[str, list[EndedRequest]]) -> None:
+        """Tell the keeper what is counted here; to be called every second."""
+        self._line.send(messages.Counted(counts, ended))
+
     def close(self) -> None:
         """Let go of the keeper, which aborts what is still open."""
         self._line.close()
@@ -75,10 +81,10 @@ class GateClient:
                 self._has_status.set()
             case Rejected():
                 self.gate.refuse(message.request_id, message.error())
-            case messages.Granted(number, error):
+            case messages.Granted(number, error, answer):
                 if not (wish := self._wishes.pop(number)).cancelled():
                     if error is None:
-                        wish.set_result(None)
+                        wish.set_result(answer)
                     else:
                         wish.set_exception(error.error())
 
@@ -139,29 +145,35 @@ class GateClient:
     def replicas(self) -> Sequence[ReplicaView]:
         return self._status.replicas
 
-    async def _wish(self, verb: str, **arguments: Any) -> None:
+    async def wish(self, verb: str, **arguments: Any) -> Any:
+        """Have the keeper do something; return its answer.
+
+        Raises
+        ------
+        OnbeatError : as the keeper does.
+        """
         number = next(self._numbers)
         wish = self._wishes[number] = asyncio.get_running_loop().create_future()
         self._line.send(messages.Wish(number, verb, arguments))
-        await wish
+        return await wish
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
-        await self._wish("load_adapter", name=name, path=path, in_place=in_place)
+        await self.wish("load_adapter", name=name, path=path, in_place=in_place)
 
     async def unload_adapter(self, name: str) -> None:
-        await self._wish("unload_adapter", name=name)
+        await self.wish("unload_adapter", name=name)
 
     async def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
-        await self._wish("drain", replica=replica, seconds=seconds, restarts=restarts)
+        await self.wish("drain", replica=replica, seconds=seconds, restarts=restarts)
 
     async def scale(self, num_replicas: int) -> None:
-        await self._wish("scale", num_replicas=num_replicas)
+        await self.wish("scale", num_replicas=num_replicas)
 
     async def autoscale(self, least: int, most: int) -> None:
-        await self._wish("autoscale", least=least, most=most)
+        await self.wish("autoscale", least=least, most=most)
 
     async def restart(self) -> None:
-        await self._wish("restart")
+        await self.wish("restart")
 
     def expect_end(self) -> None:
         """Nothing depends on it: the keeper ends when it is told itself."""

@@ -6,19 +6,25 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from onbeat.cluster import gate_messages as messages
 from onbeat.cluster.client import FleetClient
+from onbeat.cluster.front_ends import FrontEnds
 from onbeat.cluster.wire import Wire
 from onbeat.core.errors import OnbeatError
 from onbeat.core.request import RequestOutput
 from onbeat.engine.messages import AbortRequests, Fetched, Rejected
+from onbeat.metrics.merge import Others
+from onbeat.metrics.slo_counts import EndedRequest
 
 logger = logging.getLogger("onbeat.cluster")
 
+FLEET_VERBS = ("load_adapter", "unload_adapter", "drain", "scale", "autoscale", "restart")
+"""The methods of `FleetView` that gates may ask for."""
 STATUS_SECONDS = 0.1
 """How often gates are told how the fleet stands."""
 
@@ -62,15 +68,28 @@ class GateHost:
     ----------
     client : of the fleet, started.
     folder : for the socket; nobody but this user can enter it.
-    on_serving : is called with the name of a gate that takes connections.
+    front_ends : hear of their signs of life.
+    counts : of other processes, as metrics show them.
+    on_ended : is called with judged requests that have ended, by class.
+    verbs : what gates may wish for beside what a fleet does.
 
     Attributes
     ----------
     endpoint : what gates connect to.
     """
 
-    def __init__(self, client: FleetClient, folder: Path, *, on_serving: Callable[[str], None]) -> None:
-        self._client, self._on_serving = client, on_serving
+    def __init__(
+        self,
+        client: FleetClient,
+        folder: Path,
+        front_ends: FrontEnds,
+        counts: Others,
+        *,
+        on_ended: Callable[[str, list[EndedRequest]], None],
+        verbs: Mapping[str, Callable[..., Awaitable[Any]]],
+    ) -> None:
+        self._client, self._front_ends, self._counts, self._on_ended = client, front_ends, counts, on_ended
+        self._verbs = {**verbs, **{name: getattr(client, name) for name in FLEET_VERBS}}
         self._gates: dict[bytes, RemoteGate] = {}
         self._ends: dict[bytes, int] = {}
         """Descriptors by which the ends of their processes are seen."""
@@ -110,12 +129,22 @@ class GateHost:
                     self._abort(gate, request_id)
             case Fetched(num_tokens):
                 self._client.fetched(num_tokens)
+            case _:
+                self._on_other(name, message)
+
+    def _on_other(self, name: bytes, message: messages.Wish | messages.Serving | messages.Counted) -> None:
+        match message:
             case messages.Wish():
                 task = asyncio.create_task(self._grant(name, message))
                 self._wishes.add(task)
                 task.add_done_callback(self._wishes.discard)
             case messages.Serving():
-                self._on_serving(name.decode())
+                self._front_ends.on_serving(name.decode())
+            case messages.Counted(counts, ended):
+                self._front_ends.hear(name.decode())
+                self._counts.hear(name.decode(), counts)
+                for request_class, requests in ended.items():
+                    self._on_ended(request_class, requests)
 
     def _abort(self, gate: RemoteGate, request_id: str) -> None:
         gate.requests.discard(request_id)
@@ -140,19 +169,20 @@ class GateHost:
         if (gate := self._gates.pop(name, None)) is None:
             return
         self._client.streams.gates.remove(gate)
+        self._counts.end(name.decode())
         logger.info("%s is gone (%s), and with it %d requests", name.decode(), why, len(gate.requests))
         for request_id in list(gate.requests):
             self._abort(gate, request_id)
 
     async def _grant(self, name: bytes, wish: messages.Wish) -> None:
-        error = None
+        error = answer = None
         try:
-            await getattr(self._client, wish.verb)(**wish.arguments)
+            answer = await self._verbs[wish.verb](**wish.arguments)
         except OnbeatError as refusal:
             error = Rejected.by("", refusal)
         if (gate := self._gates.get(name)) is not None:
             self._wire.send(name, self._status(gate))
-            self._wire.send(name, messages.Granted(wish.number, error))
+            self._wire.send(name, messages.Granted(wish.number, error, answer))
 
     async def _tell_status(self) -> None:
         while True:

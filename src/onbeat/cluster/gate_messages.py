@@ -10,6 +10,8 @@ from onbeat.core.fleet import ReplicaView, ScalingView
 from onbeat.core.protocols import EnginePulse
 from onbeat.core.request import Adapter, Request, RequestOutput
 from onbeat.engine.messages import AbortRequests, Fetched, Rejected
+from onbeat.metrics.merge import Snapshot
+from onbeat.metrics.slo_counts import EndedRequest
 
 
 class Open(msgspec.Struct, tag="open", array_like=True):
@@ -34,7 +36,7 @@ class Wish(msgspec.Struct, tag="wish", array_like=True):
 
     number: int
     verb: str
-    """The name of a method of `FleetView`."""
+    """What: a word that the keeper knows."""
     arguments: dict[str, Any]
 
 
@@ -46,14 +48,23 @@ class Delivered(msgspec.Struct, tag="delivered", array_like=True):
     replica: int
 
 
+class Counted(msgspec.Struct, tag="counted", array_like=True):
+    """What a gate has counted since its start; it says so every second, and so that it lives."""
+
+    counts: Snapshot
+    ended: dict[str, list[EndedRequest]]
+    """Judged requests that have ended since the last such message, by class."""
+
+
 class Granted(msgspec.Struct, tag="granted", array_like=True):
     """What came of a wish."""
 
     number: int
     error: Rejected | None
+    answer: Any = None
 
 
-class Status(msgspec.Struct, tag="status", kw_only=True):
+class Status(msgspec.Struct, tag="status", array_like=True, kw_only=True):
     """How the fleet stands: the fields are properties of `EngineClient` and `FleetView`."""
 
     is_alive: bool
@@ -71,7 +82,7 @@ class Status(msgspec.Struct, tag="status", kw_only=True):
     """When this was said."""
 
 
-ToKeeper = Open | Serving | Ask | AbortRequests | Fetched | Wish
+ToKeeper = Open | Serving | Ask | AbortRequests | Fetched | Wish | Counted
 ToGate = Delivered | Rejected | Status | Granted
 
 decode_to_keeper = msgspec.msgpack.Decoder(ToKeeper).decode

@@ -14,14 +14,14 @@ import orjson
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.metrics.counts import EngineCounts, RunCounts, ServerCounts
-from onbeat.metrics.declare import VLLM, Labels, Metric, by_label, declared, gauge, info, samples
+from onbeat.metrics.declare import VLLM, Labels, Metric, declared, gauge, info, samples
 from onbeat.metrics.fleet_counts import FleetCounts, FleetGauges
+from onbeat.metrics.merge import Others, Sample, flat
 from onbeat.metrics.slo_counts import RecentObjectives
 from onbeat.metrics.speculation_counts import SpeculationCounts
 from onbeat.version import __version__
@@ -34,19 +34,18 @@ _FAMILIES: dict[str, type[Any]] = {
 }
 
 
-def families(shown: Iterable[tuple[str, Metric, Labels, Any]]) -> Iterable[Family]:
-    """Return the families of samples: names in `/metrics`, metrics, labels before their own, and values."""
+def families(shown: Iterable[tuple[str, Sample]]) -> Iterable[Family]:
+    """Return the families of samples, which come with their names in `/metrics`."""
     found: dict[str, Any] = {}
-    for name, metric, outer, value in shown:
+    for name, (metric, outer, words, value) in shown:
         if (family := found.get(name)) is None:
             labels = [*(label for label, _ in outer), *metric.labels]
             found[name] = family = _FAMILIES[metric.kind](name, metric.text, labels=labels)
-        before = [word for _, word in outer]
-        for words, own in by_label(metric, value):
-            if metric.kind == "histogram":
-                family.add_metric([*before, *words], own.cumulative(), own.sum)
-            else:
-                family.add_metric([*before, *words], own)
+        own = [*(word for _, word in outer), *words]
+        if metric.kind == "histogram":
+            family.add_metric(own, value.cumulative(), value.sum)
+        else:
+            family.add_metric(own, value)
     return found.values()
 
 
@@ -155,6 +154,7 @@ class MetricsExporter(Collector):
     Attributes
     ----------
     server : what the server's process counts.
+    others : what other processes of the server count.
     """
 
     def __init__(  # noqa: PLR0913 -- what is served, and where its numbers are
@@ -181,6 +181,7 @@ class MetricsExporter(Collector):
         self._engine: EngineClient | None = None
         self._fleet: FleetView | None = None
         self._fleet_counts = fleet_counts or FleetCounts()
+        self.others = Others({metric.name: metric for metric, _ in _declared()})
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -194,16 +195,16 @@ class MetricsExporter(Collector):
         """
         self._engine, self._fleet = engine, fleet
 
-    def render(self) -> tuple[bytes, str]:
-        """Return the text that Prometheus reads, and its content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+    def render(self) -> bytes:
+        """Return the text that Prometheus reads."""
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Family]:
         """Yield all metrics as they stand."""
         yield from families(
-            (name, metric, inside, value)
-            for metric, outer, value in self._samples()
-            for name, inside in self._names(metric, outer)
+            (name, sample._replace(outer=inside))
+            for sample in self.samples()
+            for name, inside in self._names(sample.metric, sample.outer)
         )
 
     def _names(self, metric: Metric, outer: Labels) -> Iterator[tuple[str, Labels]]:
@@ -218,18 +219,21 @@ class MetricsExporter(Collector):
         """Return the same numbers as JSON: by name and then by the values of labels."""
         now = self._started + self._clock() - self._start
         tree: dict[str, Any] = {"unix_time": now, "start_time": self._started}
-        for metric, outer, value in self._samples():
+        for metric, outer, words, value in self.samples():
             if not metric.is_own:
                 continue
             if metric.kind == "info":
-                tree[metric.name] = value
+                tree[metric.name] = dict(zip(metric.labels, words, strict=True))
                 continue
-            for words, own in by_label(metric, value):
-                inner, (*path, last) = tree, (metric.name, *(word for _, word in outer), *words)
-                for word in path:
-                    inner = inner.setdefault(word, {})
-                inner[last] = own.as_dict() if metric.kind == "histogram" else own
+            inner, (*path, last) = tree, (metric.name, *(word for _, word in outer), *words)
+            for word in path:
+                inner = inner.setdefault(word, {})
+            inner[last] = value.as_dict() if metric.kind == "histogram" else value
         return orjson.dumps(tree)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield what there is to show, with what other processes have counted."""
+        return self.others.added_to(flat(self._samples()))
 
     def _samples(self) -> Iterator[tuple[Metric, Labels, Any]]:
         """Yield what there is to show."""
@@ -270,7 +274,7 @@ def state_schema() -> dict[str, Any]:
         "unix_time": {**number, "description": "when these numbers were so"},
         "start_time": {**number, "description": "when the server was started"},
     }
-    for metric, labels in (each for kind, outer in SHOWN for each in declared(kind, outer)):
+    for metric, labels in _declared():
         if not metric.is_own:
             continue
         shape = histogram if metric.kind == "histogram" else number
@@ -284,3 +288,8 @@ def state_schema() -> dict[str, Any]:
         "properties": properties,
         "required": ["unix_time", "start_time", "server_info"],
     }
+
+
+def _declared() -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    for kind, outer in SHOWN:
+        yield from declared(kind, outer)

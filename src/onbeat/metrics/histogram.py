@@ -75,6 +75,11 @@ class Histogram:
             below = up_to
         self._counts[-1] += len(ordered) - below
 
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Count what another histogram of the same bounds has: values in each bucket, and their sum."""
+        self._counts = [own + other for own, other in zip(self._counts, counts, strict=True)]
+        self.sum += total
+
     @property
     def count(self) -> int:
         """Values seen."""

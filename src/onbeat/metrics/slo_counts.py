@@ -6,8 +6,9 @@ objectives of their own and no class are counted as `unnamed`.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import NamedTuple
@@ -62,6 +63,20 @@ class ClassCounts:
     """The judged requests of late, by end."""
     _num_good: int = 0
     """Of these."""
+
+    @property
+    def num_judged(self) -> int:
+        """Requests that were judged since the start."""
+        return sum(self.outcomes.values()) - self.outcomes[Fate.ABANDONED]
+
+    def last(self, count: int) -> list[EndedRequest]:
+        """Return the requests that were judged last, those of them that are remembered."""
+        return list(islice(self._recent, max(len(self._recent) - count, 0), None))
+
+    def remember(self, ended: Sequence[EndedRequest]) -> None:
+        """Take requests of late that were judged and counted elsewhere."""
+        self._recent = deque(heapq.merge(self._recent, ended))
+        self._num_good += sum(each.is_good for each in ended)
 
     @shown("slo_objective_seconds", "objective")
     def objective_seconds(self) -> Mapping[str, float | None]:
@@ -159,6 +174,23 @@ class SLOCounts:
         ]
         for record, is_good in zip(records, good_requests(as_if_whole, mode=self.mode).tolist(), strict=True):
             self._class(record).take(record, _outcome(record, is_good=is_good))
+
+    def remember(self, request_class: str, ended: Sequence[EndedRequest]) -> None:
+        """Take requests of late that were judged and counted elsewhere."""
+        self._classes.setdefault(request_class, ClassCounts()).remember(ended)
+
+    def take_new(self, told: dict[str, int]) -> dict[str, list[EndedRequest]]:
+        """Return the requests that were judged since the last time, by class.
+
+        Parameters
+        ----------
+        told : number of those of each class that were returned so far; written.
+        """
+        found = {}
+        for name, own in self.classes.items():
+            if new := own.num_judged - told.get(name, 0):
+                found[name], told[name] = own.last(new), own.num_judged
+        return found
 
     def recent(self, now: float) -> Outcomes:
         """Return the judged requests of all classes that have ended of late, by class and end."""

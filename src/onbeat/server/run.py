@@ -14,7 +14,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -75,6 +75,7 @@ def with_descriptors(limits: ConnectionLimits, num_replicas: int) -> tuple[Conne
 
 logger = logging.getLogger("onbeat.server")
 
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ABORT_SECONDS = 2.0
 """What requests that are aborted get to tell their clients."""
 
@@ -135,7 +136,7 @@ def _bind_alone(sock: socket.socket, address: object) -> None:
         sock.bind(address)  # type: ignore[arg-type]
 
 
-def _listen(sock: socket.socket, where: str) -> None:
+def listen(sock: socket.socket, where: str) -> None:
     """Listen here rather than in uvicorn, whose error would not say what is wrong.
 
     Raises
@@ -168,7 +169,12 @@ def _cannot_listen(where: str, error: OSError) -> ConfigError:
 
 
 async def serve(
-    app: FastAPI, config: ServerConfig, sock: socket.socket, *, on_started: Callable[[str], None]
+    app: FastAPI,
+    config: ServerConfig,
+    sock: socket.socket,
+    *,
+    on_started: Callable[[str], None],
+    ends_on: Sequence[signal.Signals] = END_SIGNALS,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain.
 
@@ -182,6 +188,7 @@ async def serve(
     config : the same as the application's.
     sock : from `bind`; closed at the end.
     on_started : called with the server's URL once it takes requests.
+    ends_on : the signals that end it.
 
     Raises
     ------
@@ -191,13 +198,13 @@ async def serve(
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # not every libc has it
         mallopt(_M_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES)
     app.openapi()  # kept: the first who asks for it would hold up all others
-    _listen(sock, f"{config.host}:{config.port}")
-    started = partial(on_started, _url(config, sock))
+    listen(sock, f"{config.host}:{config.port}")
+    started = partial(on_started, served_url(config, sock))
     server = _Server(uvicorn_config(app, config), started, app.state.warm_up)
     stopper = _Stopper(app.state, server, config.shutdown_timeout)
     listeners = [sock, *(sock.dup() for _ in range(_LISTENERS - 1))]
     try:
-        with settled_memory(), _signals(stopper.on_signal):
+        with settled_memory(), on_signals(ends_on, stopper.on_signal):
             await server.serve(sockets=listeners)
     except OSError as error:
         raise _cannot_listen(f"{config.host}:{config.port}", error) from error
@@ -226,7 +233,8 @@ def check_tls(config: ServerConfig) -> None:
         ) from error
 
 
-def _url(config: ServerConfig, sock: socket.socket) -> str:
+def served_url(config: ServerConfig, sock: socket.socket) -> str:
+    """Return the address that a server answers at."""
     scheme = "https" if config.ssl_certfile else "http"
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{scheme}://{host}:{sock.getsockname()[1]}"
@@ -335,14 +343,13 @@ class _Stopper:
 
 
 @contextlib.contextmanager
-def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    """Call `handler` in the event loop on SIGTERM and SIGINT while the block runs."""
+def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[], None]) -> Iterator[None]:
+    """Call `handler` in the event loop on signals while the block runs."""
     loop = asyncio.get_running_loop()
-    handled = (signal.SIGTERM, signal.SIGINT)
-    for number in handled:
+    for number in numbers:
         loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in handled:
+        for number in numbers:
             loop.remove_signal_handler(number)

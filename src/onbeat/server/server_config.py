@@ -134,6 +134,13 @@ class ServerConfig:
         "(default: any, or on a loopback address without API keys only localhost and the like)",
     )
     connections: ConnectionLimits = part(ConnectionLimits)
+    front_ends: int = _option(
+        1,
+        at_least=1,
+        at_most=64,
+        metavar="N",
+        help="processes that speak HTTP; each that dies is started again, and the engines live on",
+    )
     max_body_bytes: int = _option(10 * 2**20, at_least=1, metavar="BYTES", help="largest request")
     max_n: int = _option(16, at_least=1, metavar="N", help="largest `n` of a request")
     max_choices: int = 512

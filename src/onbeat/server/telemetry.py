@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
 from fastapi import APIRouter
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -192,10 +193,13 @@ class Telemetry:
     proposer : what proposes draft tokens; None where nothing is speculated.
     fleet_counts : what a fleet does with requests, as its client counts it.
     slo_mode : what keeping a TBT objective means to them.
+    shown_by : returns the text of `metrics` and of `state` where another process knows all numbers.
 
     Attributes
     ----------
     tracker : must observe the engine client (`observers=[telemetry.tracker]`).
+    counts : what is counted.
+    show : returns the numbers of all processes, as `metrics` or `state` has them.
     jobs : counts jobs that end.
     grammars : counts requests that are refused for what their answer must match.
     """
@@ -210,8 +214,10 @@ class Telemetry:
         proposer: str | None = None,
         slo_mode: SLOMode = "stream",
         fleet_counts: FleetCounts | None = None,
+        shown_by: Callable[[str], Awaitable[bytes]] | None = None,
     ) -> None:
-        counts = RunCounts(slo_mode)
+        self.counts = counts = RunCounts(slo_mode)
+        self.show = shown_by or self.shown
         self.jobs, self.grammars = counts.jobs, counts.grammars
         self.tracker = RequestTracker([counts, *listeners])
         self.exporter = MetricsExporter(
@@ -222,6 +228,10 @@ class Telemetry:
             aliases=config.metrics_aliases,
             fleet_counts=fleet_counts,
         )
+
+    async def shown(self, what: str) -> bytes:
+        """Return the numbers of this process as `metrics` or `state` has them."""
+        return self.exporter.render() if what == "metrics" else self.exporter.state()
 
     def on_http(self, context: HttpContext) -> None:
         """Count an HTTP request that has ended."""
@@ -256,8 +266,7 @@ class Telemetry:
         @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
         async def metrics() -> Response:
             """Return Prometheus metrics."""
-            body, content_type = self.exporter.render()
-            return Response(body, headers={"content-type": content_type})
+            return Response(await self.show("metrics"), headers={"content-type": CONTENT_TYPE_LATEST})
 
         described: dict[int | str, dict[str, Any]] = {
             200: {"content": {"application/json": {"schema": state_schema()}}}
@@ -266,6 +275,6 @@ class Telemetry:
         @router.get("/state", response_class=Response, responses=described)
         async def state() -> Response:
             """Return the numbers of the metrics as JSON, by name and then by the values of their labels."""
-            return Response(self.exporter.state(), media_type="application/json")
+            return Response(await self.show("state"), media_type="application/json")
 
         return router

@@ -31,7 +31,7 @@ class FakeServer:
     def text(self, now: float) -> str:
         """Return what /metrics shows at a time."""
         self.now = now
-        return self.exporter.render()[0].decode()
+        return self.exporter.render().decode()
 
     def state(self, now: float) -> dict[str, Any]:
         """Return what `GET /state` shows at a time."""

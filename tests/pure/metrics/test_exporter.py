@@ -56,7 +56,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 def shown_by(exporter: MetricsExporter) -> dict[str, float]:
-    return samples(exporter.render()[0].decode())
+    return samples(exporter.render().decode())
 
 
 @pytest.fixture

@@ -1,0 +1,155 @@
+"""The processes of front ends, from their start to their end: who dies is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.context import SpawnProcess
+
+from onbeat.cluster.local_launcher import sigint_ignored
+from onbeat.core.errors import EngineDead
+
+logger = logging.getLogger("onbeat.cluster")
+
+SILENT_SECONDS = 10.0
+"""A front end that says nothing for so long is killed: it speaks every second."""
+LOOK_SECONDS = 0.5
+MOST_FAILED_STARTS = 3
+"""Front ends that ended before they served, one after another: the next would end as well."""
+
+
+@dataclass(slots=True)
+class _FrontEnd:
+    name: str
+    process: SpawnProcess
+    heard: float
+    serves: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    is_told: bool = False
+    """Whether it was told to end."""
+
+
+class FrontEnds:
+    """Starts front ends, and starts each again that ends or hangs.
+
+    Parameters
+    ----------
+    number : how many there are to be.
+    make : makes the process of one, not started, from its name, which no other has.
+
+    Attributes
+    ----------
+    serving : is set once all take connections for the first time.
+    """
+
+    def __init__(self, number: int, make: Callable[[str], SpawnProcess]) -> None:
+        self.serving = asyncio.Event()
+        self._number, self._make = number, make
+        self._places: dict[int, _FrontEnd] = {}
+        self._num_started = self._num_failed = 0
+        self._is_ending = False
+        self._failed = asyncio.Event()
+        self._rolling: asyncio.Task[None] | None = None
+
+    def hear(self, name: str) -> None:
+        """Hear that a front end lives."""
+        if (found := self._find(name)) is not None:
+            found.heard = time.monotonic()
+
+    def on_serving(self, name: str) -> None:
+        """Hear that a front end takes connections."""
+        if (found := self._find(name)) is None:
+            return
+        found.serves.set()
+        self._num_failed = 0
+        if len(self._places) == self._number and all(each.serves.is_set() for each in self._places.values()):
+            self.serving.set()
+
+    def _find(self, name: str) -> _FrontEnd | None:
+        return next((each for each in self._places.values() if each.name == name), None)
+
+    async def run(self) -> None:
+        """Keep front ends running until `stop`.
+
+        Raises
+        ------
+        EngineDead : they end again and again before they serve.
+        """
+        for place in range(self._number):
+            self._places[place] = self._start(place)
+        while not self._is_ending:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), LOOK_SECONDS)
+            if self._failed.is_set():
+                await self.stop()
+                raise EngineDead("front ends end before they serve; see their log lines above")
+            self._kill_silent()
+        await asyncio.gather(*(each.ended.wait() for each in self._places.values()))
+
+    def _kill_silent(self) -> None:
+        now = time.monotonic()
+        for each in self._places.values():
+            if each.serves.is_set() and now - each.heard > SILENT_SECONDS:
+                logger.error("%s has said nothing for %.0f s and is killed", each.name, now - each.heard)
+                each.process.kill()
+
+    def _start(self, place: int) -> _FrontEnd:
+        name = f"front-end-{place}.{self._num_started}"
+        self._num_started += 1
+        process = self._make(name)
+        with sigint_ignored():
+            process.start()
+        started = _FrontEnd(name, process, time.monotonic())
+        asyncio.get_running_loop().add_reader(process.sentinel, self._on_end, place, started)
+        return started
+
+    def _on_end(self, place: int, ended: _FrontEnd) -> None:
+        asyncio.get_running_loop().remove_reader(ended.process.sentinel)
+        ended.process.join()
+        code = ended.process.exitcode
+        ended.process.close()
+        ended.ended.set()
+        if self._is_ending or ended.is_told or self._places.get(place) is not ended:
+            return
+        if not ended.serves.is_set():
+            self._num_failed += 1
+        if self._num_failed >= MOST_FAILED_STARTS:
+            self._failed.set()
+            return
+        logger.error("%s has ended (exit code %s) and is started again", ended.name, code)
+        self._places[place] = self._start(place)
+
+    def roll(self) -> None:
+        """Begin to replace front ends one by one, each once its successor serves; one round at a time."""
+        if self._rolling is None or self._rolling.done():
+            self._rolling = asyncio.create_task(self._roll(), name="onbeat-rolling-front-ends")
+
+    async def _roll(self) -> None:
+        for place, old in list(self._places.items()):
+            if self._is_ending:
+                return
+            self._places[place] = new = self._start(place)
+            await new.serves.wait()
+            if not old.ended.is_set():
+                old.is_told = True
+                old.process.terminate()
+                await old.ended.wait()
+
+    def terminate(self) -> None:
+        """Tell all of them to end: the first time they drain, the second they end at once."""
+        self._is_ending = True
+        for each in self._places.values():
+            if not each.ended.is_set():
+                each.process.terminate()
+
+    async def stop(self) -> None:
+        """End all of them at once."""
+        self._is_ending = True
+        for each in self._places.values():
+            if not each.ended.is_set():
+                each.process.kill()
+                await each.ended.wait()
