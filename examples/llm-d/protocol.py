@@ -29,6 +29,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from onbeat.metrics.declare import counter, gauge, histogram, samples
 from onbeat.metrics.exporter import families
 from onbeat.metrics.histogram import ERROR_RATIOS, Histogram
+from onbeat.metrics.merge import flat
 
 MODEL_TYPE = "lightgbm"
 """What the server says that it is. llm-d's client knows three kinds of models, and asks over HTTP for each
@@ -150,7 +151,7 @@ class PredictionService(Collector):
             coverage={key: term.num_within / term.num_measured for key, term in seen.items()},
             errors=self._errors,
         )
-        return families((f"onbeat_{each.name}", each, outer, value) for each, outer, value in samples(counts))
+        return families((f"onbeat_{each.metric.name}", each) for each in flat(samples(counts)))
 
     def forget(self, pool: str) -> int:
         """Forget what a pool has learnt; return how many measured latencies that were."""

@@ -23,6 +23,7 @@ from onbeat.metrics.merge import snapshot
 from onbeat.server.app import create_app
 from onbeat.server.run import END_SIGNALS, listen, on_signals, serve, served_url
 from onbeat.server.server_config import ServerConfig
+from onbeat.server.shared import Desk, Remote
 from onbeat.server.telemetry import Telemetry, TraceHeaders, exported_traces
 from onbeat.text.chat_template import ChatTemplate, load_chat_template
 from onbeat.text.tokenizer import load_tokenizer
@@ -74,16 +75,16 @@ class Front:
         client: FleetClient | GateClient,
         telemetry: Telemetry,
         sock: socket.socket,
-        text: tuple[Tokenizer, ChatTemplate | None],
         *,
+        text: tuple[Tokenizer, ChatTemplate | None],
         on_started: Callable[[str], None],
-        ends_on: Sequence[signal.Signals] = END_SIGNALS,
+        **signals: Sequence[signal.Signals],
     ) -> None:
-        """Answer HTTP until told to end."""
+        """Answer HTTP until told to end; `signals` are as in `serve`."""
         app = create_app(client, *text, self.config, telemetry, fleet=client)
         if self.traces_endpoint:
             app.add_middleware(TraceHeaders)
-        await serve(app, self.config, sock, on_started=on_started, ends_on=ends_on)
+        await serve(app, self.config, sock, on_started=on_started, **signals)
 
     def listeners(self, stack: ExitStack) -> list[RunListener]:
         """Open what wants to hear of a front end's requests."""
@@ -139,7 +140,7 @@ async def keep(
         front_ends,
         telemetry.exporter.others,
         on_ended=telemetry.counts.slo.remember,
-        verbs={"show": show},
+        make_desk=lambda: Desk(telemetry.books, show),
     )
 
     def end() -> None:
@@ -191,18 +192,13 @@ async def _front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket
     def tell() -> None:
         client.say_counts(snapshot(telemetry.exporter.samples()), telemetry.counts.slo.take_new(told))
 
-    async def show(what: str) -> bytes:
-        tell()
-        shown: bytes = await client.wish("show", what=what)
-        return shown
-
     async def tell_often() -> None:
         while True:
             tell()
             await asyncio.sleep(TELL_SECONDS)
 
     with ExitStack() as stack:
-        telemetry = front.telemetry(info, front.listeners(stack), shown_by=show)
+        telemetry = front.telemetry(info, front.listeners(stack), shared=Remote(client.wish, tell))
         client.add_observer(telemetry.tracker)
         telling = asyncio.create_task(tell_often(), name="onbeat-counts")
         try:
@@ -210,9 +206,10 @@ async def _front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket
                 client,
                 telemetry,
                 sock,
-                front.load_text(),
+                text=front.load_text(),
                 on_started=lambda _: client.say_serving(),
                 ends_on=[signal.SIGTERM],
+                leaves_on=[signal.SIGHUP],
             )
         finally:
             telling.cancel()

@@ -135,7 +135,7 @@ async def _serve(
                 return 0
             telemetry = front.telemetry(client.info, listeners, fleet_counts=client.counts)
             client.add_observer(telemetry.tracker)
-            await front.serve(client, telemetry, sock, text, on_started=ready)
+            await front.serve(client, telemetry, sock, text=text, on_started=ready)
     return 0
 
 

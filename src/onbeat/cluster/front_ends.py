@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -136,7 +138,8 @@ class FrontEnds:
             await new.serves.wait()
             if not old.ended.is_set():
                 old.is_told = True
-                old.process.terminate()
+                assert old.process.pid is not None
+                os.kill(old.process.pid, signal.SIGHUP)
                 await old.ended.wait()
 
     def terminate(self) -> None:

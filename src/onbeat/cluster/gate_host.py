@@ -6,10 +6,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from onbeat.cluster import gate_messages as messages
 from onbeat.cluster.client import FleetClient
@@ -29,12 +29,30 @@ STATUS_SECONDS = 0.1
 """How often gates are told how the fleet stands."""
 
 
+class GateDesk(Protocol):
+    """Answers what a gate asks for beside requests, and what a fleet does."""
+
+    async def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        """Do something, and return what the gate reads.
+
+        Raises
+        ------
+        OnbeatError : which the gate raises.
+        """
+        ...
+
+    def close(self) -> None:
+        """Hear that the gate is gone."""
+        ...
+
+
 class RemoteGate:
     """A `GatePort` to another process.
 
     Parameters
     ----------
     send : sends it a message; one that is gone gets none.
+    desk : answers its wishes.
 
     Attributes
     ----------
@@ -42,8 +60,8 @@ class RemoteGate:
     way : seconds that the last message of a replica was on its way here.
     """
 
-    def __init__(self, send: Callable[[messages.ToGate], object]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[messages.ToGate], object], desk: GateDesk) -> None:
+        self._send, self.desk = send, desk
         self.requests: set[str] = set()
         self.way = 0.0
 
@@ -71,7 +89,7 @@ class GateHost:
     front_ends : hear of their signs of life.
     counts : of other processes, as metrics show them.
     on_ended : is called with judged requests that have ended, by class.
-    verbs : what gates may wish for beside what a fleet does.
+    make_desk : makes what answers the other wishes of a new gate.
 
     Attributes
     ----------
@@ -86,10 +104,10 @@ class GateHost:
         counts: Others,
         *,
         on_ended: Callable[[str, list[EndedRequest]], None],
-        verbs: Mapping[str, Callable[..., Awaitable[Any]]],
+        make_desk: Callable[[], GateDesk],
     ) -> None:
         self._client, self._front_ends, self._counts, self._on_ended = client, front_ends, counts, on_ended
-        self._verbs = {**verbs, **{name: getattr(client, name) for name in FLEET_VERBS}}
+        self._make_desk = make_desk
         self._gates: dict[bytes, RemoteGate] = {}
         self._ends: dict[bytes, int] = {}
         """Descriptors by which the ends of their processes are seen."""
@@ -130,12 +148,14 @@ class GateHost:
             case Fetched(num_tokens):
                 self._client.fetched(num_tokens)
             case _:
-                self._on_other(name, message)
+                self._on_other(name, gate, message)
 
-    def _on_other(self, name: bytes, message: messages.Wish | messages.Serving | messages.Counted) -> None:
+    def _on_other(
+        self, name: bytes, gate: RemoteGate, message: messages.Wish | messages.Serving | messages.Counted
+    ) -> None:
         match message:
             case messages.Wish():
-                task = asyncio.create_task(self._grant(name, message))
+                task = asyncio.create_task(self._grant(name, gate, message))
                 self._wishes.add(task)
                 task.add_done_callback(self._wishes.discard)
             case messages.Serving():
@@ -151,7 +171,9 @@ class GateHost:
         self._client.abort(request_id)
 
     def _greet(self, name: bytes, process_id: int) -> None:
-        self._gates[name] = gate = RemoteGate(lambda message: self._wire.send(name, message))
+        self._gates[name] = gate = RemoteGate(
+            lambda message: self._wire.send(name, message), self._make_desk()
+        )
         self._client.streams.gates.append(gate)
         self._wire.send(name, self._status(gate))
         try:
@@ -170,18 +192,23 @@ class GateHost:
             return
         self._client.streams.gates.remove(gate)
         self._counts.end(name.decode())
+        gate.desk.close()
         logger.info("%s is gone (%s), and with it %d requests", name.decode(), why, len(gate.requests))
         for request_id in list(gate.requests):
             self._abort(gate, request_id)
 
-    async def _grant(self, name: bytes, wish: messages.Wish) -> None:
+    async def _grant(self, name: bytes, gate: RemoteGate, wish: messages.Wish) -> None:
         error = answer = None
         try:
-            answer = await self._verbs[wish.verb](**wish.arguments)
+            if wish.verb in FLEET_VERBS:
+                await getattr(self._client, wish.verb)(**wish.arguments)
+            else:
+                answer = await gate.desk.answer(wish.verb, wish.arguments)
         except OnbeatError as refusal:
             error = Rejected.by("", refusal)
-        if (gate := self._gates.get(name)) is not None:
-            self._wire.send(name, self._status(gate))
+        if self._gates.get(name) is gate:
+            if wish.verb in FLEET_VERBS:
+                self._wire.send(name, self._status(gate))
             self._wire.send(name, messages.Granted(wish.number, error, answer))
 
     async def _tell_status(self) -> None:

@@ -22,7 +22,7 @@ from onbeat.server.connection import FLOW
 from onbeat.server.errors import ClientGone, ErrorReply, error_reply, predicted_ttft_header
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest
-from onbeat.server.jobs import CallTicket
+from onbeat.server.jobs import CallTicket, opened_call
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.pen import Extras, Pen, WholeChoice, event_bytes
 from onbeat.server.pieces import Piece, PiecesResponse, gathered
@@ -125,14 +125,15 @@ class AnswerResponse(Response):
         try:
             if context.allowance is not None:
                 num_prompt_tokens = answer_report.counts_of(self._choices).prompt
-                context.allowance.take_answers(
+                await context.allowance.take_answers(
                     num_prompt_tokens, context.max_tokens, is_stated=self._body.bounds_answer
                 )
-            with (
-                self._services.lifecycle.generation(),
-                self._services.jobs.call(context.job, self._choices) as self._writer.ticket,
-            ):
-                async with cancelled_on_disconnect(receive), aclosing(self._deltas) as deltas:
+            with self._services.lifecycle.generation():
+                async with (
+                    opened_call(self._services.shared, context.job, self._choices) as self._writer.ticket,
+                    cancelled_on_disconnect(receive),
+                    aclosing(self._deltas) as deltas,
+                ):
                     if self._is_streamed:
                         last = await self._send_events(deltas, send, context)
                     else:
@@ -176,6 +177,7 @@ class AnswerResponse(Response):
             if not isinstance(error, OnbeatError):
                 logger.exception("%s failed while streaming", context.completion_id)
             return self._writer.failed(reply)
+        await self._writer.close_call()
         return await self._services.encoder.off_loop(self._caller, self.repeated_size, self._writer.end)
 
     async def _collect(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> list[Piece]:
@@ -187,6 +189,7 @@ class AnswerResponse(Response):
         for choice in self._choices:
             self._writer.judge(choice)
             await turns.rest()
+        await self._writer.close_call()
         pieces = await gathered(self._writer.whole())
         for choice in self._choices:
             while choice.prompt_logprobs:  # millions of numbers would take long to be forgotten at once
@@ -198,6 +201,8 @@ class AnswerResponse(Response):
         size = _SCORE_SIZE * len(delta.choice.prompt_logprobs or ())  # of an echo, all in its first event
         if not self._num_begun:
             size += self.repeated_size
+        if delta.finish_reason is not None and self._writer.num_open == 1:
+            await self._writer.close_call()
         body = await self._services.encoder.off_loop(self._caller, size, partial(self._writer.events, delta))
         delta.choice.prompt_logprobs = None
         self._num_begun += 1
@@ -278,7 +283,8 @@ class _AnswerWriter:
         self._has_usage_so_far = body.has_continuous_usage
         self.ticket: CallTicket | None = None
         """Of a call of a job."""
-        self._num_open = len(choices)
+        self.num_open = len(choices)
+        """Choices that have not ended."""
         self._slo_reports: list[answer_report.SLOReport] = []
         """Of the choices that have ended."""
         num_columns = len(pen.columns([]))
@@ -295,9 +301,9 @@ class _AnswerWriter:
     def events(self, delta: ChoiceDelta) -> bytes:
         """Return the events of one delta, in the order in which they are sent."""
         if delta.finish_reason is not None:
-            self._num_open -= 1
+            self.num_open -= 1
             self.judge(delta.choice)
-        is_last = self._num_open == 0 and not self._has_usage_event
+        is_last = self.num_open == 0 and not self._has_usage_event
         extras = self._no_extras
         if self._has_usage_so_far:
             extras = self._extras(answer_report.counts_up_to(delta))
@@ -323,6 +329,11 @@ class _AnswerWriter:
 
     def _extras(self, counts: answer_report.AnswerTokens) -> Extras:
         return Extras(counts, answer_report.usage_of(counts))
+
+    async def close_call(self) -> None:
+        """Hear that all choices have ended, before what says so is written."""
+        if self.ticket is not None:
+            await self.ticket.close()
 
     def _slo_report(self) -> answer_report.SLOReport | None:
         """Return how the objectives were kept: those of the worst choice, and of the job if there is one."""

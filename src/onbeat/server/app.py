@@ -24,7 +24,6 @@ from onbeat.server.engine_watch import EngineHealth, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import adapter_routes, fleet_routes
 from onbeat.server.generation import Generator, Lifecycle
-from onbeat.server.jobs import JobCalls
 from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.messages import message_routes
 from onbeat.server.openapi import describe
@@ -35,7 +34,6 @@ from onbeat.server.responses import response_routes
 from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, score_routes
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
-from onbeat.server.slo_defaults import NO_LIMITS
 from onbeat.server.status import health_routes, home_routes, model_routes
 from onbeat.server.structured import GrammarChecks
 from onbeat.server.telemetry import Telemetry
@@ -106,7 +104,7 @@ def create_app(
         grammars=GrammarChecks(
             GrammarGuard(tokenizer, info.vocab_size), telemetry.grammars, is_needed=info.generates
         ),
-        jobs=JobCalls(telemetry.jobs),
+        shared=telemetry.shared,
         generator=Generator(engine, tokenizer, telemetry.tracker),
         watch=EngineHealth(engine, config.hang),
         slow_readers=SlowReaders(config.max_unread_bytes),
@@ -169,10 +167,8 @@ def create_app(
 
 def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) -> None:
     """Wrap the application, from the inside out."""
-    if limits := {key: its.limits for key, its in config.slo.keys.items() if its.limits != NO_LIMITS}:
-        app.add_middleware(
-            middleware.RateLimits, limits=limits, on_limited=telemetry.exporter.server.count_rate_limited
-        )
+    if keys := config.slo.key_limits:
+        app.add_middleware(middleware.RateLimits, keys=keys.keys(), shared=telemetry.shared)
     checks: list[Callable[[Scope], None]] = [middleware.check_path]
     if (names := config.answered_hosts) is not None:
         checks.insert(0, partial(middleware.check_host, names=names))

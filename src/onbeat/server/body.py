@@ -187,7 +187,7 @@ async def receive_body(headers: Headers, receive: Receive, most: int) -> bytearr
 async def _read_body(request: Request) -> bytearray:
     body = await receive_body(request.headers, request.receive, request.app.state.max_body_bytes)
     if (allowance := context_of(request.scope).allowance) is not None:
-        allowance.take_body(len(body))
+        await allowance.take_body(len(body))
     return body
 
 

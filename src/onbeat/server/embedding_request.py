@@ -125,7 +125,7 @@ async def embed(
                 prompts = await services.encoder.encode_all(texts, options, context.caller)
                 _check_lengths(prompts, services.info.max_model_len, options, names)
                 if context.allowance is not None:
-                    context.allowance.take_answers(sum(map(len, prompts)))
+                    await context.allowance.take_answers(sum(map(len, prompts)))
                 turns = Turns()
                 for request in _requests(body, prompts, objectives, services, context):
                     index = len(choices)

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 
-from onbeat.core.errors import InvalidRequest, RequestRejected, SLOUnattainable
+from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, ShedMode
 from onbeat.jobs.call import JobCall, JobEnd, JobReport
-from onbeat.jobs.table import JobTable, OpenCall
-from onbeat.metrics.counts import JobCounts
 from onbeat.server.answer_report import JobState, SLOReport, unjudged_report
 from onbeat.server.choices import Choice
-from onbeat.server.errors import job_unattainable, milliseconds
+from onbeat.server.errors import milliseconds
 from onbeat.server.fields import NUMBER, WHOLE, Closed, validated
+from onbeat.server.shared import CallEnd, OpenedCall, Shared
 
 LONGEST_ID = 128
 MOST_CALLS_LEFT = 10_000
@@ -36,9 +35,6 @@ JOB_HEADERS = {
     "x-slo-job-class": "class",
 }
 """Headers that say the same as the object `slo.job`."""
-_CLOCK_STEP = 0.1
-"""Seconds by which two clocks part if one was set anew, or the machine has slept."""
-
 
 Milliseconds = Annotated[
     float, Field(ge=SHORTEST_OBJECTIVE * 1e3, le=LONGEST_OBJECTIVE * 1e3, allow_inf_nan=False), NUMBER
@@ -109,100 +105,56 @@ def stated_by_headers(model: type[_Model], names: Mapping[str, str], headers: He
         raise
 
 
-class JobCalls:
-    """Keeps the table of jobs of one server.
+class CallTicket:
+    """A call of a job from its opening to its end."""
 
-    Parameters
-    ----------
-    counts : are told of each job that ended.
-    """
+    def __init__(self, shared: Shared, opened: OpenedCall, choices: Sequence[Choice]) -> None:
+        self._shared, self._number, self._choices = shared, opened.number, choices
+        self._is_open = True
+        self._report: JobReport | None = None
 
-    def __init__(self, counts: JobCounts) -> None:
-        self._counts = counts
-        self._table = JobTable(on_end=counts.end)
-        self._since_1970 = 0.0
-
-    @contextmanager
-    def call(self, call: JobCall | None, choices: Sequence[Choice]) -> Iterator[CallTicket | None]:
-        """Give choices the objectives that their call has by its job; yields None for one of no job.
+    @classmethod
+    async def open(cls, shared: Shared, call: JobCall, choices: Sequence[Choice]) -> CallTicket:
+        """Give choices the objectives that their call has by its job.
 
         Raises
         ------
         InvalidRequest, Overloaded : see `JobTable.open`.
         ApiError : the job is predicted to be late, and its caller prefers to hear so at once (429).
         """
-        if call is None:
-            yield None
-            return
-        ticket = self._open(call, choices)
-        try:
-            yield ticket
-        except BaseException as error:
-            ticket.fail(error)
-            raise
-        finally:
-            ticket.close()
-            self._counts.num_open = len(self._table)
-
-    def _open(self, call: JobCall, choices: Sequence[Choice]) -> CallTicket:
-        if call.deadline is not None:
-            since_1970 = time.time() - time.monotonic()
-            if abs(since_1970 - self._since_1970) > _CLOCK_STEP:
-                self._since_1970 = since_1970
-            call = replace(call, deadline=call.deadline - self._since_1970)
         first = choices[0].request
         prompts = {choice.prompt_index: len(choice.request.prompt_token_ids) for choice in choices}
-        try:
-            opened = self._table.open(
-                call,
-                first.arrival,
-                num_prompt_tokens=sum(prompts.values()),
-                max_tokens=max(choice.request.sampling.max_tokens for choice in choices),
-                refuses=first.shed is ShedMode.REJECT,
-            )
-        except SLOUnattainable as error:
-            raise job_unattainable(error) from error
-        finally:
-            self._counts.num_open = len(self._table)
+        opened = await shared.open_call(
+            call,
+            first.arrival,
+            sum(prompts.values()),
+            max(choice.request.sampling.max_tokens for choice in choices),
+            refuses=first.shed is ShedMode.REJECT,
+        )
+        share = opened.share
         for choice in choices:
             request = choice.request
-            share = opened.share
             choice.request = replace(request, slo=share.objectives(request.slo), kept_for=share.kept_for)
-        return CallTicket(self._table, opened, choices)
+        return cls(shared, opened, choices)
 
+    def _end(self, failed: JobEnd | None = None) -> CallEnd:
+        self._is_open = False
+        records = [choice.record for choice in self._choices if choice.record is not None]
+        ends = [record.end for record in records if record.delivery_times]
+        now = time.monotonic() if failed is not None else max(ends, default=time.monotonic())
+        num_output_tokens = max(choice.num_output_tokens for choice in self._choices)
+        return CallEnd(now, num_output_tokens, self._choices[0].placement, failed)
 
-class CallTicket:
-    """A call of a job from its opening to its end."""
+    async def close(self) -> None:
+        """Hear that the call has come to its end, before `report`."""
+        if self._is_open:
+            self._report = await self._shared.close_call(self._number, self._end())
 
-    def __init__(self, table: JobTable, opened: OpenCall, choices: Sequence[Choice]) -> None:
-        self._table = table
-        self._opened = opened
-        self._choices = choices
-        self._report: JobReport | None = None
-
-    def close(self, failed: JobEnd | None = None) -> JobReport:
-        """Hear that the call has ended; return how its job stands. Only the first time counts.
-
-        Parameters
-        ----------
-        failed : why, if it did not come to its end.
-        """
-        if self._report is None:
-            records = [choice.record for choice in self._choices if choice.record is not None]
-            ends = [record.end for record in records if record.delivery_times]
-            now = time.monotonic() if failed is not None else max(ends, default=time.monotonic())
-            self._report = self._table.close(
-                self._opened,
-                now,
-                num_output_tokens=max(choice.num_output_tokens for choice in self._choices),
-                why=failed,
-                placement=self._choices[0].placement,
-            )
-        return self._report
-
-    def fail(self, error: BaseException) -> None:
-        """Hear that the call ended without its answer, or with a part of it."""
-        self.close(JobEnd.REFUSED if isinstance(error, RequestRejected) else JobEnd.ABANDONED)
+    def fail(self, error: BaseException | None) -> None:
+        """Hear that the call ended without its whole answer; nothing happens where it is closed."""
+        if self._is_open:
+            failed = JobEnd.REFUSED if isinstance(error, RequestRejected) else JobEnd.ABANDONED
+            self._shared.fail_call(self._number, self._end(failed))
 
     def report(self, of_call: SLOReport | None) -> SLOReport:
         """Return the object `slo` of the answer: that of the call, and how its job stands.
@@ -211,7 +163,8 @@ class CallTicket:
         ----------
         of_call : None of a call that was best effort, since its job's deadline had passed.
         """
-        job = self.close()
+        job = self._report
+        assert job is not None, "it is closed"
         if of_call is None:
             record = self._choices[0].record
             assert record is not None, "it has ended"
@@ -228,3 +181,20 @@ class CallTicket:
             met=None if job.end is None else job.end is JobEnd.KEPT,
         )
         return of_call
+
+
+@asynccontextmanager
+async def opened_call(
+    shared: Shared, call: JobCall | None, choices: Sequence[Choice]
+) -> AsyncIterator[CallTicket | None]:
+    """Open a call of a job while the block runs, see `CallTicket.open`; yields None for a call of no job."""
+    if call is None:
+        yield None
+        return
+    ticket = await CallTicket.open(shared, call, choices)
+    try:
+        yield ticket
+    except BaseException as error:
+        ticket.fail(error)
+        raise
+    ticket.fail(None)

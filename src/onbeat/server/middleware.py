@@ -12,7 +12,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -23,9 +23,9 @@ from onbeat.core.request import Grammar
 from onbeat.jobs.call import JobCall
 from onbeat.server import errors
 from onbeat.server.connection import refusal_of
-from onbeat.server.rate_limits import KeyAllowance, KeyMeter
 from onbeat.server.server_config import MAX_QUOTED
-from onbeat.server.slo_defaults import KeyLimits, key_digest
+from onbeat.server.shared import Shared
+from onbeat.server.slo_defaults import key_digest
 
 logger = logging.getLogger("onbeat.server")
 
@@ -65,7 +65,7 @@ class HttpContext:
     started: float = field(default_factory=time.monotonic)
     key_digest: str | None = None
     """SHA-256 of the API key that let it in, hexadecimal; None where none was asked for."""
-    allowance: KeyAllowance | None = None
+    allowance: KeyedRequest | None = None
     """None of keys without limits."""
     status: int = 0
     num_body_bytes: int = 0
@@ -337,57 +337,69 @@ def bearer_key(headers: Headers, keys: Sequence[str], *, name: str) -> str:
     )
 
 
+class KeyedRequest:
+    """What one request has of its key's limits, from the door to its end; see `KeyAllowance`."""
+
+    def __init__(self, shared: Shared, number: int) -> None:
+        self._shared, self._number = shared, number
+
+    async def take_body(self, num_bytes: int) -> None:
+        """Take the tokens of a body by its length."""
+        await self._shared.take_body(self._number, num_bytes)
+
+    async def take_answers(
+        self, num_prompt_tokens: int, max_tokens: Sequence[int] = (), *, is_stated: bool = True
+    ) -> None:
+        """Take what a request may need, before anything runs."""
+        await self._shared.take_answers(self._number, num_prompt_tokens, max_tokens, is_stated=is_stated)
+
+    def end(self, context: HttpContext) -> None:
+        """Settle."""
+        self._shared.end_key(
+            self._number, context.status, context.num_prompt_tokens, context.num_output_tokens
+        )
+
+
 class RateLimits:
     """Refuses requests of API keys that have reached their limits. What is read (GET) is free.
 
     Parameters
     ----------
     app : the next application.
-    limits : hash of an API key -> its limits.
-    on_limited : called with the limit that a refused request has met (metrics).
-    clock : seconds.
+    keys : hashes of the API keys that have limits.
+    shared : knows what they have taken.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        limits: Mapping[str, KeyLimits],
-        on_limited: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._app = app
-        self._meters = {key: KeyMeter(each, clock(), on_limited) for key, each in limits.items()}
-        self._clock = clock
+    def __init__(self, app: ASGIApp, *, keys: Collection[str], shared: Shared) -> None:
+        self._app, self._keys, self._shared = app, keys, shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        meter = None
         if scope["type"] == "http" and scope["method"] == "POST":
             context = context_of(scope)
-            meter = self._meters.get(context.key_digest or "")
-        if meter is None:
-            await self._app(scope, receive, send)
-        else:
-            await self._metered(meter, context, scope, receive, send)
+            if context.key_digest in self._keys:
+                await self._metered(context.key_digest or "", context, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
     async def _metered(
-        self, meter: KeyMeter, context: HttpContext, scope: Scope, receive: Receive, send: Send
+        self, key: str, context: HttpContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
         async def send_told(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers.update(dict(meter.headers(self._clock())))
+                headers.update(dict(await self._shared.key_headers(key)))
             await send(message)
 
         length = Headers(scope=scope).get("content-length", "")
         try:
             announced = int(length) if length.isdecimal() else 0
-            allowance = context.allowance = KeyAllowance(meter, announced, self._clock)
+            number = await self._shared.begin_key(key, announced)
         except errors.ApiError as error:
             context.error_code = error.code
             await errors.error_response(error, scope["path"])(scope, receive, send_told)
             return
+        allowance = context.allowance = KeyedRequest(self._shared, number)
         try:
             await self._app(scope, receive, send_told)
         finally:
-            allowance.end(context.status, context.num_prompt_tokens, context.num_output_tokens)
+            allowance.end(context)

@@ -175,6 +175,7 @@ async def serve(
     *,
     on_started: Callable[[str], None],
     ends_on: Sequence[signal.Signals] = END_SIGNALS,
+    leaves_on: Sequence[signal.Signals] = (),
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain.
 
@@ -189,6 +190,8 @@ async def serve(
     sock : from `bind`; closed at the end.
     on_started : called with the server's URL once it takes requests.
     ends_on : the signals that end it.
+    leaves_on : the signals after which it takes no further connection, since others listen on the same
+        socket, and ends once the requests of those that it has are answered.
 
     Raises
     ------
@@ -204,7 +207,11 @@ async def serve(
     stopper = _Stopper(app.state, server, config.shutdown_timeout)
     listeners = [sock, *(sock.dup() for _ in range(_LISTENERS - 1))]
     try:
-        with settled_memory(), on_signals(ends_on, stopper.on_signal):
+        with (
+            settled_memory(),
+            on_signals(ends_on, stopper.on_signal),
+            on_signals(leaves_on, stopper.on_leave),
+        ):
             await server.serve(sockets=listeners)
     except OSError as error:
         raise _cannot_listen(f"{config.host}:{config.port}", error) from error
@@ -322,6 +329,14 @@ class _Stopper:
         else:
             logger.info("stopping at once")
             self._hurry.set()
+
+    def on_leave(self) -> None:
+        if self._drain is None:
+            for listening in self._server.servers:
+                listening.close()
+            for connection in list(self._server.server_state.connections):
+                connection.shutdown()  # those that are idle; the others with their answers
+            self._drain = asyncio.create_task(self._stop_when_idle())
 
     async def close(self) -> None:
         if self._drain is not None:

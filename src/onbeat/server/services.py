@@ -10,10 +10,10 @@ from onbeat.core.request import Adapter
 from onbeat.server.engine_watch import EngineHealth
 from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator, Lifecycle
-from onbeat.server.jobs import JobCalls
 from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.server_config import MAX_QUOTED, ServerConfig
+from onbeat.server.shared import Shared
 from onbeat.server.structured import GrammarChecks
 from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
@@ -35,7 +35,7 @@ class Services:
     lifecycle: Lifecycle
     encoder: PromptEncoder
     grammars: GrammarChecks
-    jobs: JobCalls
+    shared: Shared
     generator: Generator
     watch: EngineHealth
     slow_readers: SlowReaders

@@ -126,6 +126,11 @@ class SLODefaults:
                 f"there is no class {unknown[0]!r} of objectives; known are {', '.join(sorted(self.classes))}"
             )
 
+    @property
+    def key_limits(self) -> dict[str, KeyLimits]:
+        """The limits of the API keys that have any, by the hash of the key."""
+        return {key: its.limits for key, its in self.keys.items() if its.limits != NO_LIMITS}
+
     def objectives_by_class(self) -> dict[str, SLO]:
         """Return the objectives that its owner has configured, by class; those of no class as `default`.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
@@ -29,6 +29,7 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RequestTracker, RunListener
 from onbeat.server.middleware import HttpContext
 from onbeat.server.server_config import ServerConfig
+from onbeat.server.shared import Books, Desk, Shared
 from onbeat.version import __version__
 
 _PURPOSE = "--otlp-traces-endpoint"
@@ -193,14 +194,14 @@ class Telemetry:
     proposer : what proposes draft tokens; None where nothing is speculated.
     fleet_counts : what a fleet does with requests, as its client counts it.
     slo_mode : what keeping a TBT objective means to them.
-    shown_by : returns the text of `metrics` and of `state` where another process knows all numbers.
+    shared : what other front ends have a part in; None where there are no others.
 
     Attributes
     ----------
     tracker : must observe the engine client (`observers=[telemetry.tracker]`).
     counts : what is counted.
-    show : returns the numbers of all processes, as `metrics` or `state` has them.
-    jobs : counts jobs that end.
+    books : of what front ends share, where this is the process that has them.
+    shared : what a front end asks of them.
     grammars : counts requests that are refused for what their answer must match.
     """
 
@@ -214,11 +215,10 @@ class Telemetry:
         proposer: str | None = None,
         slo_mode: SLOMode = "stream",
         fleet_counts: FleetCounts | None = None,
-        shown_by: Callable[[str], Awaitable[bytes]] | None = None,
+        shared: Shared | None = None,
     ) -> None:
         self.counts = counts = RunCounts(slo_mode)
-        self.show = shown_by or self.shown
-        self.jobs, self.grammars = counts.jobs, counts.grammars
+        self.grammars = counts.grammars
         self.tracker = RequestTracker([counts, *listeners])
         self.exporter = MetricsExporter(
             counts,
@@ -228,6 +228,9 @@ class Telemetry:
             aliases=config.metrics_aliases,
             fleet_counts=fleet_counts,
         )
+        on_limited = self.exporter.server.count_rate_limited
+        self.books = Books(config.slo.key_limits, on_limited, counts.jobs)
+        self.shared = shared or Desk(self.books, self.shown)
 
     async def shown(self, what: str) -> bytes:
         """Return the numbers of this process as `metrics` or `state` has them."""
@@ -266,7 +269,7 @@ class Telemetry:
         @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
         async def metrics() -> Response:
             """Return Prometheus metrics."""
-            return Response(await self.show("metrics"), headers={"content-type": CONTENT_TYPE_LATEST})
+            return Response(await self.shared.show("metrics"), headers={"content-type": CONTENT_TYPE_LATEST})
 
         described: dict[int | str, dict[str, Any]] = {
             200: {"content": {"application/json": {"schema": state_schema()}}}
@@ -275,6 +278,6 @@ class Telemetry:
         @router.get("/state", response_class=Response, responses=described)
         async def state() -> Response:
             """Return the numbers of the metrics as JSON, by name and then by the values of their labels."""
-            return Response(await self.show("state"), media_type="application/json")
+            return Response(await self.shared.show("state"), media_type="application/json")
 
         return router

@@ -10,7 +10,7 @@ import pytest
 
 from onbeat.core.request import Request
 from onbeat.jobs import table
-from onbeat.server import jobs
+from onbeat.server import shared
 from tests.cpu.server.asking import CHAT, TEXT, ask_chat, ask_text, check
 from tests.cpu.server.running import HELLO, Served, parse_events
 from tests.fakes_engine import FakeEngine
@@ -110,7 +110,7 @@ async def test_a_deadline_is_meant_by_the_clock_as_it_is(
 
     async def remaining(now: float) -> float:
         clock = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
-        monkeypatch.setattr(jobs, "time", clock)
+        monkeypatch.setattr(shared, "time", clock)
         answer = await ask_text(served, slo={"job": {"id": str(now), "deadline_ms": (now + 50) * 1e3}})
         left: float = answer["slo"]["job"]["remaining_ms"]
         return left

@@ -1,0 +1,168 @@
+"""Front ends as processes of their own: what dies with one, what lives on, and what they share."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.cpu.e2e.program import ServerProgram, is_running, serving
+from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, replicas, text_of
+from tests.waiting import wait_for
+
+KEYS = {"LIMITED": "of a caller with limits"}
+CLASSES = """
+api_keys:
+  - {key_env: LIMITED, max_open_requests: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProgram]:
+    with serving("smollm2-135m-instruct", *STAND_IN_FLAGS, "--front-ends", "2", "--replicas", "2") as program:
+        yield program
+
+
+def front_ends(server: ServerProgram) -> list[int]:
+    """Return the process ids of the front ends."""
+    engines = {each["process_id"] for each in replicas(server)}
+    return [pid for pid in server.engine_pids if pid not in engines]
+
+
+def num_connections(server: ServerProgram, pid: int) -> int:
+    """Return how many clients a front end is connected with."""
+    port = f":{urlsplit(server.url).port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port) and row[3] == "01"}
+    found = 0
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since
+            found += os.readlink(each) in inodes
+    return found
+
+
+def streams_on_both(server: ServerProgram, **fields: object) -> list[Stream]:
+    """Open streams until each front end has two."""
+    streams: list[Stream] = []
+    while min(num_connections(server, pid) for pid in front_ends(server)) < 2:
+        assert len(streams) < 64, "one front end gets no connection"
+        streams.append(Stream(server.url, **fields))
+        streams[-1].wait_until_flowing()
+    return streams
+
+
+def test_a_front_ends_death_breaks_its_own_streams_alone(server: ServerProgram) -> None:
+    expected = text_of(Stream(server.url, max_tokens=2500, temperature=0).end(60))
+    streams = streams_on_both(server, max_tokens=2500, temperature=0)
+    victim, other = front_ends(server)
+    num_broken = num_connections(server, victim)
+    engines = [each["process_id"] for each in replicas(server)]
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: len(set(front_ends(server)) - {victim}) == 2, 30)
+    broken = 0
+    for stream in streams:
+        stream._thread.join(60)
+        if stream.error is None and stream.events[-1] == b"[DONE]":
+            assert text_of(stream.end()) == expected
+        else:
+            broken += 1
+    assert broken == num_broken
+    assert [each["process_id"] for each in replicas(server)] == engines
+    assert is_running(other)
+    wait_for(lambda: not any(each["num_outstanding"] for each in replicas(server)))
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 4}, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+def test_any_front_end_shows_the_numbers_of_all(server: ServerProgram) -> None:
+    before = server.metrics()
+    with ThreadPoolExecutor(8) as pool:
+        asked = {"prompt": "a", "max_tokens": 5, "ignore_eos": True, "slo": {"class": "chat"}}
+        done = list(
+            pool.map(lambda _: httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60), range(16))
+        )
+    assert [answer.status_code for answer in done] == [200] * 16
+    rises = {"onbeat_output_tokens_total": 80, "onbeat_requests_total{length}": 16}
+
+    def has_risen() -> bool:  # the other front end tells every second
+        now = server.metrics()
+        return all(now[name] - before[name] == rise for name, rise in rises.items())
+
+    wait_for(has_risen, 10)
+    judged = [
+        value for name, value in server.metrics().items() if re.match(r"onbeat_slo_requests_.*,chat", name)
+    ]
+    assert sum(judged) == 16
+    state = httpx.get(f"{server.url}/state").json()
+    assert state["output_tokens_total"] == server.metrics()["onbeat_output_tokens_total"]
+
+
+def test_front_ends_are_replaced_without_a_refused_connection(server: ServerProgram) -> None:
+    old = front_ends(server)
+    streams = [Stream(server.url, max_tokens=1500) for _ in range(8)]
+    for stream in streams:
+        stream.wait_until_flowing()
+    stop, statuses = threading.Event(), list[int]()
+
+    def ask() -> None:
+        while not stop.is_set():
+            reply = httpx.post(
+                f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60
+            )
+            statuses.append(reply.status_code)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    server.send_signal(signal.SIGHUP)
+    wait_for(lambda: not set(old) & set(front_ends(server)), 60)
+    stop.set()
+    asking.join()
+    assert set(statuses) == {200}
+    for stream in streams:
+        stream.end(60)
+
+
+def test_the_fleet_can_be_changed_by_any_front_end(server: ServerProgram) -> None:
+    refused = server.change_fleet("drain", replica="r9")
+    assert refused.status_code == 400
+    assert "r0" in refused.json()["error"]["message"]
+    assert server.change_fleet("scale", replicas=1).status_code == 200
+    wait_for(lambda: len(replicas(server)) == 1, 30)
+
+
+def test_calls_of_a_job_are_one_job_wherever_they_come(server: ServerProgram) -> None:
+    for number in range(1, 9):  # each by a connection of its own
+        fields = {"prompt": "a", "max_tokens": 2, "slo": {"job": {"id": "j", "e2e_ms": 60_000}}}
+        answer = httpx.post(f"{server.url}/v1/completions", json=fields, timeout=60).json()
+        assert answer["slo"]["job"]["calls"] == number
+
+
+def test_limits_of_a_key_hold_over_all_front_ends(tmp_path: Path) -> None:
+    classes = tmp_path / "classes.yaml"
+    classes.write_text(CLASSES)
+    flags = (*STAND_IN_FLAGS, "--front-ends", "2", "--slo-classes", classes, "--api-key", KEYS["LIMITED"])
+    with serving("smollm2-135m-instruct", *flags, env={**os.environ, **KEYS}) as server:
+        headers = {"Authorization": f"Bearer {KEYS['LIMITED']}"}
+
+        def ask(_: int) -> int:
+            fields = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+            reply = httpx.post(f"{server.url}/v1/completions", json=fields, headers=headers, timeout=60)
+            return reply.status_code
+
+        with ThreadPoolExecutor(12) as pool:
+            statuses = list(pool.map(ask, range(12)))
+        assert statuses.count(200) == 3
+        assert statuses.count(429) == 9
+        assert ask(0) == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.exit_code(30) == 0
+        assert not any(re.search("Traceback", line) for line in server.lines)
