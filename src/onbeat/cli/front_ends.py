@@ -23,7 +23,7 @@ from onbeat.metrics.merge import snapshot
 from onbeat.server.app import create_app
 from onbeat.server.run import END_SIGNALS, listen, on_signals, serve, served_url
 from onbeat.server.server_config import ServerConfig
-from onbeat.server.shared import Desk, Remote
+from onbeat.server.shared import Desk, remote_desk
 from onbeat.server.telemetry import Telemetry, TraceHeaders, exported_traces
 from onbeat.text.chat_template import ChatTemplate, load_chat_template
 from onbeat.text.tokenizer import load_tokenizer
@@ -198,7 +198,7 @@ async def _front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket
             await asyncio.sleep(TELL_SECONDS)
 
     with ExitStack() as stack:
-        telemetry = front.telemetry(info, front.listeners(stack), shared=Remote(client.wish, tell))
+        telemetry = front.telemetry(info, front.listeners(stack), shared=remote_desk(client.wish, tell))
         client.add_observer(telemetry.tracker)
         telling = asyncio.create_task(tell_often(), name="onbeat-counts")
         try:

@@ -22,7 +22,7 @@ from onbeat.server.answer_report import JobState, SLOReport, unjudged_report
 from onbeat.server.choices import Choice
 from onbeat.server.errors import milliseconds
 from onbeat.server.fields import NUMBER, WHOLE, Closed, validated
-from onbeat.server.shared import CallEnd, OpenedCall, Shared
+from onbeat.server.shared import CallEnd, Desk, OpenedCall
 
 LONGEST_ID = 128
 MOST_CALLS_LEFT = 10_000
@@ -108,13 +108,13 @@ def stated_by_headers(model: type[_Model], names: Mapping[str, str], headers: He
 class CallTicket:
     """A call of a job from its opening to its end."""
 
-    def __init__(self, shared: Shared, opened: OpenedCall, choices: Sequence[Choice]) -> None:
+    def __init__(self, shared: Desk, opened: OpenedCall, choices: Sequence[Choice]) -> None:
         self._shared, self._number, self._choices = shared, opened.number, choices
         self._is_open = True
         self._report: JobReport | None = None
 
     @classmethod
-    async def open(cls, shared: Shared, call: JobCall, choices: Sequence[Choice]) -> CallTicket:
+    async def open(cls, shared: Desk, call: JobCall, choices: Sequence[Choice]) -> CallTicket:
         """Give choices the objectives that their call has by its job.
 
         Raises
@@ -185,7 +185,7 @@ class CallTicket:
 
 @asynccontextmanager
 async def opened_call(
-    shared: Shared, call: JobCall | None, choices: Sequence[Choice]
+    shared: Desk, call: JobCall | None, choices: Sequence[Choice]
 ) -> AsyncIterator[CallTicket | None]:
     """Open a call of a job while the block runs, see `CallTicket.open`; yields None for a call of no job."""
     if call is None:

@@ -24,7 +24,7 @@ from onbeat.jobs.call import JobCall
 from onbeat.server import errors
 from onbeat.server.connection import refusal_of
 from onbeat.server.server_config import MAX_QUOTED
-from onbeat.server.shared import Shared
+from onbeat.server.shared import Desk
 from onbeat.server.slo_defaults import key_digest
 
 logger = logging.getLogger("onbeat.server")
@@ -340,7 +340,7 @@ def bearer_key(headers: Headers, keys: Sequence[str], *, name: str) -> str:
 class KeyedRequest:
     """What one request has of its key's limits, from the door to its end; see `KeyAllowance`."""
 
-    def __init__(self, shared: Shared, number: int) -> None:
+    def __init__(self, shared: Desk, number: int) -> None:
         self._shared, self._number = shared, number
 
     async def take_body(self, num_bytes: int) -> None:
@@ -370,7 +370,7 @@ class RateLimits:
     shared : knows what they have taken.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Collection[str], shared: Shared) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Collection[str], shared: Desk) -> None:
         self._app, self._keys, self._shared = app, keys, shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

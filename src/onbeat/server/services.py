@@ -13,7 +13,7 @@ from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.server_config import MAX_QUOTED, ServerConfig
-from onbeat.server.shared import Shared
+from onbeat.server.shared import Desk
 from onbeat.server.structured import GrammarChecks
 from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
@@ -35,7 +35,7 @@ class Services:
     lifecycle: Lifecycle
     encoder: PromptEncoder
     grammars: GrammarChecks
-    shared: Shared
+    shared: Desk
     generator: Generator
     watch: EngineHealth
     slow_readers: SlowReaders

@@ -1,7 +1,6 @@
 """What all front ends of a server share: the limits of API keys, and open jobs.
 
-Whoever decides for all front ends has the books. A front end in the same process asks them at a `Desk`, any
-other by `Remote`.
+Whoever decides for all front ends has the books. A front end asks at a `Desk`, here or in another process.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from types import NoneType
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import msgspec
 
-from onbeat.core.errors import InvalidRequest, SLOUnattainable
+from onbeat.core.errors import SLOUnattainable
 from onbeat.core.request import Placement
 from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport
 from onbeat.jobs.table import JobTable, OpenCall
@@ -47,55 +45,6 @@ class CallEnd(msgspec.Struct):
     """Why, if it did not come to its end."""
 
 
-class Shared(Protocol):
-    """What a front end asks of the books. What it has opened it closes by its number."""
-
-    async def show(self, what: str) -> bytes:
-        """Return the numbers of all front ends, as `metrics` or `state` has them."""
-        ...
-
-    async def key_headers(self, key: str) -> list[tuple[str, str]]:
-        """Return what is left of a key's limits, as headers."""
-        ...
-
-    async def begin_key(self, key: str, num_bytes: int) -> int:
-        """Begin a request of a key by the length of its body; see `KeyAllowance`."""
-        ...
-
-    async def take_body(self, number: int, num_bytes: int) -> None:
-        """See `KeyAllowance.take_body`."""
-        ...
-
-    async def take_answers(
-        self, number: int, num_prompt_tokens: int, max_tokens: Sequence[int], *, is_stated: bool
-    ) -> None:
-        """See `KeyAllowance.take_answers`."""
-        ...
-
-    def end_key(self, number: int, status: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """See `KeyAllowance.end`."""
-        ...
-
-    async def open_call(
-        self, call: JobCall, arrival: float, num_prompt_tokens: int, max_tokens: int, *, refuses: bool
-    ) -> OpenedCall:
-        """Open a call of a job; see `JobTable.open`. Its deadline is in seconds since 1970.
-
-        Raises
-        ------
-        ApiError : the job is predicted to be late, and its caller prefers to hear so at once (429).
-        """
-        ...
-
-    async def close_call(self, number: int, end: CallEnd) -> JobReport:
-        """Close a call; see `JobTable.close`."""
-        ...
-
-    def fail_call(self, number: int, end: CallEnd) -> None:
-        """Close a call of which nobody wants to know more."""
-        ...
-
-
 class Books:
     """The books themselves.
 
@@ -122,7 +71,7 @@ class Books:
 
 
 class Desk:
-    """Where one front end opens and closes what is in the books; see `Shared`.
+    """Where one front end opens and closes what is in the books. What it has opened it closes by its number.
 
     Parameters
     ----------
@@ -143,31 +92,43 @@ class Desk:
             self.fail_call(number, CallEnd(self._books.clock(), 0, None, JobEnd.ABANDONED))
 
     async def show(self, what: str) -> bytes:
+        """Return the numbers of all front ends, as `metrics` or `state` has them."""
         return await self._show(what)
 
     async def key_headers(self, key: str) -> list[tuple[str, str]]:
+        """Return what is left of a key's limits, as headers."""
         return list(self._books.meters[key].headers(self._books.clock()))
 
     async def begin_key(self, key: str, num_bytes: int) -> int:
+        """Begin a request of a key by the length of its body; see `KeyAllowance`."""
         allowance = KeyAllowance(self._books.meters[key], num_bytes, self._books.clock)
         number = next(self._numbers)
         self._keys[number] = allowance
         return number
 
     async def take_body(self, number: int, num_bytes: int) -> None:
+        """See `KeyAllowance.take_body`."""
         self._keys[number].take_body(num_bytes)
 
     async def take_answers(
         self, number: int, num_prompt_tokens: int, max_tokens: Sequence[int], *, is_stated: bool
     ) -> None:
+        """See `KeyAllowance.take_answers`."""
         self._keys[number].take_answers(num_prompt_tokens, max_tokens, is_stated=is_stated)
 
     def end_key(self, number: int, status: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """See `KeyAllowance.end`."""
         self._keys.pop(number).end(status, num_prompt_tokens, num_output_tokens)
 
     async def open_call(
         self, call: JobCall, arrival: float, num_prompt_tokens: int, max_tokens: int, *, refuses: bool
     ) -> OpenedCall:
+        """Open a call of a job; see `JobTable.open`. Its deadline is in seconds since 1970.
+
+        Raises
+        ------
+        ApiError : the job is predicted to be late, and its caller prefers to hear so at once (429).
+        """
         books = self._books
         if call.deadline is not None:
             since_1970 = time.time() - time.monotonic()
@@ -187,9 +148,11 @@ class Desk:
         return OpenedCall(number, opened.share)
 
     async def close_call(self, number: int, end: CallEnd) -> JobReport:
+        """Close a call; see `JobTable.close`."""
         return self._close_call(number, end)
 
     def fail_call(self, number: int, end: CallEnd) -> None:
+        """Close a call of which nobody wants to know more."""
         self._close_call(number, end)
 
     def _close_call(self, number: int, end: CallEnd) -> JobReport:
@@ -206,12 +169,10 @@ class Desk:
             self._books.job_counts.num_open = len(table)
 
     async def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
-        """Do what another process asks for; return what `Remote` reads."""
+        """Do what a `remote_desk` asks for."""
         if verb == "show":
             return await self.show(arguments["what"])
-        method = getattr(self, verb) if verb in _VERBS else None
-        if method is None:
-            raise InvalidRequest(f"there is no {verb!r} here")
+        method = getattr(self, verb)
         hints = get_type_hints(method)
         try:
             found = method(**{name: msgspec.convert(value, hints[name]) for name, value in arguments.items()})
@@ -222,100 +183,49 @@ class Desk:
             }
 
 
-_VERBS = frozenset(
-    (
-        "key_headers",
-        "begin_key",
-        "take_body",
-        "take_answers",
-        "end_key",
-        "open_call",
-        "close_call",
-        "fail_call",
-    )
-)
 _LOST = 500
 """The status of an answer that was lost with its front end."""
-_AnswerT = TypeVar("_AnswerT")
 
 
-class Remote:
-    """Asks the books of another process; see `Shared`.
+def remote_desk(wish: Callable[..., Awaitable[Any]], tell_counts: Callable[[], None]) -> Desk:
+    """Return what calls a desk in another process.
 
     Parameters
     ----------
-    wish : has it do something, and returns what `Desk.answer` does.
-    tell : tells it what is counted here.
+    wish : has `Desk.answer` called there, with a verb and named arguments.
+    tell_counts : tells what is counted here, before all numbers are shown.
     """
+    return cast(Desk, _RemoteDesk(wish, tell_counts))
 
-    def __init__(self, wish: Callable[..., Awaitable[Any]], tell: Callable[[], None]) -> None:
-        self._wish, self._tell_counts = wish, tell
-        self._untold: set[asyncio.Task[Any]] = set()
 
-    async def _ask(self, kind: type[_AnswerT], verb: str, **arguments: Any) -> _AnswerT:
-        answer = await self._wish(
-            verb, **{name: msgspec.to_builtins(each) for name, each in arguments.items()}
-        )
-        if "error" in answer:
-            status, message, code, param, headers, details = answer["error"]
-            raise ApiError(status, message, code=code, param=param, headers=headers, details=details)
-        return msgspec.convert(answer["value"], kind)
+class _RemoteDesk:
+    """Has the methods of a `Desk`. Those that return nothing to await are told, and not waited for."""
 
-    def _tell(self, verb: str, **arguments: Any) -> None:
-        task = asyncio.ensure_future(self._ask(NoneType, verb, **arguments))
-        self._untold.add(task)
-        task.add_done_callback(self._untold.discard)
+    def __init__(self, wish: Callable[..., Awaitable[Any]], tell_counts: Callable[[], None]) -> None:
+        self._wish, self._tell_counts = wish, tell_counts
+        self._told: set[asyncio.Future[Any]] = set()
 
     async def show(self, what: str) -> bytes:
         self._tell_counts()
         shown: bytes = await self._wish("show", what=what)
         return shown
 
-    async def key_headers(self, key: str) -> list[tuple[str, str]]:
-        return await self._ask(list[tuple[str, str]], "key_headers", key=key)
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        method = getattr(Desk, verb)
+        signature, kind = inspect.signature(method), get_type_hints(method)["return"]
 
-    async def begin_key(self, key: str, num_bytes: int) -> int:
-        return await self._ask(int, "begin_key", key=key, num_bytes=num_bytes)
+        async def ask(*values: Any, **named: Any) -> Any:
+            arguments = signature.bind(self, *values, **named).arguments
+            del arguments["self"]
+            answer = await self._wish(verb, **msgspec.to_builtins(arguments))
+            if "error" in answer:
+                status, message, code, param, headers, details = answer["error"]
+                raise ApiError(status, message, code=code, param=param, headers=headers, details=details)
+            return msgspec.convert(answer["value"], kind)
 
-    async def take_body(self, number: int, num_bytes: int) -> None:
-        await self._ask(NoneType, "take_body", number=number, num_bytes=num_bytes)
+        def tell(*values: Any, **named: Any) -> None:
+            task = asyncio.ensure_future(ask(*values, **named))
+            self._told.add(task)
+            task.add_done_callback(self._told.discard)
 
-    async def take_answers(
-        self, number: int, num_prompt_tokens: int, max_tokens: Sequence[int], *, is_stated: bool
-    ) -> None:
-        await self._ask(
-            NoneType,
-            "take_answers",
-            number=number,
-            num_prompt_tokens=num_prompt_tokens,
-            max_tokens=max_tokens,
-            is_stated=is_stated,
-        )
-
-    def end_key(self, number: int, status: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        self._tell(
-            "end_key",
-            number=number,
-            status=status,
-            num_prompt_tokens=num_prompt_tokens,
-            num_output_tokens=num_output_tokens,
-        )
-
-    async def open_call(
-        self, call: JobCall, arrival: float, num_prompt_tokens: int, max_tokens: int, *, refuses: bool
-    ) -> OpenedCall:
-        return await self._ask(
-            OpenedCall,
-            "open_call",
-            call=call,
-            arrival=arrival,
-            num_prompt_tokens=num_prompt_tokens,
-            max_tokens=max_tokens,
-            refuses=refuses,
-        )
-
-    async def close_call(self, number: int, end: CallEnd) -> JobReport:
-        return await self._ask(JobReport, "close_call", number=number, end=end)
-
-    def fail_call(self, number: int, end: CallEnd) -> None:
-        self._tell("fail_call", number=number, end=end)
+        return ask if inspect.iscoroutinefunction(method) else tell

@@ -29,7 +29,7 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RequestTracker, RunListener
 from onbeat.server.middleware import HttpContext
 from onbeat.server.server_config import ServerConfig
-from onbeat.server.shared import Books, Desk, Shared
+from onbeat.server.shared import Books, Desk
 from onbeat.version import __version__
 
 _PURPOSE = "--otlp-traces-endpoint"
@@ -215,7 +215,7 @@ class Telemetry:
         proposer: str | None = None,
         slo_mode: SLOMode = "stream",
         fleet_counts: FleetCounts | None = None,
-        shared: Shared | None = None,
+        shared: Desk | None = None,
     ) -> None:
         self.counts = counts = RunCounts(slo_mode)
         self.grammars = counts.grammars
