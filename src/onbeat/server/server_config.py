@@ -139,6 +139,7 @@ class ServerConfig:
         at_least=1,
         at_most=64,
         metavar="N",
+        aliases=("--api-server-count", "-asc"),
         help="processes that speak HTTP; each that dies is started again, and the engines live on",
     )
     max_body_bytes: int = _option(10 * 2**20, at_least=1, metavar="BYTES", help="largest request")

@@ -44,7 +44,6 @@ def serve(*arguments: str) -> argparse.Namespace:
         ("--tokenizer-mode auto", "--tokenizer-mode ("),
         ("--distributed-executor-backend mp", "--launcher ray"),
         ("--disable-log-stats", "GET /metrics has them"),
-        ("--api-server-count 1", "one process"),
         ("--cpu-offload-gb 0", "weights stay"),
         ('--limit-mm-per-prompt {"image":0}', "text only"),
         ("--limit-mm-per-prompt image=0,video=0", "text only"),
