@@ -52,6 +52,8 @@ class FrontEnds:
         self.serving = asyncio.Event()
         self._number, self._make = number, make
         self._places: dict[int, _FrontEnd] = {}
+        self._by_name: dict[str, _FrontEnd] = {}
+        """Those in their places, and successors."""
         self._num_started = self._num_failed = 0
         self._is_ending = False
         self._failed = asyncio.Event()
@@ -59,20 +61,17 @@ class FrontEnds:
 
     def hear(self, name: str) -> None:
         """Hear that a front end lives."""
-        if (found := self._find(name)) is not None:
+        if (found := self._by_name.get(name)) is not None:
             found.heard = time.monotonic()
 
     def on_serving(self, name: str) -> None:
         """Hear that a front end takes connections."""
-        if (found := self._find(name)) is None:
+        if (found := self._by_name.get(name)) is None:
             return
         found.serves.set()
         self._num_failed = 0
         if len(self._places) == self._number and all(each.serves.is_set() for each in self._places.values()):
             self.serving.set()
-
-    def _find(self, name: str) -> _FrontEnd | None:
-        return next((each for each in self._places.values() if each.name == name), None)
 
     async def run(self) -> None:
         """Keep front ends running until `stop`.
@@ -90,11 +89,11 @@ class FrontEnds:
                 await self.stop()
                 raise EngineDead("front ends end before they serve; see their log lines above")
             self._kill_silent()
-        await asyncio.gather(*(each.ended.wait() for each in self._places.values()))
+        await asyncio.gather(*(each.ended.wait() for each in self._by_name.values()))
 
     def _kill_silent(self) -> None:
         now = time.monotonic()
-        for each in self._places.values():
+        for each in self._by_name.values():
             if each.serves.is_set() and now - each.heard > SILENT_SECONDS:
                 logger.error("%s has said nothing for %.0f s and is killed", each.name, now - each.heard)
                 each.process.kill()
@@ -105,7 +104,7 @@ class FrontEnds:
         process = self._make(name)
         with sigint_ignored():
             process.start()
-        started = _FrontEnd(name, process, time.monotonic())
+        started = self._by_name[name] = _FrontEnd(name, process, time.monotonic())
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_end, place, started)
         return started
 
@@ -115,6 +114,7 @@ class FrontEnds:
         code = ended.process.exitcode
         ended.process.close()
         ended.ended.set()
+        del self._by_name[ended.name]
         if self._is_ending or ended.is_told or self._places.get(place) is not ended:
             return
         if not ended.serves.is_set():
@@ -131,28 +131,32 @@ class FrontEnds:
             self._rolling = asyncio.create_task(self._roll(), name="onbeat-rolling-front-ends")
 
     async def _roll(self) -> None:
-        for place, old in list(self._places.items()):
+        for place in range(self._number):
             if self._is_ending:
                 return
-            self._places[place] = new = self._start(place)
-            await new.serves.wait()
-            if not old.ended.is_set():
-                old.is_told = True
-                assert old.process.pid is not None
+            new = self._start(place)
+            serves, ends = (asyncio.create_task(each.wait()) for each in (new.serves, new.ended))
+            await asyncio.wait((serves, ends), return_when=asyncio.FIRST_COMPLETED)
+            for each in (serves, ends):
+                each.cancel()
+            if new.ended.is_set():
+                logger.error("%s has ended before it served: the others are not replaced", new.name)
+                return
+            old, self._places[place] = self._places[place], new
+            old.is_told = True
+            if not old.ended.is_set() and old.process.pid is not None:
                 os.kill(old.process.pid, signal.SIGHUP)
-                await old.ended.wait()
+            await old.ended.wait()
 
     def terminate(self) -> None:
         """Tell all of them to end: the first time they drain, the second they end at once."""
         self._is_ending = True
-        for each in self._places.values():
-            if not each.ended.is_set():
-                each.process.terminate()
+        for each in self._by_name.values():
+            each.process.terminate()
 
     async def stop(self) -> None:
         """End all of them at once."""
         self._is_ending = True
-        for each in self._places.values():
-            if not each.ended.is_set():
-                each.process.kill()
-                await each.ended.wait()
+        for each in list(self._by_name.values()):
+            each.process.kill()
+            await each.ended.wait()

@@ -146,7 +146,8 @@ class GateHost:
                 for request_id in gate.requests.intersection(request_ids):
                     self._abort(gate, request_id)
             case Fetched(num_tokens):
-                self._client.fetched(num_tokens)
+                own = gate.requests & num_tokens.keys()
+                self._client.fetched({request_id: num_tokens[request_id] for request_id in own})
             case _:
                 self._on_other(name, gate, message)
 

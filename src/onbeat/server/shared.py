@@ -15,7 +15,7 @@ from typing import Any, cast, get_type_hints
 
 import msgspec
 
-from onbeat.core.errors import SLOUnattainable
+from onbeat.core.errors import InvalidRequest, SLOUnattainable
 from onbeat.core.request import Placement
 from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport
 from onbeat.jobs.table import JobTable, OpenCall
@@ -172,6 +172,8 @@ class Desk:
         """Do what a `remote_desk` asks for."""
         if verb == "show":
             return await self.show(arguments["what"])
+        if verb not in _VERBS:
+            raise InvalidRequest(f"nobody is asked for {verb!r}")
         method = getattr(self, verb)
         hints = get_type_hints(method)
         try:
@@ -183,6 +185,7 @@ class Desk:
             }
 
 
+_VERBS = frozenset(name for name in vars(Desk) if name[0] != "_") - {"answer", "close"}
 _LOST = 500
 """The status of an answer that was lost with its front end."""
 
