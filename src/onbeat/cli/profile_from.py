@@ -23,6 +23,7 @@ from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import changed, check, option
 from onbeat.core.step import BatchShape
 from onbeat.files import read
+from onbeat.perfmodel import profile as profiles
 from onbeat.perfmodel.device_spec import CPU, Parallelism, find_device
 from onbeat.perfmodel.engines import ENGINES, find_engine
 from onbeat.perfmodel.fitted import FitTarget, KindErrors, StreamFit, fit_stream
@@ -30,15 +31,6 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import fitted_predictor
 from onbeat.perfmodel.precision import BYTES, precision_by_weights
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile import (
-    MachineLimits,
-    Profile,
-    ProfileKey,
-    ServerTerms,
-    profile_path,
-    profiles_dir,
-    write_profile,
-)
 from onbeat.perfmodel.step_log import StepOrigin, StepStream, StepTimes, step_times
 from onbeat.report.result import Column, Lines, Result, Section, Table, show
 from onbeat.report.units import exact_percent
@@ -124,16 +116,16 @@ def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -
     return 0
 
 
-def save_profile(profile: Profile, output: Path | None) -> Path:
+def save_profile(profile: profiles.Profile, output: Path | None) -> Path:
     """Write a profile to a file, by default where `onbeat serve` finds it; return the file.
 
     Raises
     ------
     ConfigError : it cannot be written.
     """
-    path = output or profile_path(profiles_dir(), profile.key)
+    path = output or profiles.profile_path(profiles.profiles_dir(), profile.key)
     try:
-        write_profile(path, profile)
+        profiles.write_profile(path, profile)
     except OSError as error:
         raise ConfigError(f"cannot write the profile {path}: {error.strerror}; give --output FILE") from error
     return path
@@ -176,11 +168,11 @@ def _named(args: argparse.Namespace, options: FromOptions, origin: StepOrigin) -
 
 def _target(
     model: str, device: str, options: FromOptions, origin: StepOrigin
-) -> tuple[ProfileKey, FitTarget]:
+) -> tuple[profiles.ProfileKey, FitTarget]:
     spec, where = find_model_spec(model), find_device(device)
     precision = precision_by_weights(options.weights or origin.dtype or "bf16")
     parallelism = Parallelism(tensor=options.tensor_parallel or 1)
-    key = ProfileKey(
+    key = profiles.ProfileKey(
         model=spec.name,
         device=where.id,
         device_name=where.name,
@@ -193,27 +185,27 @@ def _target(
 
 
 def _profile(
-    key: ProfileKey,
+    key: profiles.ProfileKey,
     target: FitTarget,
     options: FromOptions,
     stream: StepStream,
     timed: StepTimes,
     found: StreamFit,
-) -> Profile:
+) -> profiles.Profile:
     limits = None
     if key.device == CPU:  # which has no data sheet: another start would measure others
-        limits = MachineLimits(
+        limits = profiles.MachineLimits(
             memory_bandwidth=target.device.memory_bandwidth,
             peak_flops=dict(target.device.peak_flops),
             product_rates=target.device.product_rates,
         )
-    return Profile(
+    return profiles.Profile(
         key=key,
         onbeat_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         steps=found.steps,
         fitted=found.fitted,
-        server=ServerTerms(
+        server=profiles.ServerTerms(
             steps_ahead=_steps_ahead(key, options),
             request_seconds=_request_seconds(options, target, found),
         ),
@@ -231,13 +223,13 @@ def _request_seconds(options: FromOptions, target: FitTarget, found: StreamFit) 
     return 0.0
 
 
-def _steps_ahead(key: ProfileKey, options: FromOptions) -> int:
+def _steps_ahead(key: profiles.ProfileKey, options: FromOptions) -> int:
     if options.steps_ahead is not None:
         return options.steps_ahead
     return find_engine(key.backend).steps_ahead if key.backend in ENGINES else 0
 
 
-def _result(profile: Profile, stream: StepStream, timed: StepTimes, found: StreamFit) -> Result:
+def _result(profile: profiles.Profile, stream: StepStream, timed: StepTimes, found: StreamFit) -> Result:
     key, fitted, server = profile.key, profile.fitted, profile.server
     version = f" {key.engine_version}" if key.engine_version else ""
     idle = f", {stream.num_heartbeats:,} heartbeats" if stream.num_heartbeats else ""

@@ -6,6 +6,7 @@ holds another one (`part`), its settings go by their own names all the same: `ma
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
@@ -13,30 +14,18 @@ from functools import cache
 from itertools import chain
 from operator import ge, gt, le, lt
 from types import NoneType, UnionType
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Protocol,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hints import likely_meant
 
 
-class Dataclass(Protocol):
+class Dataclass(typing.Protocol):
     """What every dataclass is to a type checker."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: typing.ClassVar[dict[str, typing.Any]]
 
 
-T = TypeVar("T", bound=Dataclass)
+T = typing.TypeVar("T", bound=Dataclass)
 
 _OPTION, _PART = "option", "part"
 _BOUNDS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
@@ -57,9 +46,9 @@ class Option:
     choices: tuple[str, ...] | Callable[[], Iterable[str]] = ()
     """Names that a command line offers, or `TABLE.keys` of a table that may be added to; whoever uses the
     setting looks them up there. Those of a `Literal` and of an `Enum` are known by themselves."""
-    parse: Callable[[str], Any] | None = None
+    parse: Callable[[str], typing.Any] | None = None
     """From the text of the command line to the value, where the type alone does not say it."""
-    unit: Literal["ms", "gbps"] | None = None
+    unit: typing.Literal["ms", "gbps"] | None = None
     """Of the command line; inside these are seconds and bytes per second."""
     at_least: float | None = None
     """Like the next three, what holds of its value, or of each of several."""
@@ -69,30 +58,30 @@ class Option:
     """Infinity: any finite number."""
     is_switch: bool = False
     """Of a boolean: a flag that turns it on, without one that turns it off."""
-    many: Literal["+", "*", "append", ","] = "+"
+    many: typing.Literal["+", "*", "append", ","] = "+"
     """Of a list: whether its values follow one flag, one at least or none too, have a flag each, or are one
     word with commas."""
 
 
-def option(default: Any = MISSING, *, help: str, group: str, **about: Any) -> Any:
+def option(default: typing.Any = MISSING, *, help: str, group: str, **about: typing.Any) -> typing.Any:
     """Return a dataclass field that is a setting; `about` holds the other fields of `Option`."""
     return field(default=default, metadata={_OPTION: Option(help=help, group=group, **about)})
 
 
-def part(kind: type[Any]) -> Any:
+def part(kind: type[typing.Any]) -> typing.Any:
     """Return a dataclass field for settings that are declared in a dataclass of their own."""
     return field(default_factory=kind, metadata={_PART: kind})
 
 
-class Setting(NamedTuple):
+class Setting(typing.NamedTuple):
     """One declared setting."""
 
     name: str
     """Of the field."""
     option: Option
-    default: Any
+    default: typing.Any
     """`MISSING` where one must be given."""
-    kinds: tuple[Any, ...]
+    kinds: tuple[typing.Any, ...]
     """The types of its values, None and literal words aside."""
     words: tuple[str, ...]
     """Words that it may be, beside values of its types."""
@@ -121,11 +110,11 @@ class Setting(NamedTuple):
         names = self.option.choices
         return (tuple(names()) if callable(names) else names) or (() if self.kinds else self.words)
 
-    def shown(self, value: Any) -> Any:
+    def shown(self, value: typing.Any) -> typing.Any:
         """Return a value in the unit of the command line."""
         return value * 1e3 if self.option.unit == "ms" and value is not None else value
 
-    def inside(self, value: Any) -> Any:
+    def inside(self, value: typing.Any) -> typing.Any:
         """Return a value of the command line in the unit and the type that the setting has inside."""
         if value is None:
             return () if self.has_commas else None
@@ -151,14 +140,14 @@ class Setting(NamedTuple):
         return not callable(self.option.choices) or len(self.choices) > 1
 
 
-def settings_of(kind: type[Any]) -> tuple[Setting, ...]:
+def settings_of(kind: type[typing.Any]) -> tuple[Setting, ...]:
     """Return the settings of a dataclass and of its parts, in the order of their declarations."""
     return _settings_of(kind)  # type: ignore[arg-type] # every class can be hashed
 
 
 @cache
-def _settings_of(kind: type[Any]) -> tuple[Setting, ...]:
-    hints = get_type_hints(kind)
+def _settings_of(kind: type[typing.Any]) -> tuple[Setting, ...]:
+    hints = typing.get_type_hints(kind)
     found: list[Setting] = []
     for each in fields(kind):
         if _PART in each.metadata:
@@ -170,17 +159,17 @@ def _settings_of(kind: type[Any]) -> tuple[Setting, ...]:
     return tuple(found)
 
 
-def _kinds_and_words(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    if get_origin(hint) is Literal:
-        return (), get_args(hint)
-    if get_origin(hint) not in (Union, UnionType):
+def _kinds_and_words(hint: typing.Any) -> tuple[tuple[typing.Any, ...], tuple[str, ...]]:
+    if typing.get_origin(hint) is typing.Literal:
+        return (), typing.get_args(hint)
+    if typing.get_origin(hint) not in (typing.Union, UnionType):
         return () if hint is NoneType else (hint,), ()
-    parts = [_kinds_and_words(each) for each in get_args(hint)]
+    parts = [_kinds_and_words(each) for each in typing.get_args(hint)]
     kinds, words = zip(*parts, strict=True)
     return tuple(chain(*kinds)), tuple(chain(*words))
 
 
-def make(kind: type[T], /, **values: Any) -> T:
+def make(kind: type[T], /, **values: typing.Any) -> T:
     """Return a dataclass of settings from values by their names, those of its parts included.
 
     Raises
@@ -191,7 +180,7 @@ def make(kind: type[T], /, **values: Any) -> T:
     return kind(**own, **{name: make(part_kind, **given) for name, (part_kind, given) in parts.items()})
 
 
-def change(settings: T, /, **values: Any) -> T:
+def change(settings: T, /, **values: typing.Any) -> T:
     """Return the settings with some of them replaced, those of its parts included.
 
     Raises
@@ -203,10 +192,10 @@ def change(settings: T, /, **values: Any) -> T:
     return replace(settings, **own, **changed)
 
 
-def values_of(settings: Any) -> dict[Setting, Any]:
+def values_of(settings: typing.Any) -> dict[Setting, typing.Any]:
     """Return the settings with their values, those of its parts included."""
     declared = {each.name: each for each in settings_of(type(settings))}
-    found: dict[Setting, Any] = {}
+    found: dict[Setting, typing.Any] = {}
     for each in fields(settings):
         if _PART in each.metadata:
             found |= values_of(getattr(settings, each.name))
@@ -215,12 +204,12 @@ def values_of(settings: Any) -> dict[Setting, Any]:
     return found
 
 
-def changed(settings: Any) -> dict[Setting, Any]:
+def changed(settings: typing.Any) -> dict[Setting, typing.Any]:
     """Return the settings that are not at their defaults with their values, those of its parts included."""
     return {each: value for each, value in values_of(settings).items() if value != each.default}
 
 
-def check(settings: Any, kind: type[Any]) -> None:
+def check(settings: typing.Any, kind: type[typing.Any]) -> None:
     """Check the settings that a dataclass declares itself against their choices and their bounds.
 
     Raises
@@ -239,7 +228,7 @@ def check(settings: Any, kind: type[Any]) -> None:
             _check_bounds(each, one)
 
 
-def _check_bounds(setting: Setting, value: Any) -> None:
+def _check_bounds(setting: Setting, value: typing.Any) -> None:
     for name, holds in _BOUNDS.items():
         limit = getattr(setting.option, name)
         if limit is not None and not holds(value, limit):
@@ -248,16 +237,16 @@ def _check_bounds(setting: Setting, value: Any) -> None:
 
 
 def _sorted(
-    kind: type[Any], values: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, tuple[type[Any], dict[str, Any]]]]:
+    kind: type[typing.Any], values: dict[str, typing.Any]
+) -> tuple[dict[str, typing.Any], dict[str, tuple[type[typing.Any], dict[str, typing.Any]]]]:
     """Return the values of a dataclass's own fields, and by part those of its settings."""
-    owners: dict[str, tuple[str, type[Any]] | None] = {each.name: None for each in fields(kind)}
+    owners: dict[str, tuple[str, type[typing.Any]] | None] = {each.name: None for each in fields(kind)}
     for each in fields(kind):
         if (inner := each.metadata.get(_PART)) is not None:
             names = {name.name for name in fields(inner)} | {name.name for name in settings_of(inner)}
             owners |= dict.fromkeys(names, (each.name, inner))
-    own: dict[str, Any] = {}
-    parts: dict[str, tuple[type[Any], dict[str, Any]]] = {}
+    own: dict[str, typing.Any] = {}
+    parts: dict[str, tuple[type[typing.Any], dict[str, typing.Any]]] = {}
     for name, value in values.items():
         if name not in owners:
             near = likely_meant(name, owners)

@@ -24,19 +24,12 @@ from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of
+from onbeat.perfmodel import profile as profiles
 from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.models import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile import (
-    MachineLimits,
-    Profile,
-    find_profile,
-    profile_path,
-    profiles_dir,
-    read_profile,
-)
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.perfmodel.utilisation import BatchOperations, SpeculativeOperations, StepOperations
@@ -120,19 +113,19 @@ class _Chooser:
             case "roofline":
                 return self._roofline(Detail("as asked for"), is_timed=False)
             case file:
-                return self._profiled(read_profile(Path(file), self._key), Path(file))
+                return self._profiled(profiles.read_profile(Path(file), self._key), Path(file))
 
     def _from_cache(self) -> StepTime:
-        directory = profiles_dir()
+        directory = profiles.profiles_dir()
         try:
-            profile = find_profile(directory, self._key)
+            profile = profiles.find_profile(directory, self._key)
         except ConfigError as error:  # a file of an older onbeat must not keep the server from starting
             return self._roofline(str(error))
         if profile is not None:
-            return self._profiled(profile, profile_path(directory, self._key))
+            return self._profiled(profile, profiles.profile_path(directory, self._key))
         return self._roofline(Detail("there is no profile of this model on this machine"))
 
-    def _profiled(self, profile: Profile, path: Path) -> StepTime:
+    def _profiled(self, profile: profiles.Profile, path: Path) -> StepTime:
         self._say(
             Detail(f"step times: from the profile {path} of {profile.created} ({_describe(profile.fitted)})")
         )
@@ -148,7 +141,7 @@ class _Chooser:
         step_time = replace(self._fitted(profile.fitted, profile.limits), origin="as measured now")
         return self._measured_beside(others, step_time)
 
-    def _fitted(self, fitted: FittedModel, limits: MachineLimits | None) -> StepTime:
+    def _fitted(self, fitted: FittedModel, limits: profiles.MachineLimits | None) -> StepTime:
         return self._learning(self._target(limits, fitted))
 
     def _roofline(self, reason: str, *, is_timed: bool = True) -> StepTime:
@@ -176,7 +169,9 @@ class _Chooser:
         )
         return replace(step_time, was_busy=True)
 
-    def _target(self, limits: MachineLimits | None, fitted: FittedModel | None = None) -> StepTimeDescription:
+    def _target(
+        self, limits: profiles.MachineLimits | None, fitted: FittedModel | None = None
+    ) -> StepTimeDescription:
         device = device_spec_of(self._key, limits)
         return StepTimeDescription(model=self._spec, device=device, precision=self._precision, fitted=fitted)
 
@@ -215,7 +210,7 @@ class _Chooser:
         if key == self._key:
             return target.fitted
         try:
-            profile = find_profile(profiles_dir(), key)
+            profile = profiles.find_profile(profiles.profiles_dir(), key)
         except ConfigError as error:  # as in `_from_cache`
             self._say(f"step times of the draft model {name}: estimated from hardware limits ({error})")
             return None

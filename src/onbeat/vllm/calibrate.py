@@ -24,22 +24,13 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.perfmodel import profile as profiles
 from onbeat.perfmodel.device_spec import Parallelism, known_device
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FittedModel, NNLSForm, fit_form
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import MeasuredDescription
 from onbeat.perfmodel.precision import precision_by_weights
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
-from onbeat.perfmodel.profile import (
-    EngineValue,
-    Profile,
-    ProfileKey,
-    ServerTerms,
-    profile_path,
-    profiles_dir,
-    read_profile,
-    write_profile,
-)
 from onbeat.perfmodel.shapes import MeasuredStep, shape_matrix
 from onbeat.server.objectives import RequestObjectives
 from onbeat.version import __version__
@@ -58,7 +49,7 @@ _FORMATS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": 
 """Of weights; of others the user says what they are."""
 
 
-def profile_key(vllm_config: Any) -> ProfileKey:
+def profile_key(vllm_config: Any) -> profiles.ProfileKey:
     """Return whose steps they are, as vLLM says of itself."""
     import vllm
     from vllm.platforms import current_platform
@@ -71,7 +62,7 @@ def profile_key(vllm_config: Any) -> ProfileKey:
         model_name = find_model_spec(str(model.model)).name
     except ConfigError:
         model_name = str(model.model)  # simulations do not know it
-    return ProfileKey(
+    return profiles.ProfileKey(
         model=model_name,
         device=device,
         device_name=name,
@@ -83,12 +74,12 @@ def profile_key(vllm_config: Any) -> ProfileKey:
     )
 
 
-def settings(scheduler: Any) -> dict[str, EngineValue]:
+def settings(scheduler: Any) -> dict[str, profiles.EngineValue]:
     """Return what vLLM is set to and step times hang on, beside what the key says."""
     config = scheduler.vllm_config
     compilation = getattr(config, "compilation_config", None)
     drafts = getattr(config, "speculative_config", None)
-    speculation: dict[str, EngineValue] = {}
+    speculation: dict[str, profiles.EngineValue] = {}
     if drafts is not None:
         names = (drafts.method, drafts.num_speculative_tokens, getattr(drafts, "model", None))
         speculation["drafts"] = " ".join(str(each) for each in names)
@@ -118,20 +109,20 @@ class KeptSteps:
     settings : of vLLM; what was measured with others is no use.
     """
 
-    key: ProfileKey
-    settings: Mapping[str, EngineValue]
+    key: profiles.ProfileKey
+    settings: Mapping[str, profiles.EngineValue]
 
     @property
     def path(self) -> Path:
         """Where they are kept: one file for each model and machine."""
-        return profile_path(profiles_dir() / "vllm", self.key)
+        return profiles.profile_path(profiles.profiles_dir() / "vllm", self.key)
 
-    def read(self) -> Profile | None:
+    def read(self) -> profiles.Profile | None:
         """Return them; None where there are none, or none of use."""
         if not self.path.is_file():
             return None
         try:
-            profile = read_profile(self.path, self.key)
+            profile = profiles.read_profile(self.path, self.key)
         except ConfigError as error:
             logger.warning("step times: measured again, because the kept ones cannot be used: %s", error)
             return None
@@ -149,18 +140,18 @@ class KeptSteps:
         ConfigError : too few steps that differ.
         """
         fitted = _fit(steps, "what was measured at the start")
-        profile = Profile(
+        profile = profiles.Profile(
             key=self.key,
             onbeat_version=__version__,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             steps=steps,
             fitted=fitted,
-            server=ServerTerms(steps_ahead=int(self.settings["steps_ahead"] or 0)),
+            server=profiles.ServerTerms(steps_ahead=int(self.settings["steps_ahead"] or 0)),
             engine=self.settings,
         )
         where = f"kept as {self.path}"
         try:
-            write_profile(self.path, profile)
+            profiles.write_profile(self.path, profile)
         except OSError as error:
             where = f"not kept, since {self.path} cannot be written ({error.strerror})"
         logger.info(
@@ -185,7 +176,7 @@ def step_times(
     """
     if config.profile is not None:
         logger.info("step times: from the profile %s, corrected by the steps that run", config.profile)
-        return _fit(read_profile(Path(config.profile)).steps, f"the profile {config.profile}"), False
+        return _fit(profiles.read_profile(Path(config.profile)).steps, f"the profile {config.profile}"), False
     if config.calibrate == "always" and hindrance is not None:
         raise ConfigError(
             f"calibrate is 'always', but steps cannot be measured at this start: {hindrance}. Leave it out, "

@@ -15,17 +15,9 @@ from onbeat.engine.executor import Runner
 from onbeat.engine.memory import free_for, modest_kv_bytes
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.speculation.same_tokenizer import check_same_tokenizer
+from onbeat.engine.vllm import surface as surfaces
 from onbeat.engine.vllm.handshake import TRIED, can_compare, compare_steps, is_tried
 from onbeat.engine.vllm.runner import VllmRunner
-from onbeat.engine.vllm.surface import (
-    VllmExecutor,
-    has_workers,
-    left_out,
-    model_config_of,
-    settings_of,
-    start_executor,
-    why_whole,
-)
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.resolve import resolve_model
 from onbeat.scheduler.replica.policies import composition
@@ -55,18 +47,18 @@ class VllmBackend(Backend):
     def __init__(self, config: EngineConfig, device: DeviceConfig, reason: str) -> None:
         draft = _draft_model(config)
         self.name, self.device = config.model.name, device
-        self._settings = settings_of(config, device, draft)
-        self.model = model_config_of(self._settings)
+        self._settings = surfaces.settings_of(config, device, draft)
+        self.model = surfaces.model_config_of(self._settings)
         self.embeds = not self.model.has_head
         policy = config.limits.policy or DEFAULT_POLICY
-        self.has_workers = has_workers(self._settings.config)
-        self.why_whole = why_whole(self._settings)
+        self.has_workers = surfaces.has_workers(self._settings.config)
+        self.why_whole = surfaces.why_whole(self._settings)
         if self.why_whole is not None and not composition(policy).whole_prompts:
             raise ConfigError(
                 f"vLLM computes the prompts of {self.name} whole, since {self.why_whole}; policy {policy!r} "
                 "cuts them, so add --policy prefill-first"
             )
-        self.left_out = left_out(self._settings)
+        self.left_out = surfaces.left_out(self._settings)
         self.description = f"by vLLM {self._settings.version} ({reason})"
 
     def fit(
@@ -91,7 +83,7 @@ class VllmBackend(Backend):
         # A model that makes drafts takes some tokens more of each request than the step has.
         num_more = limits.num_lookahead_tokens * limits.max_num_seqs
         self._settings.take(max_num_batched_tokens=limits.max_num_batched_tokens + num_more)
-        surface = start_executor(self._settings)
+        surface = surfaces.start_executor(self._settings)
         try:
             return self._runner(surface, limits, say, room)
         except BaseException:
@@ -99,7 +91,7 @@ class VllmBackend(Backend):
             raise
 
     def _runner(
-        self, surface: VllmExecutor, limits: SchedulerConfig, say: OnProgress, room: Room
+        self, surface: surfaces.VllmExecutor, limits: SchedulerConfig, say: OnProgress, room: Room
     ) -> tuple[Runner, SchedulerConfig]:
         num_blocks, block_size = surface.num_kv_blocks, surface.block_size
         limits = room.settle(num_blocks)

@@ -8,16 +8,9 @@ from dataclasses import dataclass, replace
 from math import inf, isclose
 from typing import Any
 
+from onbeat.core import request as core_request
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable, quoted
 from onbeat.core.handover import Detached
-from onbeat.core.request import (
-    UNKNOWN_GRAMMAR,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    WholeRequest,
-)
 from onbeat.core.slo import SLO
 from onbeat.core.step import GuidedRows, ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
@@ -49,7 +42,7 @@ class ReplayedDelivery:
     """What an `update`, an `abort` or a `schedule` (which gave them up) gave the requests."""
 
     now: float
-    outputs: Sequence[RequestOutput]
+    outputs: Sequence[core_request.RequestOutput]
 
 
 @dataclass(slots=True)
@@ -119,7 +112,7 @@ class Replay:
 
     def deliveries(self) -> Iterator[ReplayedDelivery]:
         """Feed call after call and yield what requests got; `result` grows meanwhile."""
-        feed: dict[type, Callable[[Any], list[RequestOutput] | None]] = {
+        feed: dict[type, Callable[[Any], list[core_request.RequestOutput] | None]] = {
             log.AddCall: self._add,
             log.AbortCall: self._abort,
             log.ScheduleCall: self._schedule,
@@ -139,15 +132,17 @@ class Replay:
     def _add(self, call: log.AddCall) -> None:
         self._ids[call.request] = call.request_id
         self.result.num_requests += 1
-        request = Request(
+        request = core_request.Request(
             request_id=call.request_id,
             prompt_token_ids=range(call.num_prompt_tokens),
             resumed_token_ids=range(call.num_resumed_tokens),
             first_token_time=call.first_token_time,
-            sampling=SamplingParams(
+            sampling=core_request.SamplingParams(
                 max_tokens=call.max_tokens,
                 stop_token_ids=(STOP_TOKEN_ID,),
-                grammar=replace(UNKNOWN_GRAMMAR, seconds=call.guide_seconds) if call.is_guided else None,
+                grammar=replace(core_request.UNKNOWN_GRAMMAR, seconds=call.guide_seconds)
+                if call.is_guided
+                else None,
             ),
             arrival=call.arrival,
             priority=call.priority,
@@ -157,7 +152,7 @@ class Replay:
             weight=call.weight,
             tenant=call.tenant,
             shed=call.shed,
-            whole=None if call.whole is None else WholeRequest(*call.whole),
+            whole=None if call.whole is None else core_request.WholeRequest(*call.whole),
             num_external_tokens=call.num_external_tokens,
             num_prompt_logprobs=0 if call.is_scored else None,
             pooling=call.pooling,
@@ -179,7 +174,9 @@ class Replay:
         if not _is_same_refusal(call.refused, refusal):
             self._compare(None, f"refusal of {call.request_id}", call.refused, refusal)
 
-    def _adopt(self, call: log.AddCall, adoption: log.RecordedAdoption, request: Request) -> None:
+    def _adopt(
+        self, call: log.AddCall, adoption: log.RecordedAdoption, request: core_request.Request
+    ) -> None:
         detached = Detached(
             request_id=call.request_id,
             output_token_ids=tuple(request.resumed_token_ids),
@@ -225,14 +222,14 @@ class Replay:
         recorded, replayed = (call.block_ids, call.is_out), (block_ids, is_out)
         self._compare(None, f"answer to {call.verb} of {name} (blocks, is out)", recorded, replayed)
 
-    def _abort(self, call: log.AbortCall) -> list[RequestOutput]:
+    def _abort(self, call: log.AbortCall) -> list[core_request.RequestOutput]:
         outputs = self.scheduler.abort([self._ids[request] for request in call.requests])
         self.result.num_aborted += len(call.requests)
         aborted = [output.request_id for output in outputs]
         self._compare(None, "aborted requests", [self._ids[request] for request in call.requests], aborted)
         return outputs
 
-    def _schedule(self, call: log.ScheduleCall) -> list[RequestOutput]:
+    def _schedule(self, call: log.ScheduleCall) -> list[core_request.RequestOutput]:
         scheduled = self.scheduler.schedule(call.now)
         expired = self.scheduler.take_expired()
         self.result.num_expired += len(expired)
@@ -282,7 +279,7 @@ class Replay:
             ],
         )
 
-    def _update(self, call: log.UpdateCall) -> list[RequestOutput]:
+    def _update(self, call: log.UpdateCall) -> list[core_request.RequestOutput]:
         if not self._in_flight:
             self._compare(call.step_id, "step in flight", call.step_id, None)
             return []
@@ -290,7 +287,7 @@ class Replay:
         outputs = self.scheduler.update(scheduled, self._results(call, scheduled), call.now)
         self.result.num_failed += len(call.failed)
         recorded = {self._ids[request]: reason.value for request, reason in call.finished.items()}
-        recorded |= {self._ids[request]: FinishReason.ERROR.value for request in call.failed}
+        recorded |= {self._ids[request]: core_request.FinishReason.ERROR.value for request in call.failed}
         replayed = {
             output.request_id: output.finish_reason.value
             for output in outputs
@@ -304,7 +301,7 @@ class Replay:
         stopped = {
             self._ids[request]
             for request, reason in call.finished.items()
-            if reason == FinishReason.STOP.value
+            if reason == core_request.FinishReason.STOP.value
         }
         ids = [row.request_id for row in scheduled.rows if row.samples]
         counts = (1,) * len(ids) if call.counts is None else call.counts
