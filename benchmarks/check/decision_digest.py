@@ -152,6 +152,7 @@ def listening(digest: Digest, change: Callable[[Request], Request]) -> Iterator[
     schedule, add = Scheduler.schedule, Scheduler.add
 
     def listened(self: Scheduler, now: float) -> SchedulerOutput | None:
+        self.table.makes_rows = True  # of simulated decodes, too
         step = schedule(self, now)
         if step is not None:
             digest.add_step(now, step)

@@ -184,7 +184,7 @@ class _Step:
                 continue
             victims.append(victim)
             num_slots += 1
-            num_blocks += plan.num_freed_by(victim)
+            num_blocks += len(plan.kv.pool.exclusive_ids(victim.held_ids))
         if num_slots < 1:
             return False
         if num_blocks < num_needed:

@@ -21,7 +21,7 @@ def split_running(running: Iterable[RequestState]) -> tuple[list[RequestState], 
     decodes: list[RequestState] = []
     prefills: list[RequestState] = []
     for state in running:
-        is_full = state.num_in_flight_tokens and state.will_be_full
+        is_full = state.num_tokens + state.num_in_flight_tokens >= state.max_total_tokens
         if state.is_in_flight or state.sits_out or is_full or state.is_paused:
             continue
         num_wanted = state.num_wanted_tokens

@@ -26,7 +26,7 @@ class Chaos:
         if len(running) > 2 and rng.random() < 0.1:
             plan.preempt(running.pop())
         for state in running:
-            if state.num_in_flight_tokens and state.will_be_full:
+            if state.num_tokens + state.num_in_flight_tokens >= state.max_total_tokens:
                 continue
             wanted = state.num_wanted_tokens
             if rng.random() < 0.35 or plan.num_tokens_left < 1:

@@ -62,6 +62,15 @@ class LearnsGuides(Protocol):
         ...
 
 
+@runtime_checkable
+class TimesOfShapes(Protocol):
+    """A step-time model that is quick about the same batches again and again."""
+
+    def times_of(self, shapes: tuple[BatchShape, ...], q: float | None = None) -> list[float]:
+        """Return `step_time` of batches that never change, seconds."""
+        ...
+
+
 def predict_step(model: StepTimeModel, shape: BatchShape) -> float:
     """Return the predicted seconds of a step, for those who reckon with nothing but predictions.
 

@@ -50,16 +50,16 @@ class OnlineCorrection:
 
     def factor(self, shape: BatchShape) -> float:
         """Return the factor on the prediction for a batch; 1 until enough steps were seen."""
-        value, drafts = self._pace, shape.num_draft_tokens
-        context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens - drafts
-        bucket = self._buckets.get(
-            (shape.num_new_tokens - drafts).bit_length() * _KEY_STRIDE + context_tokens.bit_length()
-        )
-        if bucket is not None:
-            value += bucket.value
-        if drafts:
-            value += self._drafts.of(shape).value
-        return math.exp(value)
+        if not shape.num_draft_tokens:
+            return self.factor_of(batch_kind(shape))
+        bucket = self._buckets.get(batch_kind(shape))
+        value = self._pace if bucket is None else self._pace + bucket.value
+        return math.exp(value + self._drafts.of(shape).value)
+
+    def factor_of(self, kind: int) -> float:
+        """Return the factor on batches without drafts of a `batch_kind`."""
+        bucket = self._buckets.get(kind)
+        return math.exp(self._pace if bucket is None else self._pace + bucket.value)
 
     def observe(self, shape: BatchShape, ratio: float) -> float:
         """Learn from one step.
@@ -78,7 +78,7 @@ class OnlineCorrection:
             if len(self._first) == _NUM_FIRST:
                 self._pace, self.has_lost_pace = median(self._first), False
             return 1.0
-        key, pace = _key(shape), self._pace
+        key, pace = batch_kind(shape), self._pace
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = _SlowMean()
@@ -282,7 +282,7 @@ _PRIOR = 16
 """Steps that what was believed of a kind counts for beside its own."""
 
 
-def _key(shape: BatchShape) -> int:
+def batch_kind(shape: BatchShape) -> int:
     """Return the bucket of a batch, or of the same rows without their drafts."""
     drafts = shape.num_draft_tokens
     context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens - drafts

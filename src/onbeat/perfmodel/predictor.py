@@ -14,7 +14,7 @@ from statistics import NormalDist
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import observe_each
-from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
+from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection, batch_kind
 from onbeat.perfmodel.fitted import FitErrors
 from onbeat.perfmodel.profile import ServerTerms
 from onbeat.perfmodel.runs import StepSeconds, seconds_of_each
@@ -174,7 +174,7 @@ class Predictor:
 
     __slots__ = (
         *("_alarm", "_correction", "_guided_row", "_inflation", "_recent", "_residual", "_run_seconds"),
-        *("_seconds", "errors", "server", "shape_range"),
+        *("_known", "_seconds", "errors", "server", "shape_range"),
     )
 
     def __init__(  # noqa: PLR0913 - parts that are there or not
@@ -200,6 +200,8 @@ class Predictor:
         self._alarm = alarm
         self._recent = recent
         self._guided_row = GUIDED_ROW_SECONDS
+        self._known: dict[int, tuple[tuple[BatchShape, ...], list[tuple[float, int]]]] = {}
+        """Of batches that never change, what does not: seconds without what is learnt, and their kind."""
 
     def with_learning(self, alarm: DriftAlarm | None = None) -> Predictor:
         """Return the same model, but one that learns factors and quantiles from steps.
@@ -231,6 +233,18 @@ class Predictor:
         if q is not None:
             seconds *= self._quantile_factor(q)
         return seconds + self._guided_row * shape.num_guided_rows
+
+    def times_of(self, shapes: tuple[BatchShape, ...], q: float | None = None) -> list[float]:
+        """Return `step_time` of batches that never change. See `core.TimesOfShapes`."""
+        known = self._known.get(id(shapes))
+        if known is None or known[0] is not shapes:
+            inflation = self._inflation or (lambda _: 1.0)
+            times = [(self._seconds(shape) * inflation(shape), batch_kind(shape)) for shape in shapes]
+            known = self._known[id(shapes)] = (shapes, times)
+        correction, factor = self._correction, 1.0 if q is None else self._quantile_factor(q)
+        if correction is None:
+            return [seconds * factor for seconds, _ in known[1]]
+        return [seconds * correction.factor_of(kind) * factor for seconds, kind in known[1]]
 
     def step_times(self, shape: BatchShape, contexts: Sequence[int]) -> Sequence[float]:
         """Return the expected times of steps that differ in what decodes read. See `RunTimer`."""

@@ -89,24 +89,13 @@ class Deliveries:
         num_tokens = record.num_output_tokens if self._has_drafts else len(record.delivery_times)
         return record.offered_output_tokens - num_tokens
 
-    def take(
-        self, outputs: Iterable[RequestOutput], silent: Iterable[str], ends: array[float]
-    ) -> list[OfferedRequest]:
-        """Write the outputs of a step, or of a run of them; return the requests that ended.
-
-        Parameters
-        ----------
-        outputs : as many tokens for each request as there were steps; with drafts, any number of one step.
-        silent : requests that had as many, and no output.
-        ends : when each step ended, seconds.
-        """
+    def take(self, outputs: Iterable[RequestOutput], now: float) -> list[OfferedRequest]:
+        """Write the outputs of a step that has ended; return the requests that ended with it."""
         finished = []
         is_opened = self._open
-        for request_id in silent:
-            is_opened[request_id].record.delivery_times.extend(ends)
         for output in outputs:
             offered = is_opened[output.request_id]
-            offered.record.delivery_times.extend(ends)
+            offered.record.delivery_times.append(now)
             if self._has_drafts:
                 offered.record.delivery_sizes.append(len(output.new_token_ids))
                 offered.record.num_output_tokens += len(output.new_token_ids)
@@ -114,15 +103,9 @@ class Deliveries:
                 offered.record.predicted_ttft = output.predicted_ttft
             if output.finish_reason is not None:
                 del is_opened[output.request_id]
-                self._close(offered, output, ends[-1])
+                self._close(offered, output, now)
                 finished.append(offered)
         return finished
-
-    def note(self, scheduled: SchedulerOutput, ends: Sequence[float]) -> None:
-        """Write that each row that samples had a token when each of some steps ended."""
-        for row in scheduled.rows:
-            if row.samples:
-                self._open[row.request_id].record.delivery_times.extend(ends)
 
     def expire(self, outputs: Iterable[RequestOutput], now: float) -> list[OfferedRequest]:
         """Write that requests were ended in the queue; return them."""
@@ -352,7 +335,7 @@ class VerifyingSampler(VirtualSampler):
         num_drafted, chunks = self._propose(scheduled)
         result = self._results[scheduled.step_id] = self._verify(scheduled, num_drafted)
         computed = scheduled._replace(shape=replace(scheduled.shape))
-        correct_shape(computed, result)
+        correct_shape(computed, result.num_drafted or [])
         shape = computed.shape
         if self._catch_up is not None:
             shape.num_draft_passes = max(num_drafted.values(), default=0)

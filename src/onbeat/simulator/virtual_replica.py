@@ -18,7 +18,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.shapes import LargestStep, ShapeRange
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.steady import SteadyRun, SteadyRuns
+from onbeat.scheduler.replica.steady import SteadyRun, begin_run
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deliveries import ORDINARY, Deliveries, make_sampler
@@ -88,10 +88,15 @@ class VirtualReplica(ABC):
         self._index = int(name)
         self._observer = None if observer is None or observer.wanted_steps == "none" else observer
         self._reporter = None if self._observer is None else StepReporter(self.scheduler)
-        if config.scheduler.speculation is None:
-            self.scheduler.results.silent = []
-        self._steady = SteadyRuns(self.scheduler, ORDINARY)
+        self._writes_times = config.scheduler.speculation is None
         self._may_stop = config.declared_max_tokens is not None
+        known = composition(config.scheduler.policy)
+        self.scheduler.table.makes_rows = (
+            not self._writes_times
+            or self._may_stop
+            or known.holds_finished
+            or bool(config.scheduler.num_snapshots)
+        )
         self._work = BatchShape()
         self._measured: ShapeRange | None = getattr(step_time, "shape_range", None)
         self._largest = None if self._measured is None else LargestStep()
@@ -160,7 +165,7 @@ class VirtualReplica(ABC):
         if record.delivery_times:
             request = replace(request, first_token_time=record.delivery_times[0])
         self.scheduler.handover.adopt(handover_id, request, detached, now)
-        self._deliveries.open(offered, is_moved=True)
+        self._open(offered, is_moved=True)
 
     def let_go(self, request_id: str) -> None:
         """Forget a request that another replica has adopted."""
@@ -201,7 +206,13 @@ class VirtualReplica(ABC):
     def _take(self, offered: OfferedRequest, now: float) -> None:
         """Let the scheduler have a request; raises `RequestRejected` as `Scheduler.add`."""
         self.scheduler.add(offered.request, now)
-        self._deliveries.open(offered)
+        self._open(offered)
+
+    def _open(self, offered: OfferedRequest, *, is_moved: bool = False) -> None:
+        """Write for a request from now on."""
+        self._deliveries.open(offered, is_moved=is_moved)
+        if self._writes_times:
+            self.scheduler.table.states[offered.request.request_id].times = offered.record.delivery_times
 
     def _plan(self, now: float, *, may_run_on: bool = False) -> StepUnderWay | None:
         """Plan a step; None where nothing can run before something else happens.
@@ -210,14 +221,20 @@ class VirtualReplica(ABC):
         ----------
         may_run_on : look whether it is the first of a steady run.
         """
-        scheduled = plan_step(self.scheduler, now)
+        table, scheduled = self.scheduler.table, None
+        while table.states and scheduled is None:
+            before = table.num_preemptions, len(table.states)
+            scheduled = self.scheduler.schedule(now)
+            # It plans nothing too where it only preempted requests or ended some: the next plan is another.
+            if scheduled is None and before == (table.num_preemptions, len(table.states)):
+                break
         if scheduled is None:
             return None
         shape = self._sampler.begin(scheduled)
         planned = predicted = None
         if self._reporter is not None:
             planned, predicted = self._reporter.take_planned(), self._predict(scheduled)
-        run = self._steady.begin(scheduled) if may_run_on else None
+        run = begin_run(self.scheduler, scheduled, ORDINARY) if may_run_on else None
         max_steps = 1 if run is None else run.max_steps
         if run is not None and self._may_stop:
             num_left = self._deliveries.num_left
@@ -231,8 +248,9 @@ class VirtualReplica(ABC):
 
     def _expire(self, now: float) -> list[OfferedRequest]:
         """Return the requests that the last plan has ended."""
-        outputs = self.scheduler.take_expired()
-        return self._deliveries.expire(outputs, now) if outputs else []
+        if not self.scheduler.planner.relegation.expired:
+            return []
+        return self._deliveries.expire(self.scheduler.take_expired(), now)
 
     def _end_step(
         self, step: StepUnderWay, ends: array[float], started: list[OfferedRequest] | None
@@ -253,7 +271,7 @@ class VirtualReplica(ABC):
         # The last token of a prompt, alone in its chunk, looks like a decode; it is in no run.
         if started is not None and step.run is None:
             started += self._deliveries.first(outputs)
-        finished = self._deliveries.take(outputs, self.scheduler.results.silent or (), ends)
+        finished = self._deliveries.take(outputs, now)
         if self._observer is not None:
             self._tell(self._observer, step, first_context, ends, self.scheduler.results.drafts)
         return finished
@@ -268,7 +286,6 @@ class VirtualReplica(ABC):
         assert step.run is not None
         first_context = self._count(step, ends)
         step.run.advance(ends)
-        self._deliveries.note(step.scheduled, ends)
         if self._observer is not None:
             context = step.shape.decode_context_tokens
             self._tell(self._observer, step, first_context, ends, None)
@@ -279,11 +296,25 @@ class VirtualReplica(ABC):
 
     def _count(self, step: StepUnderWay, ends: array[float]) -> int:
         """Count steps that have ended; return what the decodes of the first of them read."""
-        first_context = step.shape.decode_context_tokens
-        self._num_steps += len(ends)
+        shape, total, num_steps = step.shape, self._work, len(ends)
+        first_context, num_rows = shape.decode_context_tokens, shape.num_lm_head_rows
+        self._num_steps += num_steps
         if self._largest is not None:
-            self._largest.see(step.shape, first_context + step.shape.num_lm_head_rows * (len(ends) - 1))
-        _add_work(self._work, step.shape, first_context=first_context, num_steps=len(ends))
+            self._largest.see(shape, first_context + num_rows * (num_steps - 1))
+        total.num_decodes += shape.num_decodes * num_steps
+        total.num_new_tokens += shape.num_new_tokens * num_steps
+        total.num_lm_head_rows += num_rows * num_steps
+        # Each decode reads one token more than in the step before.
+        more_context = num_rows * (num_steps * (num_steps - 1) // 2)
+        total.decode_context_tokens += first_context * num_steps + more_context
+        if shape.num_chunks:
+            total.query_key_pairs += shape.query_key_pairs * num_steps
+            total.chunk_cached_tokens += shape.chunk_cached_tokens * num_steps
+        if shape.num_draft_tokens or shape.num_catch_up_tokens:  # in no run
+            total.num_draft_tokens += shape.num_draft_tokens
+            total.num_draft_passes += shape.num_draft_passes
+            total.num_catch_up_tokens += shape.num_catch_up_tokens
+            total.catch_up_pairs += shape.catch_up_pairs
         return first_context
 
     def _tell(
@@ -355,27 +386,6 @@ def make_noise(sigma: float, *, seed: int, replica: int) -> StepNoise | None:
     return StepNoise(sigma, seed=seed, replica=replica) if sigma else None
 
 
-def _add_work(total: BatchShape, shape: BatchShape, *, first_context: int, num_steps: int) -> None:
-    """Add a step, or a run of steps of which each decode reads one token more than in the step before.
-
-    Parameters
-    ----------
-    first_context : `decode_context_tokens` of the first step.
-    """
-    num_rows = shape.num_lm_head_rows
-    total.num_decodes += shape.num_decodes * num_steps
-    total.num_new_tokens += shape.num_new_tokens * num_steps
-    total.num_lm_head_rows += num_rows * num_steps
-    total.query_key_pairs += shape.query_key_pairs * num_steps
-    total.chunk_cached_tokens += shape.chunk_cached_tokens * num_steps
-    more_context = num_rows * (num_steps * (num_steps - 1) // 2)
-    total.decode_context_tokens += first_context * num_steps + more_context
-    total.num_draft_tokens += shape.num_draft_tokens * num_steps
-    total.num_draft_passes += shape.num_draft_passes * num_steps
-    total.num_catch_up_tokens += shape.num_catch_up_tokens * num_steps
-    total.catch_up_pairs += shape.catch_up_pairs * num_steps
-
-
 @runtime_checkable
 class Learner(Protocol):
     """A step-time model that each replica can have for itself, to learn from its own steps."""
@@ -414,18 +424,3 @@ def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predict
             "cannot learn from them (it has no with_learning); use a perfmodel.Predictor"
         )
     return Scheduler(config, step_time.with_learning())
-
-
-def plan_step(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
-    """Plan a step; None where nothing can run before something else happens.
-
-    A scheduler may also plan nothing because it only preempted requests or ended some: the next plan, at the
-    same time, is another.
-    """
-    table = scheduler.table
-    while table.states:
-        before = table.num_preemptions, len(table.states)
-        scheduled = scheduler.schedule(now)
-        if scheduled is not None or before == (table.num_preemptions, len(table.states)):
-            return scheduled
-    return None

@@ -39,7 +39,7 @@ class SheddingScheduler(Scheduler):
             if request.shed is ShedMode.REJECT and now > request.arrival + request.slo.ttft:
                 output = last_output(state, FinishReason.EXPIRED)
                 output.fate, output.error = Fate.EXPIRED, "its TTFT objective passed in the queue"
-                self.planner.relegation._expired.append(output)
+                self.planner.relegation.expired.append(output)
                 self.table.drop(state)
         return super().schedule(now)
 

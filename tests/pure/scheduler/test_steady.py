@@ -13,7 +13,7 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.steady import SteadyRun, SteadyRuns
+from onbeat.scheduler.replica.steady import SteadyRun, begin_run
 from tests.examples import examples
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import POLICY_NAMES, make_config
@@ -39,7 +39,6 @@ def request(index: int, num_prompt_tokens: int, max_tokens: int) -> Request:
 def run(config, arrivals, *, at_once: bool) -> list[tuple[object, ...]]:
     """Return what every step held and delivered, a run of n steps as n entries."""
     scheduler = Scheduler(config, LinearStepTime())
-    runs = SteadyRuns(scheduler, token_id=0)
     waiting = sorted((step, index) for index, (step, _, _) in enumerate(arrivals))
     log: list[tuple[object, ...]] = []
     step = 0
@@ -52,7 +51,7 @@ def run(config, arrivals, *, at_once: bool) -> list[tuple[object, ...]]:
             step += 1
             continue
         num_steps, first_context = 1, scheduled.shape.decode_context_tokens
-        steady = runs.begin(scheduled) if at_once else None
+        steady = begin_run(scheduler, scheduled, 0) if at_once else None
         if steady is not None:
             # Whoever takes it cuts it where a request arrives.
             num_steps = min(steady.max_steps, waiting[0][0] - step if waiting else steady.max_steps)
@@ -85,20 +84,19 @@ def test_runs_equal_single_steps(policy, arrivals, num_blocks, prefix) -> None:
     assert run(config, arrivals, at_once=True) == run(config, arrivals, at_once=False)
 
 
-def begun(scheduler: Scheduler, runs: SteadyRuns, now: float) -> tuple[SchedulerOutput, SteadyRun | None]:
+def begun(scheduler: Scheduler, now: float) -> tuple[SchedulerOutput, SteadyRun | None]:
     scheduled = scheduler.schedule(now)
     assert scheduled is not None
-    return scheduled, runs.begin(scheduled)
+    return scheduled, begin_run(scheduler, scheduled, 0)
 
 
 def test_a_long_decode_is_one_run_from_its_second_token_on() -> None:
     scheduler = Scheduler(make_config(), LinearStepTime())
-    runs = SteadyRuns(scheduler, token_id=0)
     scheduler.add(replace(request(0, 20, 100), block_hashes=()))
-    first, none = begun(scheduler, runs, 0.0)
+    first, none = begun(scheduler, 0.0)
     assert none is None, "a step with a prompt is one step"
     scheduler.update(first, ModelRunnerOutput([[0]]), 1.0)
-    second, steady = begun(scheduler, runs, 1.0)
+    second, steady = begun(scheduler, 1.0)
     assert steady is not None
     assert steady.max_steps == 99
     steady.advance([2.0 + step for step in range(98)])
@@ -109,10 +107,9 @@ def test_a_long_decode_is_one_run_from_its_second_token_on() -> None:
 
 def test_a_first_token_is_one_step_though_it_looks_like_a_decode() -> None:
     scheduler = Scheduler(make_config(max_num_batched_tokens=32), LinearStepTime())
-    runs = SteadyRuns(scheduler, token_id=0)
     scheduler.add(replace(request(0, 33, 100), block_hashes=()))
-    scheduler.update(begun(scheduler, runs, 0.0)[0], ModelRunnerOutput([]), 1.0)
-    last, none = begun(scheduler, runs, 1.0)
+    scheduler.update(begun(scheduler, 0.0)[0], ModelRunnerOutput([]), 1.0)
+    last, none = begun(scheduler, 1.0)
     assert [row.num_new_tokens for row in last.rows] == [1]
     assert none is None
 
@@ -121,24 +118,22 @@ def test_a_first_token_is_one_step_though_it_looks_like_a_decode() -> None:
 def test_nothing_runs_on_under_a_policy_that_does_not_say_how_long(policy, monkeypatch) -> None:
     monkeypatch.setitem(POLICIES, policy, TRIAGED[policy])
     scheduler = Scheduler(make_config(policy), LinearStepTime())
-    runs = SteadyRuns(scheduler, token_id=0)
     scheduler.add(request(0, 1, 100))
     for step in range(3):
-        scheduled, none = begun(scheduler, runs, float(step))
+        scheduled, none = begun(scheduler, float(step))
         assert none is None
         scheduler.update(scheduled, ModelRunnerOutput([[0]]), float(step) + 0.5)
 
 
 def test_whoever_was_preempted_is_looked_at_again_before_anything_runs_on() -> None:
     scheduler = Scheduler(make_config(num_blocks=16, enable_prefix_caching=False), LinearStepTime())
-    runs = SteadyRuns(scheduler, token_id=0)
     for index in range(2):
         scheduler.add(request(index, 120, 60))
-    scheduled, steady = begun(scheduler, runs, 0.0)
+    scheduled, steady = begun(scheduler, 0.0)
     for step in range(1, 100):
         num_rows = sum(row.samples for row in scheduled.rows)
         scheduler.update(scheduled, ModelRunnerOutput([[0]] * num_rows), float(step))
-        scheduled, steady = begun(scheduler, runs, float(step))
+        scheduled, steady = begun(scheduler, float(step))
         if scheduler.table.num_preemptions:
             break
     assert scheduler.table.num_preemptions == 1

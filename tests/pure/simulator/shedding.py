@@ -51,7 +51,7 @@ class SheddingScheduler(Scheduler):
         for state in late:
             output = last_output(state, FinishReason.EXPIRED)
             output.fate, output.predicted_ttft = Fate.EXPIRED, 0.25
-            self.planner.relegation._expired.append(output)
+            self.planner.relegation.expired.append(output)
             self.table.drop(state)
         return super().schedule(now)
 

@@ -295,13 +295,15 @@ class Admission:
         staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
         given_back = max(num_held / max(num_running, 1), 1.0)
         usual = self._tracker.lengths.remaining(None, 0, q=0.5, limit=own.state.max_total_tokens)
+        ends = replace(self._ends)
+        ends.count(plan.now - self._last_change, self._num_running, 0)  # in which none came since the last
         capacity = triage.FreeCapacity(
             num_free_slots=plan.max_num_seqs - len(staying),
             num_free_blocks=plan.num_blocks_left
             - plan.kv.pool.num_blocks // SPARE_SHARE
             + given_back * (num_running - len(staying)),
             given_back=given_back,
-            gap=self._ends_until(plan.now).gap(len(staying), step_seconds * usual),
+            gap=ends.gap(len(staying), step_seconds * usual),
         )
         wanted = [
             triage.Demand(
@@ -314,12 +316,6 @@ class Admission:
         # Capacity comes free at the end of a step.
         at_end = triage.finish_seconds(prefill, own.seconds, own.seconds) + 0.5 * prefill.length
         return wait + at_end if wait else 0.0
-
-    def _ends_until(self, now: float) -> triage.Ends:
-        """Return the ends with the time counted in which none came since the last."""
-        ends = replace(self._ends)
-        ends.count(now - self._last_change, self._num_running, 0)
-        return ends
 
     def _slows_streams(self, state: RequestState, plan: StepPlan) -> bool:
         """Whether one more stream breaks the tightest TBT objective."""

@@ -11,8 +11,9 @@ Nobody here reads a clock: holds and reservations have ends, and whoever has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 
 from onbeat.core.errors import InvalidRequest
@@ -173,7 +174,7 @@ class Handovers:
         if not self._leaving:
             return
         for request_id, state in list(self._leaving.items()):
-            if self._in_flight.has(state):
+            if self._in_flight.num_new_tokens(state):
                 self._table.mark_in_flight([state], is_in_flight=True)  # a step that came back has cleared it
                 continue
             del self._leaving[request_id]
@@ -309,16 +310,10 @@ class Handovers:
         assert all(
             state.is_in_flight or state.status is RequestStatus.FINISHED for state in self._leaving.values()
         ), "a step may take a request that is to leave"
-        self._table.check_invariants(self._kept_block_ids(), num_slots_kept=self.num_slots_kept)
-
-    def _kept_block_ids(self) -> Iterator[int]:
-        """Yield a block for each reference that is kept here."""
-        for hold in self._holds.values():
-            yield from hold.block_ids
-        for reservation in self._reservations.values():
-            yield from reservation.block_ids
-        for state in self._detached.values():
-            yield from state.held_ids
+        kept = [hold.block_ids for hold in self._holds.values()]
+        kept += [reservation.block_ids for reservation in self._reservations.values()]
+        kept += [state.held_ids for state in self._detached.values()]
+        self._table.check_invariants(chain.from_iterable(kept), num_slots_kept=self.num_slots_kept)
 
     @property
     def _has_slot(self) -> bool:

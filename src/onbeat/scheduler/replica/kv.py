@@ -131,7 +131,9 @@ class BlockPool:
         num_sharers, hash_of_id, free_ids = self._num_sharers, self._hash_of_id, self._free_ids
         for block_id in reversed(block_ids):
             if block_id in num_sharers:
-                self._drop_sharer(block_id)
+                num_sharers[block_id] -= 1
+                if not num_sharers[block_id]:
+                    del num_sharers[block_id]
                 continue
             self.num_used_blocks -= 1
             if block_id in hash_of_id:
@@ -190,12 +192,6 @@ class BlockPool:
             if self._kept_until.get(block_id) == until:
                 self._drop_kept(block_id)
                 self._idle_ids[block_id] = None
-
-    def _drop_sharer(self, block_id: int) -> None:
-        if self._num_sharers[block_id] == 1:
-            del self._num_sharers[block_id]
-        else:
-            self._num_sharers[block_id] -= 1
 
     def register(self, block_id: int, block_hash: ContentName) -> None:
         """Make the content of a full block findable; the first block with a content keeps the name."""
@@ -378,7 +374,7 @@ class KVCacheManager:
         assert not state.block_ids, "a waiting request holds no blocks"
         state.block_ids = list(cached_block_ids)
         num_cached = len(cached_block_ids) * self.block_size
-        state.restart(num_cached)
+        state.num_computed_tokens = num_cached
         state.num_allocated_tokens = num_cached
         state.num_registered_blocks = len(cached_block_ids)
         state.num_tokens_to_register = num_cached + self.block_size
@@ -396,7 +392,7 @@ class KVCacheManager:
             block_ids = block_ids[:num_filled]
         state.block_ids = block_ids
         state.num_allocated_tokens = len(block_ids) * self.block_size - self._num_lookahead
-        state.restart(num_computed)
+        state.num_computed_tokens = num_computed
         if self._num_groups:
             self.grow(state, state.num_tokens)
 
@@ -524,7 +520,7 @@ class KVCacheManager:
         block_ids, state.block_ids = state.held_ids, []
         state.page_ids, state.num_passed_blocks = [], 0
         state.num_allocated_tokens = 0
-        state.restart(0)
+        state.num_computed_tokens = 0
         state.num_registered_blocks = 0
         state.num_tokens_to_register = self.block_size
         return block_ids

@@ -66,7 +66,8 @@ class Relegation:
     def __init__(self, table: Table, admission: Admission | None) -> None:
         self.num_relegated = 0
         """Requests so far that have become best effort."""
-        self._expired: list[RequestOutput] = []
+        self.expired: list[RequestOutput] = []
+        """Last outputs of requests that were ended, until they are taken."""
         self._table = table
         self._admission = admission
 
@@ -87,7 +88,7 @@ class Relegation:
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of those that were ended since the last call."""
-        expired, self._expired = self._expired, []
+        expired, self.expired = self.expired, []
         return expired
 
     def _relegate(self, state: RequestState, plan: StepPlan, *, waits_on: bool) -> None:
@@ -100,7 +101,12 @@ class Relegation:
         is_waiting = state.status is RequestStatus.WAITING
         if is_waiting and not state.num_output_tokens:
             if state.request.shed is ShedMode.REJECT:
-                self._expire(state)
+                objective = state.slo.ttft_deadline - state.request.arrival
+                error = (
+                    "the first token can no longer come within the objective "
+                    f"({objective * 1e3:g} ms after arrival)"
+                )
+                self._end(state, Fate.EXPIRED, error, "deadline_exceeded")
                 return
             bound = None if self._admission is None else self._admission.bound
             if waits_on and bound is not None and (refusal := bound.refusal(plan.waiting)) is not None:
@@ -113,18 +119,7 @@ class Relegation:
 
     def _refuse(self, state: RequestState, refusal: Overloaded) -> None:
         """End a request that would have to wait for too long."""
-        output = self._end(state, Fate.OVERDUE, str(refusal), refusal.reason)
-        output.retry_after = refusal.retry_after
-
-    def _expire(self, state: RequestState) -> None:
-        """End a request that its caller does not want served late."""
-        self._end(
-            state,
-            Fate.EXPIRED,
-            "the first token can no longer come within the objective "
-            f"({(state.slo.ttft_deadline - state.request.arrival) * 1e3:g} ms after arrival)",
-            "deadline_exceeded",
-        )
+        self._end(state, Fate.OVERDUE, str(refusal), refusal.reason).retry_after = refusal.retry_after
 
     def _end(self, state: RequestState, fate: Fate, error: str, reason: str) -> RequestOutput:
         if self._admission is not None:
@@ -133,7 +128,7 @@ class Relegation:
         output.predicted_ttft = state.slo.predicted_ttft
         output.fate, output.error = fate, error
         self._table.drop(state)
-        self._expired.append(output)
+        self.expired.append(output)
         return output
 
 
@@ -216,17 +211,16 @@ class Planner:
         now : when its step starts, seconds.
         """
         table, known = self._table, self.policy.known
-        plan = StepPlan(
-            config=self.config,
+        return StepPlan(
+            self.config,
+            table.kv,
+            table.running,
+            table.waiting,
+            now,
+            num_slots_kept=self._num_slots_kept(),
             whole_prompts=known.whole_prompts,
             reserves_maximum=known.reserves_maximum,
-            kv=table.kv,
-            running=table.running,
-            waiting=table.waiting,
-            now=now,
         )
-        plan.max_num_seqs -= self._num_slots_kept()
-        return plan
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan decides that is carried out."""

@@ -16,7 +16,6 @@ from onbeat.core.request import Request
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler import scheduler_config
 from onbeat.scheduler.replica.admission import Admission
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.slo.composer import SLOComposer
@@ -24,6 +23,12 @@ from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import first_deadline
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan
 from onbeat.scheduler.replica.token_budget import DEFAULT_TILE, LARGEST_BUDGET
+from onbeat.scheduler.scheduler_config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_POLICY,
+    SchedulerConfig,
+    SchedulerLimits,
+)
 
 
 class _Plain(Composer):
@@ -99,7 +104,7 @@ class BatchAtATime(_Plain):
             plan.decode_running()
 
 
-Compose = Callable[[scheduler_config.SchedulerConfig, StepTimeModel | None], Composer]
+Compose = Callable[[SchedulerConfig, StepTimeModel | None], Composer]
 Order = Callable[[Request], float]
 """Returns the rank of a request; a smaller one is served earlier, equal ones by arrival."""
 QUEUE_ORDERS: dict[str, Order] = {"fcfs": lambda _request: 0, "priority": lambda request: request.priority}
@@ -147,7 +152,7 @@ class Policy:
     """Predicts the TTFT of arrivals, and rejects some; None in policies that take all."""
 
 
-def needed_model(config: scheduler_config.SchedulerConfig, model: StepTimeModel | None) -> StepTimeModel:
+def needed_model(config: SchedulerConfig, model: StepTimeModel | None) -> StepTimeModel:
     """Return the model that a policy plans with.
 
     Raises
@@ -167,7 +172,7 @@ def _plain(composer: Callable[[], Composer]) -> Compose:
 
 
 def slo_composition(
-    composer: Callable[[scheduler_config.SchedulerConfig, StepTimeModel], SLOComposer] = SLOComposer,
+    composer: Callable[[SchedulerConfig, StepTimeModel], SLOComposer] = SLOComposer,
 ) -> Composition:
     """Return the SLO policy, with its own composer or with one that a study puts in its place."""
     return Composition(
@@ -217,7 +222,7 @@ def composition(name: str) -> Composition:
     return POLICIES[name]
 
 
-def make_policy(config: scheduler_config.SchedulerConfig, model: StepTimeModel | None) -> Policy:
+def make_policy(config: SchedulerConfig, model: StepTimeModel | None) -> Policy:
     """Build the configured policy, ready to plan.
 
     Parameters
@@ -241,7 +246,7 @@ def make_policy(config: scheduler_config.SchedulerConfig, model: StepTimeModel |
     )
 
 
-def check_policy(config: scheduler_config.SchedulerConfig) -> None:
+def check_policy(config: SchedulerConfig) -> None:
     """Raise ConfigError for an unknown policy, or limits that it cannot work with."""
     policy = composition(config.policy)
     if policy.order is not None and config.scheduling_policy != "fcfs":
@@ -286,13 +291,13 @@ def queue_seconds(policy: str, given: float | None) -> float | None:
 
 
 def settle(
-    limits: scheduler_config.SchedulerLimits,
+    limits: SchedulerLimits,
     *,
     num_blocks: int,
     model_len: int,
     model: StepTimeModel | None = None,
     **others: Any,
-) -> scheduler_config.SchedulerConfig:
+) -> SchedulerConfig:
     """Decide what the limits leave open, and check that all goes together.
 
     Parameters
@@ -311,9 +316,9 @@ def settle(
             f"max_model_len is {limits.max_model_len}, but this model was made for {model_len} tokens; give "
             "a smaller one"
         )
-    settled = {each.name: getattr(limits, each.name) for each in fields(scheduler_config.SchedulerLimits)}
-    settled["policy"] = policy = limits.policy or scheduler_config.DEFAULT_POLICY
-    settled["block_size"] = block_size = limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE
+    settled = {each.name: getattr(limits, each.name) for each in fields(SchedulerLimits)}
+    settled["policy"] = policy = limits.policy or DEFAULT_POLICY
+    settled["block_size"] = block_size = limits.block_size or DEFAULT_BLOCK_SIZE
     # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
     num_behind = speculation.num_lookahead_tokens if (speculation := others.get("speculation")) else 0
     settled["max_model_len"] = longest = limits.max_model_len or min(
@@ -326,7 +331,7 @@ def settle(
             policy, max_model_len=longest, max_num_seqs=limits.max_num_seqs, model=model
         )
     settled["max_queue_seconds"] = queue_seconds(policy, limits.max_queue_seconds)
-    config = scheduler_config.SchedulerConfig(**settled, num_blocks=num_blocks, **others)
+    config = SchedulerConfig(**settled, num_blocks=num_blocks, **others)
     if limits.max_model_len is None:
         config = replace(config, max_model_len=min(model_len, config.longest_request))
     check_policy(config)

@@ -145,7 +145,9 @@ class WaitingQueue:
         """Let a request wait at its place."""
         self._length += 1
         buckets, key = self._buckets, state.sort_key
-        state.note_queued()
+        num_cached = state.num_hit_tokens
+        num_tokens = state.num_tokens - num_cached
+        state.queued_work = (num_tokens, num_tokens * (num_cached + 0.5 * num_tokens))
         self.num_prompt_tokens += state.num_prompt_tokens
         self._work_like(state).count(state, 1)
         if not buckets:

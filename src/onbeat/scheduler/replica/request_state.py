@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -74,6 +75,7 @@ class RequestState:
         *("num_registered_blocks", "num_shared_blocks", "num_tokens", "num_tokens_to_register"),
         *("output_token_ids", "page_ids", "pause_at", "places_to_keep", "queued_work", "request"),
         *("request_id", "scheduled_time", "sits_out", "slo", "sort_key", "status", "stop_token_ids"),
+        "times",
     )
 
     def __init__(
@@ -135,6 +137,9 @@ class RequestState:
         """While it waits: prompt tokens that the prefix cache held when last looked."""
         self.queued_work = (0, 0.0)
         """Tokens that it has to compute, and the sum of what they attend to, as of when it began to wait."""
+        self.times: array[float] | None = None
+        """Where a simulation has the times of its tokens written, seconds; then those between the first and
+        the last have no output."""
         self.admitted_step_id = -1
         self.scheduled_time = -1.0
         """Seconds; of a stream that came from elsewhere before this clock began, if need be."""
@@ -185,11 +190,6 @@ class RequestState:
     def num_certain_tokens(self) -> int:
         """Tokens in flight that will be delivered whatever becomes of drafts."""
         return self.num_in_flight_tokens - self.num_in_flight_drafts
-
-    @property
-    def will_be_full(self) -> bool:
-        """Whether the tokens in flight are the last ones that the request may have."""
-        return self.num_tokens + self.num_in_flight_tokens >= self.max_total_tokens
 
     # --- progress -------------------------------------------------------------------------------------
 
@@ -262,20 +262,10 @@ class RequestState:
                 return sampled_ids[: index + 1], token_id
         return sampled_ids, None
 
-    def restart(self, num_computed: int) -> None:
-        """Count the tokens as computed whose KV it was given, and no others."""
-        self.num_computed_tokens = num_computed
-
     def pad(self) -> None:
         """Repeat the last known token from now on, whatever a step in flight has planned beyond it."""
         self.num_in_flight_tokens = self.num_in_flight_drafts = 0
         self.num_computed_tokens = self.num_tokens - 1
-
-    def note_queued(self) -> None:
-        """Take down the work that it brings to the queue."""
-        num_cached = self.num_hit_tokens
-        num_tokens = self.num_tokens - num_cached
-        self.queued_work = (num_tokens, num_tokens * (num_cached + 0.5 * num_tokens))
 
     def token_slice(self, start: int, stop: int) -> Sequence[int]:
         """Return the known tokens of these positions."""

@@ -38,6 +38,8 @@ class RequestTable:
         """Prompt tokens looked up in the prefix cache so far."""
         self.num_prefix_hits = 0
         """Of these, tokens found."""
+        self.makes_rows = True
+        """Whether somebody reads the rows of decodes; else all have one in common, `rows.DECODE`."""
         self.max_num_seqs = config.max_num_seqs
         self._tracker = tracker
         self._released_ids: list[str] = []
@@ -77,7 +79,15 @@ class RequestTable:
                 snapshot = self.kv.snapshots.use(state.block_hashes[num_cached - 1])
         self.kv.admit(state, admission.cached_block_ids)
         self.kv.grow(state, admission.num_reserved_tokens)
-        self._count_admission(state, now, step_id)
+        is_first = not state.has_run
+        state.status, state.admitted_step_id = RequestStatus.RUNNING, step_id
+        if is_first:
+            state.scheduled_time = now
+            state.num_cached_tokens = min(state.num_computed_tokens, state.num_prompt_tokens)
+            self.num_prefix_queries += state.num_prompt_tokens if self.kv.looks_up(state) else 0
+            self.num_prefix_hits += state.num_cached_tokens
+            if self._tracker is not None:
+                self._tracker.on_start(state)
         self.running.insert_sorted(state)
         outputs, block_ids = tuple(state.output_token_ids), tuple(state.block_ids)
         return AdmittedRequest(state.request, outputs, block_ids, snapshot)
@@ -239,18 +249,6 @@ class RequestTable:
         """Let a request stand where its deadline, or the loss of it, puts it; not for one in a list."""
         if self._tracker is not None or state.slo.is_best_effort:
             state.sort_key = (state.slo.rank, *state.sort_key[1:])
-
-    def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
-        is_first = not state.has_run
-        state.status = RequestStatus.RUNNING
-        state.admitted_step_id = step_id
-        if is_first:
-            state.scheduled_time = now
-            state.num_cached_tokens = min(state.num_computed_tokens, state.num_prompt_tokens)
-            self.num_prefix_queries += state.num_prompt_tokens if self.kv.looks_up(state) else 0
-            self.num_prefix_hits += state.num_cached_tokens
-            if self._tracker is not None:
-                self._tracker.on_start(state)
 
     def _leave_runner(self, state: RequestState) -> bool:
         """Tell the model runner with the next step to drop a request; return whether it has heard of it."""

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 from typing import NamedTuple
 
+from onbeat.core import step as steps
 from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput
-from onbeat.core.step import (
-    NOTHING_GUIDED,
-    BatchShape,
-    DraftStats,
-    ModelRunnerOutput,
-    ScheduledRequest,
-    SchedulerOutput,
-)
+from onbeat.core.step import BatchShape, DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.core.step_time import LearnsGuides, StepTimeModel
 from onbeat.scheduler.replica.guides import learn
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
-from onbeat.scheduler.replica.rows import SampledRow, correct_shape, sampled_rows
+from onbeat.scheduler.replica.rows import DECODE, SampledRow, correct_shape, sampled_rows
 from onbeat.scheduler.replica.slo.composer import StepRules
 from onbeat.scheduler.replica.speculation.drafting import Drafting
 from onbeat.scheduler.replica.tracker import Delivered
@@ -128,10 +123,6 @@ class StepsInFlight(deque[StepInFlight]):
             self.busy_until = now + sum([step.seconds for step in self])
         return ended
 
-    def has(self, state: RequestState) -> bool:
-        """Whether a request has had a row in one of them since it was last admitted."""
-        return self.num_new_tokens(state) > 0
-
     def num_new_tokens(self, state: RequestState) -> int:
         """Return how many tokens of a request they compute that it was given since it was last admitted."""
         num_tokens = 0
@@ -184,12 +175,6 @@ class StepFeedback:
         if self.rules is not None:
             self.rules.cost_model.count()
 
-    def observe_guides(self, num_rows: int, seconds: float) -> None:
-        """Learn what grammars took of the next step that is observed."""
-        model: object = self.model
-        if isinstance(model, LearnsGuides):
-            model.observe_guides(num_rows, seconds)
-
 
 class StepResults:
     """Takes the results of steps, in the order in which they were planned.
@@ -204,8 +189,6 @@ class StepResults:
     ----------
     drafting : told what became of drafts; None where nothing is speculated.
     drafts : what speculation did in the last step that came back; None where it had no part in it.
-    silent : ids of requests whose row brought them one more token of many, of which nothing else is to be
-        told: they have no output. None where whoever takes the outputs waits for each token.
     """
 
     def __init__(
@@ -213,7 +196,6 @@ class StepResults:
     ) -> None:
         self.drafting = drafting
         self.drafts: DraftStats | None = None
-        self.silent: list[str] | None = None
         self._table = table
         self._policy = policy
         self._feedback = feedback
@@ -222,11 +204,14 @@ class StepResults:
         self, step: StepInFlight, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
     ) -> list[RequestOutput]:
         """Return what each request got; see `Scheduler.update`."""
-        correct_shape(scheduled, result)
+        if result.num_drafted is not None:
+            correct_shape(scheduled, result.num_drafted)
         failed = result.failed or {}
         outputs = _let_go_of_sharers(step.states, scheduled, failed, self._table) if failed else []
         if result.guided is not None:
-            self._feedback.observe_guides(scheduled.shape.num_guided_rows, result.guided.seconds)
+            model: object = self._feedback.model
+            if isinstance(model, LearnsGuides):
+                model.observe_guides(scheduled.shape.num_guided_rows, result.guided.seconds)
             learn(step.states, result.guided.row_seconds)
         self._feedback.observe(
             scheduled.shape, step.planned_at, now, has_run=not failed or _has_run(step.states, failed)
@@ -259,15 +244,19 @@ class StepResults:
         outputs : gets what each request got.
         now : when the step ended, seconds.
         """
-        guided = result.guided or NOTHING_GUIDED
+        guided = result.guided or steps.NOTHING_GUIDED
         failed = {**(result.failed or {}), **guided.faults}
         is_plain = self.drafting is None and result.logprobs is None and not (failed or guided.completed)
         keeps_deadlines, step_id = self._policy.known.keeps_deadlines, step.step_id
-        silent = self.silent = None if self.silent is None else []
         delivered: Delivered = []
-        sampled = sampled_rows(result)
+        states, rows, sampled = step.states, scheduled.rows, sampled_rows(result)
+        num_plain = 0 if self._table.makes_rows or not is_plain else rows.count(DECODE)
+        if num_plain:
+            left = _count_tokens(states[:num_plain], delivered, result, step_id, now)
+            states = left + states[num_plain:]
+            rows, sampled = rows[num_plain - len(left) :], islice(sampled, num_plain - len(left), None)
         running = RequestStatus.RUNNING  # to look a member up takes as long as a call
-        for state, row in zip(step.states, scheduled.rows, strict=True):
+        for state, row in zip(states, rows, strict=False):
             got = next(sampled) if row.samples else None
             num_before = state.num_tokens
             if (
@@ -282,25 +271,27 @@ class StepResults:
                 state.num_tokens = num_before + 1
                 state.num_in_flight_tokens -= 1
                 state.output_token_ids += token_ids
-                if silent is None:
+                if state.times is None:
                     output = state.output(token_ids, None, num_before)
                     outputs.append(output)
                 else:
-                    silent.append(state.request_id)
+                    state.times.append(now)
                 if keeps_deadlines:
                     delivered.append((state, 1, output))
                 if num_before >= state.num_tokens_to_register:
                     self._table.kv.register_full_blocks(state, num_before)
-            elif failed and state.request_id in failed and state.status not in _ENDED:
-                end = _end_at_fault if state.request_id in guided.faults else _fail
-                outputs.append(end(state, failed[state.request_id], self._table))
-            elif state.status not in _ENDED:
+            elif state.status in _ENDED:
+                continue
+            elif (message := failed.get(state.request_id)) is not None:
+                at_fault = state.request_id in guided.faults
+                outputs.append(_fail(state, message, self._table, at_fault=at_fault))
+            else:
                 output = self._take_row(state, row, got, result, step_id)
-                if output is not None:
-                    outputs.append(output)
-                    delivered.append((state, len(output.new_token_ids), output))
-                    if output.finish_reason is not None:
-                        self._finish(state, now)
+                if output is None:
+                    continue
+                outputs.append(output)
+                delivered.append((state, len(output.new_token_ids), output))
+                self._finish(state, output, now)
         return delivered
 
     def _take_row(
@@ -356,8 +347,10 @@ class StepResults:
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
 
-    def _finish(self, state: RequestState, now: float) -> None:
-        """End a request that has all its tokens."""
+    def _finish(self, state: RequestState, output: RequestOutput, now: float) -> None:
+        """End a request if its output says that it has all its tokens."""
+        if output.finish_reason is None:
+            return
         if state.request.kept_for:
             state.kept_until = now + state.request.kept_for
         if self._policy.slo is not None:
@@ -370,6 +363,38 @@ class StepResults:
             self._table.drop(state)
 
 
+def _count_tokens(
+    states: list[RequestState], delivered: Delivered, result: ModelRunnerOutput, step_id: int, now: float
+) -> list[RequestState]:
+    """Give requests whose tokens nobody waits for a token each; return those of which more is to be told.
+
+    Parameters
+    ----------
+    delivered : gets the others.
+    result : its tokens end no request.
+    now : when the step ended, seconds.
+    """
+    left: list[RequestState] = []
+    running = RequestStatus.RUNNING
+    for state in states:
+        num_before = state.num_tokens
+        if (
+            state.num_prompt_tokens < num_before < state.max_total_tokens - 1
+            and num_before < state.num_tokens_to_register
+            and state.status is running
+            and state.admitted_step_id <= step_id
+            and state.times is not None
+        ):
+            state.num_tokens = num_before + 1
+            state.num_in_flight_tokens -= 1
+            state.output_token_ids += result.sampled_token_ids[0]
+            state.times.append(now)
+            delivered.append((state, 1, None))
+        else:
+            left.append(state)
+    return left
+
+
 def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutput:
     """Return the output that ends a request without another token."""
     output = state.output([], finish_reason, state.num_tokens)
@@ -377,19 +402,20 @@ def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutp
     return output
 
 
-def _fail(state: RequestState, message: str, table: RequestTable) -> RequestOutput:
-    """End one request with an error; the others of its step go on, and nobody reuses its KV."""
-    table.kv.distrust(state)
+def _fail(state: RequestState, message: str, table: RequestTable, *, at_fault: bool = False) -> RequestOutput:
+    """End one request with an error; the others of its step go on.
+
+    Parameters
+    ----------
+    at_fault : whether its grammar or parameters leave no token: its KV is as good as any other. Else nobody
+        reuses it.
+    """
     output = last_output(state, FinishReason.ERROR)
     output.error = message
-    table.drop(state)
-    return output
-
-
-def _end_at_fault(state: RequestState, message: str, table: RequestTable) -> RequestOutput:
-    """End a request whose grammar or parameters leave no token; its KV is as good as any other."""
-    output = last_output(state, FinishReason.ERROR)
-    output.error, output.error_code = message, GRAMMAR_FAULT if state.is_guided else "invalid_value"
+    if at_fault:
+        output.error_code = GRAMMAR_FAULT if state.is_guided else "invalid_value"
+    else:
+        table.kv.distrust(state)
     table.drop(state)
     return output
 

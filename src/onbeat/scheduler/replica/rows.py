@@ -22,6 +22,9 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 SampledRow = tuple[list[int], list[TokenLogprobs] | None, int, int | None]
 """Tokens, their log-probabilities, drafts verified, drafts available."""
 
+DECODE = ScheduledRequest("", 0, 1, (), samples=True)
+"""The row of each plain decode of a step whose rows nobody reads."""
+
 new_tuple = tuple.__new__
 """Makes a named tuple without the call of its own constructor: `new_tuple(ScheduledRequest, (...))`."""
 
@@ -42,13 +45,10 @@ def commit_rows(
     """
     admitted = table.take_unannounced()
     states = plan.decodes.copy()
-    if plan.num_drafts:
-        rows = advance_with_drafts(states, plan.num_drafts, table.kv, shape)
-        shape.num_draft_passes = plan.num_draft_passes
-        for _, num_read, num_tokens in plan.catch_ups:
-            shape.add_catch_up(num_read, num_tokens)
-    else:
-        rows = decode_rows(states, table.kv, shape)
+    rows = _decode_rows(states, plan.num_drafts, table, shape)
+    shape.num_draft_passes = plan.num_draft_passes
+    for _, num_read, num_tokens in plan.catch_ups:
+        shape.add_catch_up(num_read, num_tokens)
     for state, num_new in plan.chunks:
         if table.kv.num_tables > 1:
             table.kv.slide(state)
@@ -59,37 +59,52 @@ def commit_rows(
         admitted.append(table.admit(admission, now, step_id))
         rows.append(advance_chunk(state, admission.num_new_tokens, shape))
         states.append(state)
-    if table.num_guided:
-        for state, row in zip(states, rows, strict=True):
-            if state.is_guided and row.samples:
+    if table.num_guided or table.num_pooled:
+        for place, (state, row) in enumerate(zip(states, rows, strict=True)):
+            if not row.samples:
+                continue
+            if state.is_guided:
                 shape.num_guided_rows += 1
                 state.last_step_id = step_id
-    if table.num_pooled:
-        rows = [_pooled_row(row, state, shape) for row, state in zip(rows, states, strict=True)]
+            # What completes a prompt that is pooled counts as in flight until its embedding is there, but
+            # has no logits.
+            if state.request.pooling is not None:
+                shape.num_lm_head_rows -= 1
+                rows[place] = row._replace(samples=False)
     return rows, states, admitted
 
 
-def _pooled_row(row: ScheduledRequest, state: RequestState, shape: BatchShape) -> ScheduledRequest:
-    """Return a row that does not sample where its request has pooling: no logits are computed for it.
-
-    What completes its prompt counts as in flight all the same, until its embedding is there.
-    """
-    if state.request.pooling is None or not row.samples:
-        return row
-    shape.num_lm_head_rows -= 1
-    return row._replace(samples=False)
-
-
-def decode_rows(states: list[RequestState], kv: KVCacheManager, shape: BatchShape) -> list[ScheduledRequest]:
-    """Advance requests by one token each; return their rows, with the KV blocks that these need.
+def _decode_rows(
+    states: list[RequestState], num_drafts: list[int], table: RequestTable, shape: BatchShape
+) -> list[ScheduledRequest]:
+    """Advance requests by a token and their drafts; return their rows, with the KV blocks that these need.
 
     Parameters
     ----------
+    num_drafts : of each state; 0 for a padding row, which runs its last token again. Empty: none has any.
     shape : gets the rows.
     """
+    if num_drafts:
+        rows, context, num_sampling = _draft_rows(states, num_drafts, table.kv)
+    else:
+        rows, context, num_sampling = _plain_rows(states, table)
+    # `BatchShape.add_verify` of all rows at once.
+    num_decodes, num_all_drafts = len(states), sum(num_drafts)
+    shape.num_new_tokens += num_decodes + num_all_drafts
+    shape.num_sequences += num_decodes
+    shape.num_decodes += num_decodes
+    shape.decode_context_tokens += context + num_decodes + num_all_drafts
+    shape.num_lm_head_rows += num_sampling + num_all_drafts
+    shape.num_draft_tokens += num_all_drafts
+    shape.num_verify_rows += len(num_drafts) - num_drafts.count(0)
+    return rows
+
+
+def _plain_rows(states: list[RequestState], table: RequestTable) -> tuple[list[ScheduledRequest], int, int]:
+    """Return the rows of `_decode_rows` without drafts, what they read, and how many sample."""
     rows: list[ScheduledRequest] = []
     context = num_sampling = 0
-    running = RequestStatus.RUNNING
+    running, kv, makes_rows = RequestStatus.RUNNING, table.kv, table.makes_rows
     for state in states:
         num_computed = state.num_computed_tokens
         context += num_computed
@@ -97,18 +112,37 @@ def decode_rows(states: list[RequestState], kv: KVCacheManager, shape: BatchShap
         if num_computed >= state.num_allocated_tokens:
             block_ids = kv.grow(state, num_computed + 1)
         samples = state.status is running
-        if samples:  # a padding row runs its last token again
+        if samples:
             state.num_computed_tokens = num_computed + 1
             state.num_in_flight_tokens += 1
             num_sampling += 1
-        rows.append(new_tuple(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0)))
-    num_decodes = len(states)
-    shape.num_new_tokens += num_decodes
-    shape.num_sequences += num_decodes
-    shape.num_decodes += num_decodes
-    shape.decode_context_tokens += context + num_decodes
-    shape.num_lm_head_rows += num_sampling
-    return rows
+        if makes_rows:
+            rows.append(
+                new_tuple(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0))
+            )
+    return (rows if makes_rows else [DECODE] * len(states)), context, num_sampling
+
+
+def _draft_rows(
+    states: list[RequestState], num_drafts: list[int], kv: KVCacheManager
+) -> tuple[list[ScheduledRequest], int, int]:
+    """Return the rows of `_decode_rows` with drafts; see `_plain_rows`."""
+    rows: list[ScheduledRequest] = []
+    context = num_sampling = 0
+    for state, num in zip(states, num_drafts, strict=True):
+        num_computed, num_new = state.num_computed_tokens, 1 + num
+        context += num_computed
+        block_ids: tuple[int, ...] = ()
+        if num_computed + num_new > state.num_allocated_tokens:
+            block_ids = kv.grow(state, num_computed + num_new)
+        samples = state.status is RequestStatus.RUNNING
+        if samples:
+            state.num_computed_tokens += num_new
+            state.num_in_flight_tokens += num_new
+            state.num_in_flight_drafts += num
+            num_sampling += 1
+        rows.append(ScheduledRequest(state.request_id, num_computed, num_new, block_ids, samples, num))
+    return rows, context, num_sampling
 
 
 def advance_chunk(state: RequestState, num_new: int, shape: BatchShape) -> ScheduledRequest:
@@ -132,54 +166,18 @@ def sampled_rows(result: ModelRunnerOutput) -> Iterator[SampledRow]:
     )
 
 
-def advance_with_drafts(
-    states: list[RequestState], num_drafts: list[int], kv: KVCacheManager, shape: BatchShape
-) -> list[ScheduledRequest]:
-    """Plan decode rows with drafts, and give them the KV blocks that these need.
+def correct_shape(scheduled: SchedulerOutput, drafted: list[int]) -> None:
+    """Take the drafts out of a step's shape that were planned but could not be proposed.
 
     Parameters
     ----------
-    num_drafts : of each state; 0 for a padding row, which runs its last token again.
-    shape : gets the rows.
+    drafted : `ModelRunnerOutput.num_drafted`.
     """
-    rows: list[ScheduledRequest] = []
-    context = num_sampling = num_verifying = 0
-    running = RequestStatus.RUNNING
-    for state, num in zip(states, num_drafts, strict=True):
-        num_computed, num_new = state.num_computed_tokens, 1 + num
-        block_ids: tuple[int, ...] = ()
-        if num_computed + num_new > state.num_allocated_tokens:
-            block_ids = kv.grow(state, num_computed + num_new)
-        samples = state.status is running
-        if samples:
-            state.num_computed_tokens += num_new
-            state.num_in_flight_tokens += num_new
-            state.num_in_flight_drafts += num
-            num_sampling += num_new
-        context += num_computed
-        num_verifying += num > 0
-        rows.append(
-            new_tuple(ScheduledRequest, (state.request_id, num_computed, num_new, block_ids, samples, num))
-        )
-    num_rows, num_all_drafts = len(rows), sum(num_drafts)
-    # `BatchShape.add_verify` of all rows at once.
-    shape.num_new_tokens += num_rows + num_all_drafts
-    shape.num_sequences += num_rows
-    shape.num_decodes += num_rows
-    shape.decode_context_tokens += context + num_rows + num_all_drafts
-    shape.num_lm_head_rows += num_sampling
-    shape.num_draft_tokens += num_all_drafts
-    shape.num_verify_rows += num_verifying
-    return rows
-
-
-def correct_shape(scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
-    """Take the drafts out of a step's shape that were planned but could not be proposed."""
-    if result.num_drafted is None or not scheduled.shape.num_draft_tokens:
+    if not scheduled.shape.num_draft_tokens:
         return
     shape = scheduled.shape
     sampling = (row for row in scheduled.rows if row.samples)
-    for row, num_drafted in zip(sampling, result.num_drafted, strict=True):
+    for row, num_drafted in zip(sampling, drafted, strict=True):
         num_missing = row.num_draft_tokens - num_drafted
         if num_missing:
             shape.num_new_tokens -= num_missing

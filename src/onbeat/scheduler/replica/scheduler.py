@@ -5,12 +5,12 @@ A replica refuses requests that it can never run, and those that find its queue 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Reversible
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, counted
 from onbeat.core.fleet import ReplicaLoad
-from onbeat.core.request import FinishReason, Request, RequestOutput
+from onbeat.core.request import FinishReason, Request, RequestOutput, WholeRequest
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput, SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.guides import take_turns, trim_prompts
@@ -40,7 +40,11 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
     if num_prompt_tokens == 0:
         raise InvalidRequest("the prompt has no tokens; send at least one", param="prompt")
     if request.pooling is not None:
-        _check_pooled(request, config)
+        if num_prompt_tokens > config.max_model_len:
+            raise PromptTooLong(
+                f"the text has {num_prompt_tokens} tokens; this server takes at most {config.max_model_len}. "
+                "Shorten it or serve with a larger max_model_len"
+            )
     elif num_prompt_tokens >= config.max_model_len:
         raise PromptTooLong(
             f"the prompt has {num_prompt_tokens} tokens; with an output token this server takes "
@@ -54,16 +58,6 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             f"num_external_tokens is {request.num_external_tokens} of {num_tokens} tokens; at least the last "
             "one is computed here",
             param="num_external_tokens",
-        )
-
-
-def _check_pooled(request: Request, config: SchedulerConfig) -> None:
-    """Refuse to embed what does not fit the context, all of which a prompt may take then."""
-    num_tokens = len(request.prompt_token_ids)
-    if num_tokens > config.max_model_len:
-        raise PromptTooLong(
-            f"the text has {num_tokens} tokens; this server takes at most {config.max_model_len}. Shorten it "
-            "or serve with a larger max_model_len"
         )
 
 
@@ -127,15 +121,6 @@ def check_queue(
             "again later",
             code="server_overloaded",
         )
-
-
-def has_choice_in(states: Reversible[RequestState], request: Request) -> bool:
-    """Return whether another choice of the same whole request was taken; it was among the last that came."""
-    whole = request.whole
-    if whole is None:
-        return False
-    others = (state.request.whole for state in reversed(states))
-    return any(other is not None and other.whole_id == whole.whole_id for other in others)
 
 
 class Scheduler:
@@ -204,16 +189,25 @@ class Scheduler:
                 "adopted with them, or sent without",
                 param="num_external_tokens",
             )
-        if not request.resumed_token_ids and not has_choice_in(self._states.values(), request):
+        config = self.config
+        is_bound = config.max_num_queued_reqs is not None or config.max_num_queued_tokens is not None
+        if is_bound and not (request.resumed_token_ids or self._has_choice_of(request.whole)):
             check_queue(
                 request,
-                self.config,
+                config,
                 num_places=self._num_free_places,
                 num_waiting=len(self.waiting),
                 num_tokens=self.waiting.num_prompt_tokens,
             )
         now = request.arrival if now is None else now
         self.planner.add(self.planner.new_state(request, now), now)
+
+    def _has_choice_of(self, whole: WholeRequest | None) -> bool:
+        """Return whether another choice of a whole request was taken; it was among the last that came."""
+        if whole is None:
+            return False
+        others = (state.request.whole for state in reversed(self._states.values()))
+        return any(other is not None and other.whole_id == whole.whole_id for other in others)
 
     @property
     def _num_free_places(self) -> int:
@@ -298,9 +292,9 @@ class Scheduler:
         plan = self._compose(start)
         if left < inf:
             trim_prompts(plan, left)
-        if plan.is_empty and not (plan.preempted or plan.infeasible or plan.overdue):
-            return None
-        return self._commit(plan, now)
+        if plan.decodes or not plan.is_empty or plan.preempted or plan.infeasible or plan.overdue:
+            return self._commit(plan, now)
+        return None
 
     def update(
         self, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
@@ -318,7 +312,8 @@ class Scheduler:
         if self.config.num_micro_batches > 1:
             self.table.mark_in_flight(step.states, is_in_flight=False)
         outputs = self.results.take(step, scheduled, result, now)
-        self._release_batch()
+        if self.policy.known.holds_finished:
+            self._release_batch()
         self.handover.settle()
         return outputs
 
@@ -351,9 +346,9 @@ class Scheduler:
         self.planner.commit(plan)
         if self._drafting is not None and plan.decodes:
             self._drafting.commit(plan)
-        if plan.admissions or plan.preempted:
+        if plan.admissions or plan.num_kept < len(self.running) or plan.victims:
             self.table.dequeue_and_preempt(plan)
-        if plan.is_empty:
+        if not plan.decodes and plan.is_empty:
             return None
         self.kv.pool.expire(now)
         shape = BatchShape()

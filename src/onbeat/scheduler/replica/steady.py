@@ -20,39 +20,31 @@ from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.slo.deadlines import TOLERANCE, SLOState
 
 
-class SteadyRuns:
-    """Finds the runs of one scheduler, whose steps do not overlap.
+def begin_run(scheduler: Scheduler, scheduled: SchedulerOutput, token_id: int) -> SteadyRun | None:
+    """Return the run that begins with a step that was just planned; None where it has no other step.
 
     Parameters
     ----------
+    scheduler : its steps do not overlap.
     token_id : what every row samples; it ends no request.
     """
-
-    def __init__(self, scheduler: Scheduler, token_id: int) -> None:
-        self._scheduler = scheduler
-        self._token_id = token_id
-
-    def begin(self, scheduled: SchedulerOutput) -> SteadyRun | None:
-        """Return the run that begins with a step that was just planned; None where it has no other step."""
-        scheduler, shape = self._scheduler, scheduled.shape
-        if (
-            scheduler.config.speculation is not None  # each step asks anew how many drafts pay
-            or shape.num_chunks
-            or shape.num_guided_rows
-            or scheduled.admitted
-            or len(scheduled.rows) < len(scheduler.running)
-        ):
-            return None
-        if any(map(scheduler.table.states.__contains__, scheduled.released_ids)):
-            return None  # whom the step has preempted the next one may take in again
-        limit = scheduler.policy.composer.steady_limit(scheduler.running, scheduler.waiting)
-        model = scheduler.step_time_model
-        if limit < inf and (model is None or model.step_time(shape, scheduler.quantile) > limit):
-            return None
-        states, max_steps = _rows_and_steps(scheduler.running, scheduler.kv)
-        if max_steps <= 1:
-            return None
-        return SteadyRun(scheduler, scheduled, states, limit, max_steps, self._token_id)
+    shape = scheduled.shape
+    if (
+        shape.num_chunks
+        or scheduled.admitted
+        or len(scheduled.rows) < len(scheduler.running)
+        or shape.num_guided_rows
+        or scheduler.config.speculation is not None  # each step asks anew how many drafts pay
+    ):
+        return None
+    if any(map(scheduler.table.states.__contains__, scheduled.released_ids)):
+        return None  # whom the step has preempted the next one may take in again
+    limit = scheduler.policy.composer.steady_limit(scheduler.running, scheduler.waiting)
+    model = scheduler.step_time_model
+    if limit < inf and (model is None or model.step_time(shape, scheduler.quantile) > limit):
+        return None
+    states, max_steps = _rows_and_steps(scheduler.running, scheduler.kv)
+    return None if max_steps <= 1 else SteadyRun(scheduler, scheduled, states, limit, max_steps, token_id)
 
 
 def _rows_and_steps(running: Sequence[RequestState], kv: KVCacheManager) -> tuple[list[RequestState], int]:
@@ -145,6 +137,8 @@ class SteadyRun:
             num_computed = state.num_computed_tokens = state.num_computed_tokens + num_steps
             state.num_tokens += num_steps
             state.output_token_ids += token_ids
+            if state.times is not None:
+                state.times.extend(ends)
             if num_computed > state.num_allocated_tokens:
                 kv.grow(state, num_computed)
         if scheduler.policy.known.keeps_deadlines:
@@ -183,7 +177,7 @@ class SteadyRun:
         last = ends[-1]
         for state in self._states:
             slo, has_missed = state.slo, False
-            if slo.tbt == slo.next_deadline == inf:
+            if slo.next_deadline == inf:  # it has none, or has missed it
                 slo.last_delivery = last
             elif slo.end < inf and tracker is not None:
                 has_missed = tracker.note_paced(state, 1, ends)
@@ -201,15 +195,15 @@ def note_deliveries(slo: SLOState, ends: Sequence[float]) -> bool:
     Comes to `note_delivery` of each, for many tokens in little time.
     """
     has_missed, due, tbt = False, slo.objective_deadline, slo.tbt_objective
-    is_slow = slo.is_gap_mode or slo.end < inf
+    is_slow = not slo.is_regular
     for now in ends:
         if is_slow or now > due + TOLERANCE:
             slo.objective_deadline = due
             has_missed |= slo.note_delivery(now)
-            due, is_slow = slo.objective_deadline, slo.is_gap_mode or slo.end < inf
+            due, is_slow = slo.objective_deadline, not slo.is_regular
         else:
             due += tbt
-    if not (is_slow or slo.is_best_effort):
+    if not is_slow:
         slo.objective_deadline = slo.next_deadline = due
     slo.last_delivery = ends[-1]
     return has_missed

@@ -32,60 +32,43 @@ class StepPlan:
     `preempt_for_waiting` in the order of their policy.
     """
 
-    __slots__ = (
-        *(
-            "_by_priority",
-            "_freed_block_ids",
-            "_reserves_maximum",
-            "_whole_prompts",
-            "admissions",
-            "budget",
-            "budget_request_id",
-        ),
-        *(
-            "catch_ups",
-            "chunks",
-            "decodes",
-            "expected_tokens",
-            "infeasible",
-            "kv",
-            "max_num_seqs",
-            "max_rows",
-        ),
-        *("now",),
-        *("num_blocks_left", "num_draft_passes", "num_drafts", "num_hit_tokens", "num_kept"),
-        *("num_tokens_left", "overdue", "predicted_wait", "ran_out_of_blocks", "running"),
-        *("seconds_without_drafts", "slack", "tightest", "victims", "waiting"),
-    )
+    budget: float | None = None
+    """Time that the step may take, seconds; None where nothing binds it."""
+    slack: float | None = None
+    """Seconds until the earliest deadline of a running stream that can be kept, at least the budget; infinite
+    where all are late, None where nobody looked. Drafts may take it; prompts leave what is above the budget
+    to the streams."""
+    tightest = inf
+    """The shortest TBT objective of the streams, seconds; infinite without any, or if nobody looked."""
+    budget_request_id: str | None = None
+    """The request whose deadline set the budget."""
+    predicted_wait = 0.0
+    """Seconds until a prompt that arrived now would be begun; 0 where nobody predicts."""
+    num_draft_passes = 0
+    """Forward passes, one after another, in which a proposer's model makes drafts."""
+    seconds_without_drafts = 0.0
+    """Predicted, of the steps since the last drafts that could have had some, this one included."""
+    expected_tokens = 0.0
+    """Output tokens that `decodes` should deliver; kept where drafts are planned."""
+    ran_out_of_blocks = False
 
     def __init__(  # noqa: PLR0913 (what there is to plan with)
         self,
-        *,
         config: SchedulerConfig,
-        whole_prompts: bool,
-        reserves_maximum: bool,
         kv: KVView,
         running: RunningList,
         waiting: WaitingQueue,
         now: float,
+        *,
+        num_slots_kept: int,
+        whole_prompts: bool,
+        reserves_maximum: bool,
     ) -> None:
         self.now = now
         """When the step is planned, seconds."""
-        self.budget: float | None = None
-        """Time that the step may take, seconds; None where nothing binds it."""
-        self.slack: float | None = None
-        """Seconds until the earliest deadline of a running stream that can be kept, at least the budget;
-        infinite where all are late, None where nobody looked. Drafts may take it; prompts leave what is above
-        the budget to the streams."""
-        self.tightest = inf
-        """The shortest TBT objective of the streams, seconds; infinite without any, or if nobody looked."""
-        self.budget_request_id: str | None = None
-        """The request whose deadline set the budget."""
-        self.kv = kv
+        self.kv, self.waiting, self.running = kv, waiting, running
         self._whole_prompts, self._reserves_maximum = whole_prompts, reserves_maximum
         self._by_priority = config.scheduling_policy == "priority"
-        self.waiting = waiting
-        self.running = running
         self.num_kept = len(running)
         """Requests of `running` that stay; those behind are preempted."""
         self.victims: list[RequestState] = []
@@ -96,27 +79,18 @@ class StepPlan:
         """Waiting requests that are `Fate.OVERDUE`."""
         self.num_hit_tokens: dict[str, int] = {}
         """Waiting request -> tokens that the prefix cache was found to hold for it."""
-        self.predicted_wait = 0.0
-        """Seconds until a prompt that arrived now would be begun; 0 where nobody predicts."""
         self.decodes: list[RequestState] = []
         """Running requests that get one token."""
         self.num_drafts: list[int] = []
         """Drafts of each of `decodes` beside its token; empty where none are planned."""
-        self.num_draft_passes = 0
-        """Forward passes, one after another, in which a proposer's model makes them."""
         self.catch_ups: list[tuple[RequestState, int, int]] = []
-        """What that model reads before: a request, its tokens read so far, and those that it reads now."""
-        self.seconds_without_drafts = 0.0
-        """Predicted, of the steps since the last drafts that could have had some, this one included."""
-        self.expected_tokens = 0.0
-        """Output tokens that `decodes` should deliver; kept where drafts are planned."""
+        """What a proposer's model reads before: a request, its tokens read so far, and those it reads now."""
         self.chunks: list[tuple[RequestState, int]] = []
         """(running request, new tokens); their rows come after the decodes."""
         self.admissions: list[PlannedAdmission] = []
         self.num_tokens_left = config.max_num_batched_tokens
         self.num_blocks_left = kv.pool.num_free_blocks
-        self.ran_out_of_blocks = False
-        self.max_num_seqs = config.max_num_seqs
+        self.max_num_seqs = config.max_num_seqs - num_slots_kept
         """Requests that may be in the batch: slots that are kept for others left out."""
         self.max_rows = -(-config.max_num_seqs // config.num_micro_batches)
         """Rows that the step may have."""
@@ -164,10 +138,6 @@ class StepPlan:
         """Rows that the step may still take."""
         return self.max_rows - len(self.decodes) - len(self.chunks) - len(self.admissions)
 
-    def num_freed_by(self, state: RequestState) -> int:
-        """Return the blocks that preempting a request would free."""
-        return len(self._freed_by(state))
-
     @property
     def preempted(self) -> list[RequestState]:
         return [*self.running[self.num_kept :], *self.victims]
@@ -184,11 +154,12 @@ class StepPlan:
             if index >= num_kept or not num_rows_left:
                 break
             num_computed, num_in_flight = state.num_computed_tokens, state.num_in_flight_tokens
+            num_tokens = state.num_tokens + num_in_flight
             if (
-                state.num_tokens + num_in_flight - num_computed == 1
+                num_tokens - num_computed == 1
+                and num_tokens < state.pause_at
                 and not (state.is_in_flight or state.sits_out)
-                and state.num_tokens + num_in_flight < state.pause_at
-                and not (num_in_flight and state.will_be_full)
+                and not (num_in_flight and num_tokens >= state.max_total_tokens)
             ):
                 if num_computed >= state.num_allocated_tokens:
                     if not self._take_block(index):
@@ -219,13 +190,17 @@ class StepPlan:
         """Take requests from the head of the queue while they fit; never skip one (no starvation)."""
         if self.ran_out_of_blocks:
             return
-        while self._has_slot():
+        while (
+            self.num_tokens_left > 0
+            and self.num_kept + len(self.admissions) < self.max_num_seqs
+            and self.num_rows_left > 0
+        ):
             state = self.waiting.peek(len(self.admissions))
             # A preempted request may still be in a step in flight; its turn comes when that is back.
             if state is None or state.num_in_flight_tokens or state.is_in_flight:
                 break
-            if self._is_behind_preempted(state):
-                break
+            if self.num_kept < len(self.running) and self.running[self.num_kept].sort_key < state.sort_key:
+                break  # one that this plan preempts comes before it
             cached_block_ids = self.kv.match(state)
             num_new = self._chunk(state.num_tokens - len(cached_block_ids) * self.kv.block_size)
             if not (num_new and self.admit(state, cached_block_ids, num_new)):
@@ -294,19 +269,6 @@ class StepPlan:
                 self._freed_block_ids.clear()
                 return
             self._preempt_last()
-
-    def _has_slot(self) -> bool:
-        """Whether one more request may join this step, blocks aside."""
-        return (
-            self.num_kept + len(self.admissions) < self.max_num_seqs
-            and len(self.decodes) + len(self.chunks) + len(self.admissions) < self.max_rows
-            and self.num_tokens_left > 0
-        )
-
-    def _is_behind_preempted(self, state: RequestState) -> bool:
-        """Whether a request that this plan preempts comes before `state` in the queue."""
-        is_preempting = self.num_kept < len(self.running)
-        return is_preempting and self.running[self.num_kept].sort_key < state.sort_key
 
     def _take_block(self, index: int) -> bool:
         """Find a block for the request at `index`, preempting from the end; False if it fell itself."""

@@ -11,6 +11,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.deadlines import TOLERANCE
 
 Delivered = list[tuple[RequestState, int, RequestOutput | None]]
 """What a step gave to whom: a request, its new tokens, and the output that tells of them, if one does."""
@@ -281,8 +282,11 @@ class SLOTracker:
         has_tenants = self.has_tenants
         for state, num_tokens, output in delivered:
             slo = state.slo
-            if slo.tbt == slo.next_deadline == inf and slo.last_delivery > -inf:
+            if slo.next_deadline == inf and slo.last_delivery > -inf:
                 slo.last_delivery = now  # no token of it will ever be due, and it had its first one
+            elif slo.is_regular and num_tokens == 1 and now <= slo.next_deadline + TOLERANCE:
+                slo.last_delivery = now
+                slo.next_deadline = slo.objective_deadline = slo.next_deadline + slo.tbt
             else:
                 if slo.end == inf:
                     has_missed = slo.note_delivery(now, num_tokens)

@@ -8,7 +8,7 @@ from math import inf, sqrt
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import USUAL_CONTEXT, PrefillCosts
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel
+from onbeat.core.step_time import StepTimeModel, TimesOfShapes
 from onbeat.scheduler.triage import LEAST_SHARE, PrefillShare
 
 _NEAR_BEST = 1.05
@@ -37,7 +37,6 @@ class CostModel:
     efficient_chunk : the shortest chunk at which a token costs next to the least; longer ones gain nothing.
     alone_seconds : of a step of one decode of a usual context; no step with a token takes less.
     slowdown : how many times as long such a step takes as it once did, as far as the model knew then.
-    spread : how many times its expected time a step is certain to take at most, once the model knows.
     num_left : steps until the coefficients are taken again.
     """
 
@@ -46,7 +45,11 @@ class CostModel:
         self._quantile = quantile
         self._most_step_tokens = most_step_tokens
         self._least_alone = inf
+        self._probe = model.times_of if isinstance(model, TimesOfShapes) else self._ask_each
         self.take()
+
+    def _ask_each(self, shapes: tuple[BatchShape, ...], quantile: float | None) -> list[float]:
+        return [self._model.step_time(shape, quantile) for shape in shapes]
 
     def count(self, num_steps: int = 1) -> None:
         """Count steps, at most `num_left`; take the coefficients from the model, if it is time."""
@@ -66,22 +69,17 @@ class CostModel:
     def take(self) -> None:
         """Take the coefficients from the model."""
         self.num_left = _REFRESH_STEPS
-        step_time, quantile = self._model.step_time, self._quantile
-        times = [step_time(shape, quantile) for shape in _CHUNKS]
+        probed = self._probe(_PROBES, self._quantile)
+        times, with_context = probed[: len(_SIZES)], probed[len(_SIZES) : -3]
         best = min([seconds / size for size, seconds in zip(_SIZES, times, strict=True)])
         place = next(place for place, size in enumerate(_SIZES) if times[place] <= best * size * _NEAR_BEST)
         self.efficient_chunk = chunk = _SIZES[place]
-        try:
-            self.spread = max(1.0, step_time(_CHUNKS[place], CERTAIN) / times[place])
-        except ConfigError:  # its error was never measured; it may learn of it from steps
-            self.spread = 1.0
-        with_context = step_time(_chunk(chunk, USUAL_CONTEXT), quantile)
-        pair = max(0.0, (with_context - times[place]) / (chunk * USUAL_CONTEXT))
+        pair = max(0.0, (with_context[place] - times[place]) / (chunk * USUAL_CONTEXT))
         longer = times[place + 1] if chunk < _SIZES[-1] else self.of(_chunk(2 * chunk))
         slope = (longer - times[place]) / chunk - pair * 1.5 * chunk
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
         token = min(max(slope, 0.5 * best), best)
-        few, many, short = [step_time(shape, quantile) for shape in _DECODES]
+        few, many, short = probed[-3:]
         decode = max(0.0, (many - few) / 16)
         context = max(0.0, (many - short) / (32 * USUAL_CONTEXT - 32 * USUAL_CONTEXT // 8))
         self.costs = PrefillCosts(
@@ -95,6 +93,15 @@ class CostModel:
         self.alone_seconds = self.costs.decode_base + decode
         self._least_alone = min(self._least_alone, self.alone_seconds)
         self.slowdown = self.alone_seconds / self._least_alone
+
+    @property
+    def spread(self) -> float:
+        """How many times its expected time a step is certain to take at most, once the model knows."""
+        chunk = _PROBES[_SIZES.index(self.efficient_chunk)]
+        try:
+            return max(1.0, self._model.step_time(chunk, CERTAIN) / self.of(chunk))
+        except ConfigError:  # its error was never measured; it may learn of it from steps
+            return 1.0
 
     def of(self, shape: BatchShape) -> float:
         """Return the time of a step, seconds."""
@@ -174,10 +181,12 @@ def _chunk(num_tokens: int, num_cached_tokens: int = 0) -> BatchShape:
 
 
 _SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_CHUNKS = [_chunk(size) for size in _SIZES]
-"""What the model is asked about. Nobody may change them."""
-_DECODES = [
-    BatchShape.of_decodes(num, context)
-    for num, context in ((16, 16 * USUAL_CONTEXT), (32, 32 * USUAL_CONTEXT), (32, 32 * USUAL_CONTEXT // 8))
-]
-"""Few, many, and many that are short."""
+_PROBES = (
+    *map(_chunk, _SIZES),
+    *[_chunk(size, USUAL_CONTEXT) for size in _SIZES],
+    BatchShape.of_decodes(16, 16 * USUAL_CONTEXT),
+    BatchShape.of_decodes(32, 32 * USUAL_CONTEXT),
+    BatchShape.of_decodes(32, 32 * USUAL_CONTEXT // 8),
+)
+"""What the model is asked about: chunks, the same behind context, and decodes: few, many, and many that are
+short. Nobody may change them."""

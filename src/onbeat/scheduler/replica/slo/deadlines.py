@@ -25,8 +25,8 @@ BEST_EFFORT_RANK = 1e15
 class SLOState:
     """Where a request stands with its objectives.
 
-    Written here alone, but for the `last_delivery` of a request that has none and for `num_left`:
-    `SLOTracker` sets them itself, as to say so would be a call a token.
+    Written here alone, but for `num_left`, and for a token of a request that has none or is regular and in
+    time: `SLOTracker` sets these itself, as to say so would be a call a token.
     """
 
     ttft_deadline: float = inf
@@ -54,6 +54,8 @@ class SLOState:
     num_late_allowed: int = 0
     is_gap_mode: bool = False
     """Whether gaps are held to the TBT objective, each by itself."""
+    is_regular: bool = False
+    """Whether it streams by its TBT objective alone: a token in time makes the next due a `tbt` later."""
     objective_deadline: float = inf
     """When its next token is due by its TTFT and TBT objectives alone."""
 
@@ -78,7 +80,7 @@ class SLOState:
         num_left, longest_pace : see `deadline_and_pace`.
         """
         slo = request.slo
-        self.is_best_effort, self.is_gap_mode = False, mode == "gap"
+        self.is_best_effort, self.is_gap_mode, self.is_regular = False, mode == "gap", False
         self.num_late_allowed = max_output_tokens // LATE_TOKENS_IN
         self.num_left = float(num_left or usual_tokens(request))
         self.ttft_deadline, self.tbt = deadline_and_pace(request, num_left, longest_pace)
@@ -185,6 +187,7 @@ class SLOState:
         self.objective_deadline = deadline + (1 if self.is_gap_mode else num_tokens) * self.tbt_objective
         self.num_left = max(self.num_left - num_tokens, 1.0)
         self._repace(now)
+        self.is_regular = self.end == inf and not self.is_gap_mode
         return False
 
     def go_on_at(self, now: float) -> None:
@@ -202,7 +205,7 @@ class SLOState:
 
     def relegate(self) -> None:
         """Serve it as best effort from now on: nothing can make it keep its objective."""
-        self.is_best_effort = True
+        self.is_best_effort, self.is_regular = True, False
         self.next_deadline = self.objective_deadline = inf
 
     def _num_late_of(self, now: float, num_tokens: int) -> int:

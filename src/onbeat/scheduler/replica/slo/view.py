@@ -53,30 +53,11 @@ class RunningView:
         self.deadlines: list[float] = []
         self.best_effort_decodes: list[RequestState] = []
         self.prefills: list[RequestState] = []
-        self.deadline = self.tightest = inf
         self.paces: list[float] = []
         self.urgent: RequestState | None = None
-        self._look(running, start, shortest)
-
-    @property
-    def decodes(self) -> list[RequestState]:
-        """Requests that want one token."""
-        return [*self.streams, *self.best_effort_decodes]
-
-    @property
-    def has_lost_job(self) -> bool:
-        """Whether a stream runs that has missed its e2e objective, and that another request goes on from."""
-        lost = (state for state in self.best_effort_decodes if state.slo.is_best_effort)
-        return any(state.slo.end < inf and state.request.kept_for > 0 for state in lost)
-
-    def decode_shape(self, others: Sequence[RequestState] = ()) -> BatchShape:
-        """Return the shape of a step with one token for each that wants one, and for others."""
-        return decode_shape([*self.streams, *self.best_effort_decodes, *others])
-
-    def _look(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
-        earliest, tightest = self.deadline, self.tightest
-        deadlines, paces, first = self.deadlines, self.paces, inf
+        earliest = tightest = first = inf
+        deadlines, paces = self.deadlines, self.paces
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             num_tokens = state.num_tokens + num_in_flight
@@ -106,6 +87,21 @@ class RunningView:
             if shortest <= objective < tightest:
                 tightest = objective
         self.deadline, self.tightest = earliest, tightest
+
+    @property
+    def decodes(self) -> list[RequestState]:
+        """Requests that want one token."""
+        return [*self.streams, *self.best_effort_decodes]
+
+    @property
+    def has_lost_job(self) -> bool:
+        """Whether a stream runs that has missed its e2e objective, and that another request goes on from."""
+        lost = (state for state in self.best_effort_decodes if state.slo.is_best_effort)
+        return any(state.slo.end < inf and state.request.kept_for > 0 for state in lost)
+
+    def decode_shape(self, others: Sequence[RequestState] = ()) -> BatchShape:
+        """Return the shape of a step with one token for each that wants one, and for others."""
+        return decode_shape([*self.streams, *self.best_effort_decodes, *others])
 
 
 def decode_shape(states: Collection[RequestState]) -> BatchShape:
