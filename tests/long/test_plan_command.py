@@ -268,6 +268,17 @@ def test_headroom_buys_what_the_promise_alone_does_not_need(tmp_path: Path) -> N
     assert roomy["cost-per-hour"] > bare["cost-per-hour"]
 
 
+def test_two_processes_plan_what_one_plans(tmp_path: Path) -> None:
+    found = []
+    for jobs in ("1", "2"):
+        output = tmp_path / f"{jobs}.json"
+        flags = ["--gpus", "h100-sxm=2,l4=4", "--rate", "12", "--jobs", jobs, "--json", str(output)]
+        assert plan(*flags) == 0
+        document = json.loads(output.read_text())
+        found.append({name: document[name] for name in ("best", "alternatives", "failed", "units")})
+    assert found[0] == found[1]
+
+
 def test_the_size_of_a_planned_fleet_is_not_left_to_a_scaler(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         plan("--gpus", "l4", "--rate", "8", "--autoscale", "4..4")
