@@ -22,10 +22,12 @@ from benchmarks.harness.pages import machine, markdown_table, middle
 from benchmarks.serve.peers.machine import measure_limits
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.input_batch import AttentionBatch, StepInputs
-from onbeat.engine.native.forward import NativeForward, NativeOptions
+from onbeat.engine.native.forward import NativeForward
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, load_library
-from onbeat.engine.native.packing import ExpertWeights, NativeWeights, WeightPacker
+from onbeat.engine.native.packing import WeightPacker
+from onbeat.engine.native.structures import NativeOptions
+from onbeat.engine.native.weights import ExpertWeights, NativeWeights
 from onbeat.engine.weights.open import GgufCheckpoint
 
 PROMPT, CONTEXT, STEPS, BLOCK, BLOCKS, THREADS, ROWS = 512, 128, 24, 16, 64, 2, (0, 1, 8, 32)

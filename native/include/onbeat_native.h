@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 17
+#define OB_ABI_VERSION 18
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -112,8 +112,8 @@ typedef struct {
                                * where their stores differ, in several; NULL behind the last */
     const ob_matrix* o;       /* [D, N H], or the width of all value heads */
     const ob_matrix* gate_up; /* [2 F, D]: 16 rows of gate, 16 of up, and so on; F padded to 16. [F, D] where the model
-                               * has no gates. NULL with experts */
-    const ob_matrix* down;    /* [D, F]; NULL with experts */
+                               * has no gates. F is a layer's own. NULL where experts stand in its place */
+    const ob_matrix* down;    /* [D, F]; likewise */
     const ob_matrix* router;  /* [experts, D], and the gate of the one that is shared; NULL: the layer has no experts */
     const ob_matrix* const* expert_gate_up; /* of each expert, as above, with the experts' own width */
     const ob_matrix* const* expert_down;
@@ -134,8 +134,24 @@ typedef struct {
     const float* sinks;                /* [N]: a score that takes its share of attention, and adds nothing; or NULL */
     int64_t window;                    /* tokens that a token sees, itself included; 0: all */
     int64_t rope;                      /* index into `rope_frequencies` */
-    int64_t place;                     /* among the layers that keep keys and values, or among those that keep states */
+    int64_t num_kv_heads, head_dim;    /* of a layer that attends; its query heads are as wide */
+    int64_t shares_kv;                 /* not 0: it reads keys and values of an earlier layer, and has none in `qkv` */
+    int64_t place;                     /* numbers of a token that lie before its own in a block; of a layer that keeps a
+                                        * state, which one of these it is */
     int64_t table;                     /* of `num_tables`, the one of its blocks */
+    const float* value_norm;           /* likewise of values, always of each head; or NULL */
+    /* Of experts beside a feed-forward, which each read the residual past a norm of their own and have one behind. NULL
+     * where experts stand in its place. */
+    const float* router_norm;          /* [D] */
+    const float* expert_norm;
+    const float* after_dense_norm;     /* behind the feed-forward, before the two are added up */
+    const float* after_experts_norm;
+    const float* expert_factors;       /* [experts], on the shares of each; or NULL */
+    /* Of a model whose tokens have inputs of their own for each layer; P is `layer_input_size`. */
+    const ob_matrix* input_gate;       /* [P, D], on the residual behind the feed-forward; its activation gates the input */
+    const ob_matrix* input_projection; /* [D, P], from there to the residual */
+    const float* after_input_norm;     /* on what is added; or NULL */
+    float scale;                       /* where not 0, of the residual behind the layer */
     /* Of linear attention, of which `qkv` projects to queries and keys of the key heads, values of the value heads, as
      * many gates, then a beta and a decay of each value head. */
     const float* conv;       /* [conv_width, queries, keys and values], the oldest token first; NULL: the layer attends */
@@ -145,7 +161,7 @@ typedef struct {
 } ob_layer;
 
 typedef struct {
-    int32_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size;
+    int32_t num_layers, hidden_size, num_heads, vocab_size;
     int32_t activation;
     int32_t precision; /* of activations inside products and of the KV cache: OB_STORE_F32 or OB_STORE_BF16 */
     int32_t block_size; /* tokens, a multiple of 16 */
@@ -156,7 +172,6 @@ typedef struct {
      * how many threads there are: products add up in one order for all numbers of rows (bytes, where weights are
      * quantized and OB_ACTIVATIONS_AUTO leaves the choice), and no context is divided. */
     int32_t batch_invariant;
-    int32_t rotary_dim;      /* of a head, its first dimensions, which the rotary embedding turns; even */
     int32_t head_norms;      /* OB_HEAD_NORMS_: of queries and keys */
     int32_t norms_center;    /* not 0: all norms take the mean off first (LayerNorm) */
     int32_t norms_have_bias; /* not 0: those of the residual add a bias */
@@ -165,14 +180,15 @@ typedef struct {
     int32_t growth_context;  /* where not 0, queries grow by 1 + query_growth ln(1 + [position / this]) */
     int32_t num_experts, experts_per_token, expert_size; /* 0 where no layer has experts; the size padded to 16 */
     int32_t shared_experts; /* 1: the last expert is every token's, by a sigmoid of its own; else 0 */
-    int32_t num_kv_layers;  /* that keep keys and values */
-    int32_t layers_of_block; /* places of a block: `num_kv_layers`, or fewer where groups of layers have blocks of their own */
+    int32_t num_state_layers; /* that keep a state; the others attend */
+    int32_t kv_numbers;      /* of a token in a block: keys and values of all its layers, these padded to 16 a head */
     int32_t num_tables;      /* block tables of a request, one of each group */
     int32_t gates_attention; /* not 0: what attention mixes is multiplied by a sigmoid */
     /* Of linear attention; 0 where no layer has it. States are kept for lines 0 to `num_slots` - 1 of the block tables;
      * slots behind those of all lines are for `kept_slots`. */
     int32_t num_slots, key_heads, value_heads, key_dim, value_dim, conv_width;
     int32_t alternates_values; /* not 0: the first value head of each key head comes first, then the second of each */
+    int32_t layer_input_size;  /* numbers that a token has for each layer beside the residual; 0: none */
     int32_t normalizes_experts; /* not 0: shares of a token's experts sum up to 1; else they are parts of all's */
     float rms_norm_eps, attention_scale, embedding_scale;
     float query_growth;
@@ -186,6 +202,10 @@ typedef struct {
     const float* head_norm;     /* [D]: the final norm over what the family divides logits by */
     const float* head_bias;     /* [V], padded to 32, or NULL */
     const ob_layer* layers;
+    const ob_matrix* layer_table;      /* [V, layers P]: what a token's own inputs are, */
+    const ob_matrix* layer_projection; /* [layers P, D], and what its embedding adds to them, */
+    const float* layer_input_norm;     /* [P], past this norm */
+    const int64_t* rotary_dims; /* of each rotary embedding: how many first dimensions of a head it turns; even */
     const float* const* rope_frequencies; /* each [rotary_dim / 2], angle per position */
     const float* rope_scales; /* of each of them: of what has turned, queries and keys */
 } ob_model;

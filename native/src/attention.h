@@ -32,8 +32,7 @@ struct AttentionScratch {
     float* fades;          // [rows]: what the chunk before must be multiplied by
     Range* seen;           // [rows]: pages of the chunk
 
-    AttentionScratch(uint8_t* memory, const ob_model& model, int64_t num_rows) {
-        const int64_t head = padded_head(model);
+    AttentionScratch(uint8_t* memory, int64_t head, int64_t num_rows) {
         const auto take = [&](int64_t bytes) {
             uint8_t* taken = memory;
             memory += round_up(bytes, 64);
@@ -59,13 +58,14 @@ public:
     Attention(const StepContext& context, int64_t layer, uint8_t* scratch, const QuantizedRows& bytes)
         : context_(context),
           model_(*context.model),
-          layer_(layer),
-          window_(model_.layers[layer].window),
-          sinks_(model_.layers[layer].sinks),
-          group_(model_.num_heads / model_.num_kv_heads),
-          head_(padded_head(model_)),
+          layer_(model_.layers[layer]),
+          window_(layer_.window),
+          sinks_(layer_.sinks),
+          group_(model_.num_heads / layer_.num_kv_heads),
+          dim_(layer_.head_dim),
+          head_(padded_head(layer_)),
           bytes_(bytes),
-          scratch_(scratch, model_, context.attention_rows) {}
+          scratch_(scratch, head_, context.attention_rows) {}
 
     void run(const AttentionItem& item) {
         const ob_step& step = *context_.step;
@@ -99,11 +99,10 @@ public:
 private:
     void gather_queries(const AttentionItem& item) {
         const Number* queries = (const Number*)context_.queries;
-        const int64_t width = (int64_t)model_.num_heads * model_.head_dim;
         for (int64_t token = 0; token < item.num_tokens; ++token) {
-            memcpy(scratch_.queries + token * group_ * model_.head_dim,
-                   queries + (item.first_token + token) * width + item.kv_head * group_ * model_.head_dim,
-                   group_ * model_.head_dim * sizeof(Number));
+            memcpy(scratch_.queries + token * group_ * dim_,
+                   queries + (item.first_token + token) * context_.query_stride + item.kv_head * group_ * dim_,
+                   group_ * dim_ * sizeof(Number));
         }
     }
 
@@ -112,14 +111,13 @@ private:
         const Number* values[kChunkPages];
         const int64_t num_pages = (end - first + kPageTokens - 1) / kPageTokens;
         const ob_step& step = *context_.step;
-        const int32_t* table = table_of(model_, step, item.row, model_.layers[layer_].table);
+        const int32_t* table = table_of(model_, step, item.row, layer_.table);
         for (int64_t page = 0; page < num_pages; ++page) {
             const int64_t position = first + page * kPageTokens;
             const int64_t block = table[position / model_.block_size];
             keys[page] = (const Number*)context_.kv_cache +
-                         page_numbers(model_) * page_index(model_, model_.layers[layer_].place, block, item.kv_head,
-                                                           position % model_.block_size);
-            values[page] = keys[page] + kPageTokens * model_.head_dim;
+                         page_start(model_, layer_, block, item.kv_head, position % model_.block_size);
+            values[page] = keys[page] + kPageTokens * dim_;
         }
         score(num_rows, keys, num_pages);
         if (model_.attention_softcap != 0) cap(num_rows, num_pages);
@@ -137,7 +135,7 @@ private:
 #if defined(OB_AMX)
     // Heads of other widths would need tiles of other shapes; few models have them.
     bool suits_amx(int64_t num_rows) const {
-        return (model_.batch_invariant || num_rows >= kFewestAmxQueries) && model_.head_dim % kAmxInputs == 0;
+        return (model_.batch_invariant || num_rows >= kFewestAmxQueries) && dim_ % kAmxInputs == 0;
     }
 
     void score_all_by_amx(int64_t num_rows, const Number* const* keys, int64_t num_pages) {
@@ -149,7 +147,7 @@ private:
                 float* scores = scratch_.scores + row * kChunkTokens;
                 float* out[2] = {scores + page * kPageTokens, scores + other * kPageTokens};
                 const auto compute = num_rows - row > kAmxRows ? score_by_amx<2> : score_by_amx<1>;
-                compute(scratch_.queries + row * model_.head_dim, pages, model_.head_dim,
+                compute(scratch_.queries + row * dim_, pages, dim_,
                         row == 0 ? kLinesOfStep : 0, out);
             }
         }
@@ -183,10 +181,10 @@ private:
 #endif
         const int64_t value_lines = kPageTokens * head_ * (int64_t)sizeof(Number) / 64;
         for (int64_t row = 0; row < num_rows; row += kScoreRows) {
-            const Number* queries = scratch_.queries + row * model_.head_dim;
+            const Number* queries = scratch_.queries + row * dim_;
             float* scores = scratch_.scores + row * kChunkTokens;
             with_rows<kScoreRows>(num_rows - row, [&](auto count) {
-                score_rows<E, decltype(count)::value>(queries, model_.head_dim, keys, num_pages, model_.head_dim,
+                score_rows<E, decltype(count)::value>(queries, dim_, keys, num_pages, dim_,
                                                       row == 0 ? value_lines : 0, scores);
             });
         }
@@ -289,15 +287,15 @@ private:
 
     void write_head(int64_t token, int64_t head, float* mixed, float factor) {
         if (model_.gates_attention) {
-            const float* gates = context_.qkv + token * context_.qkv_stride + head * model_.head_dim;
-            multiply_by(mixed, gates, model_.head_dim, [](F16 x) { return sigmoid(x); });
+            const float* gates = context_.qkv + token * context_.qkv_stride + head * dim_;
+            multiply_by(mixed, gates, dim_, [](F16 x) { return sigmoid(x); });
         }
-        Number* to = (Number*)context_.mixed + token * context_.mixed_stride + head * model_.head_dim;
+        Number* to = (Number*)context_.mixed + token * context_.mixed_stride + head * dim_;
         int64_t dim = 0;
-        for (; dim + 16 <= model_.head_dim; dim += 16) store_as(to + dim, load(mixed + dim) * splat(factor));
-        for (; dim < model_.head_dim; ++dim) to[dim] = E::from_float(mixed[dim] * factor);
+        for (; dim + 16 <= dim_; dim += 16) store_as(to + dim, load(mixed + dim) * splat(factor));
+        for (; dim < dim_; ++dim) to[dim] = E::from_float(mixed[dim] * factor);
         if (bytes_.values == nullptr) return;
-        const int64_t num_blocks = model_.head_dim / kBlockInputs;
+        const int64_t num_blocks = dim_ / kBlockInputs;
         quantize_part(bytes_, (const Number*)context_.mixed, context_.mixed_stride, {token, token + 1},
                       {head * num_blocks, (head + 1) * num_blocks});
     }
@@ -338,9 +336,10 @@ public:
 private:
     const StepContext& context_;
     const ob_model& model_;
-    const int64_t layer_, window_;
+    const ob_layer& layer_;
+    const int64_t window_;
     const float* const sinks_;
-    const int64_t group_, head_;
+    const int64_t group_, dim_, head_;  // query heads of a KV head, their width, and with its padding
     const QuantizedRows bytes_;
     AttentionScratch<E> scratch_;
 };

@@ -10,12 +10,9 @@ namespace ob {
 
 // What a layer projects of a token: queries, keys, values, and what else.
 int64_t count_qkv_outputs(const ob_model& model, const ob_layer& layer);
-int64_t most_qkv_outputs(const ob_model& model);
 
 // Inputs of the widest product, padding included.
 int64_t most_inputs(const ob_model& model);
-
-int64_t count_ropes(const ob_model& model);
 
 // The bytes of a model's KV cache, or of all states; false where they leave the range of the type.
 bool count_kv_bytes(const ob_model& model, int64_t& bytes);

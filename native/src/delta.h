@@ -84,7 +84,7 @@ private:
     }
 
     float* state_of(int64_t slot) const {
-        return context_.states + (slot * count_states(model_) + layer_.place) * state_numbers(model_);
+        return context_.states + (slot * model_.num_state_layers + layer_.place) * state_numbers(model_);
     }
     // Of the states to be kept, the next one of the row from some index on.
     int64_t next_kept(const DeltaItem& item, int64_t index) const {

@@ -35,10 +35,17 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.num_threads = model.num_threads;
     plan_attention(step);
     plan_last_layer(step, context);
-    context.items = items.data();
-    context.num_items = static_cast<int64_t>(items.size());
-    context.merges = merges.data();
-    context.num_merges = static_cast<int64_t>(merges.size());
+    work.clear();
+    int64_t num_pieces = 0;
+    for (const ob_layer& layer : layers) {
+        const Plan& plan = *std::find_if(plans.begin(), plans.end(), [&](const Plan& each) {
+            return each.num_kv_heads == layer.num_kv_heads || layer.conv != nullptr;
+        });
+        work.push_back({plan.items.data(), static_cast<int64_t>(plan.items.size()), plan.merges.data(),
+                        static_cast<int64_t>(plan.merges.size())});
+        num_pieces = std::max(num_pieces, plan.num_pieces);
+    }
+    context.work = work.data();
     context.delta_items = delta_items.data();
     context.num_delta_items = static_cast<int64_t>(delta_items.size());
     context.states = reinterpret_cast<float*>(states);
@@ -53,15 +60,23 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.chunk_rows = (share + chunks - 1) / chunks;
 
     const int64_t rows = step.num_tokens, bytes = number_bytes();
-    const int64_t group = model.num_heads / model.num_kv_heads;
-    context.num_ropes = ob::count_ropes(model);
+    const auto most = [&](auto function) { return ob::most_of_layers(model, function); };
+    const int64_t group = most([&](const ob_layer& layer) {
+        return layer.conv == nullptr ? model.num_heads / layer.num_kv_heads : 0;
+    });
+    const int64_t widest = most([](const ob_layer& layer) { return layer.conv == nullptr ? layer.head_dim : 0; });
+    const int64_t padded = round_up(widest, 16);
+    context.num_ropes = most([](const ob_layer& layer) { return layer.rope + 1; });
     context.attention_rows = round_up(std::max(kernels.attention_rows, group), kernels.attention_rows);
     context.hidden_stride = round_up(model.hidden_size, kInputMultiple);
-    context.qkv_stride = round_up(ob::most_qkv_outputs(model), kPanelOutputs);
-    const int64_t most_mixed =
-        std::max(int64_t{model.num_heads} * model.head_dim, int64_t{model.value_heads} * model.value_dim);
-    context.mixed_stride = round_up(most_mixed, kInputMultiple);
-    context.gated_stride = round_up(model.intermediate_size, kInputMultiple);
+    context.qkv_stride = round_up(
+        most([&](const ob_layer& layer) { return ob::count_qkv_outputs(model, layer); }), kPanelOutputs);
+    context.query_stride = model.num_heads * widest;
+    context.angle_stride = widest;
+    context.mixed_stride = most([](const ob_layer& layer) { return layer.o->padded_inputs; });
+    const int64_t gated_width = most([](const ob_layer& layer) { return layer.down == nullptr ? 0 : layer.down->num_inputs; });
+    context.gated_stride = round_up(std::max(gated_width, int64_t{model.layer_input_size}), kInputMultiple);
+    context.layer_input_stride = int64_t{model.num_layers} * model.layer_input_size + kPanelOutputs;
     context.normed_rows = std::max(ob::kMostColumnRows, step.num_samples);
     const int64_t normed_rows = std::max(rows, context.normed_rows * model.num_threads);
 
@@ -71,10 +86,11 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.hidden = floats(hidden, rows * context.hidden_stride);
     context.branch = floats(branch, rows * context.hidden_stride);
     context.qkv = floats(qkv, rows * context.qkv_stride);
-    context.angles = floats(angles, context.num_ropes * rows * model.head_dim);
-    context.partials = floats(partials, num_pieces * context.attention_rows * (ob::padded_head(model) + 2));
+    if (model.layer_input_size > 0) context.layer_inputs = floats(layer_inputs, rows * context.layer_input_stride);
+    context.angles = floats(angles, context.num_ropes * rows * widest);
+    context.partials = floats(partials, num_pieces * context.attention_rows * (padded + 2));
     context.normed = normed.at_least(static_cast<size_t>(normed_rows * context.hidden_stride * bytes));
-    context.queries = queries.at_least(static_cast<size_t>(rows * model.num_heads * model.head_dim * bytes));
+    context.queries = queries.at_least(static_cast<size_t>(rows * context.query_stride * bytes));
     context.mixed = mixed.at_least(static_cast<size_t>(rows * context.mixed_stride * bytes));
     // Bytes, and a block's scale and sums, for each 32 inputs; and what keeps rows from a power of two apart.
     const int64_t quantized_rows = rows <= ob::kMostColumnRows ? rows * (2 * ob::most_inputs(model) + 64) : 0;
@@ -83,13 +99,12 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
 
     if (model.num_experts > 0) prepare_experts(context);
 
-    const int64_t head = ob::padded_head(model);
-    const int64_t per_row = head * 8 + ob::kChunkTokens * 8 + 12 + static_cast<int64_t>(sizeof(ob::Range));
+    const int64_t per_row = padded * 8 + ob::kChunkTokens * 8 + 12 + static_cast<int64_t>(sizeof(ob::Range));
     const int64_t attention = context.attention_rows * per_row + 8 * 64;
     const int64_t product = ob::product_bytes(ob::most_inputs(model));
     const int64_t delta = 2 * ob::kDeltaTokens * (model.key_dim + ob::padded_values(model)) * 4;
     context.scratch_bytes =
-        round_up(std::max({attention, product, delta}), 4096) + round_up(step.num_samples * ob::kLargestLogitBytes, 4096);
+        round_up(std::max({attention, product, delta, context.layer_input_stride * 4}), 4096) + round_up(step.num_samples * ob::kLargestLogitBytes, 4096);
     context.scratch = scratch.at_least(static_cast<size_t>(context.scratch_bytes * model.num_threads));
     best.resize(static_cast<size_t>(step.num_samples * model.num_threads));
     context.best = best.data();
@@ -104,6 +119,8 @@ void ob_engine::prepare_experts(ob::StepContext& context) {
     const auto take = [](ob::Buffer& buffer, int64_t count, int64_t bytes) {
         return buffer.at_least(static_cast<size_t>(count * bytes));
     };
+    if (ob::most_of_layers(model, [](const ob_layer& layer) { return layer.router && layer.after_mlp_norm; }))
+        context.found = reinterpret_cast<float*>(take(found, rows * context.hidden_stride, sizeof(float)));
     context.router_logits = reinterpret_cast<float*>(take(router_logits, rows * context.router_stride, sizeof(float)));
     context.chosen = reinterpret_cast<int32_t*>(take(chosen, chosen_rows, sizeof(int32_t)));
     context.shares = reinterpret_cast<float*>(take(shares, chosen_rows, sizeof(float)));
@@ -272,7 +289,7 @@ uint8_t* ob_engine_kv(ob_engine* engine, int64_t* block_bytes) {
 }
 
 uint8_t* ob_engine_states(ob_engine* engine, int64_t* state_bytes) {
-    *state_bytes = ob::count_states(engine->model) * ob::state_numbers(engine->model) * int64_t{sizeof(float)};
+    *state_bytes = engine->model.num_state_layers * ob::state_numbers(engine->model) * int64_t{sizeof(float)};
     return engine->states;
 }
 

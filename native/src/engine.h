@@ -16,6 +16,11 @@ struct ob_engine {
           kernels(chosen),
           pool(ob::create_thread_pool(given.num_threads)) {
         model.layers = layers.data();
+        for (const ob_layer& layer : layers) {
+            const auto is_alike = [&](const Plan& plan) { return plan.num_kv_heads == layer.num_kv_heads; };
+            if (layer.conv == nullptr && std::none_of(plans.begin(), plans.end(), is_alike))
+                plans.push_back({layer.num_kv_heads, {}, {}, 0});
+        }
         int64_t bytes = 0;
         ob::count_kv_bytes(model, bytes);
         kv_bytes = static_cast<size_t>(bytes);
@@ -34,8 +39,16 @@ struct ob_engine {
 
     int64_t number_bytes() const { return model.precision == OB_STORE_BF16 ? 2 : 4; }
 
+    // Of layers with as many KV heads.
+    struct Plan {
+        int64_t num_kv_heads;
+        std::vector<ob::AttentionItem> items;
+        std::vector<ob::MergeItem> merges;
+        int64_t num_pieces;
+    };
     void plan_attention(const ob_step& step);
-    void plan_row(const ob_step& step, int64_t row, int64_t first_token, int64_t num_pieces);
+    void divide_attention(const ob_step& step, Plan& plan);
+    void plan_row(const ob_step& step, Plan& plan, int64_t row, int64_t first_token, int64_t pieces);
     void plan_last_layer(const ob_step& step, ob::StepContext& context);
     ob::StepContext prepare(const ob_step& step);
     void prepare_experts(ob::StepContext& context);
@@ -53,12 +66,11 @@ struct ob_engine {
     size_t touched_bytes = 0;     // of the KV cache, from its start
     size_t touched_state_bytes = 0;
 
-    std::vector<ob::AttentionItem> items;
-    std::vector<ob::MergeItem> merges;
+    std::vector<Plan> plans;
+    std::vector<ob::AttentionWork> work;
     std::vector<ob::DeltaItem> delta_items;
-    int64_t num_pieces = 0;
     std::vector<int64_t> wanted, rows_given, taken;
     std::vector<ob::Best> best;
-    ob::Buffer hidden, branch, qkv, angles, normed, queries, mixed, gated, quantized, partials, scratch;
+    ob::Buffer hidden, branch, found, layer_inputs, qkv, angles, normed, queries, mixed, gated, quantized, partials, scratch;
     ob::Buffer router_logits, chosen, shares, expert_order, gathered, expert_gated;
 };

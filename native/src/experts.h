@@ -55,8 +55,8 @@ public:
         for (int64_t token = tokens.first; token < tokens.end; ++token) share(token, logits + token * stride);
     }
 
-    // Adds the experts' results to the residual; all tokens are routed. No thread may need the residual before all are
-    // done.
+    // Adds the experts' results to the residual, or where a norm comes behind to `found`; all tokens are routed. No thread
+    // may need either before all are done.
     void run() {
         group();
         for (int64_t expert = 0; expert < num_experts_; ++expert) gate(expert);
@@ -78,7 +78,8 @@ private:
             total = 0;
             for (int64_t i = 0; i < model_.num_experts; ++i) total += __builtin_expf(logits[i] - peak);
         }
-        for (int64_t k = 0; k < num_routed; ++k) shares[k] /= total;
+        const float* factors = layer_.expert_factors;
+        for (int64_t k = 0; k < num_routed; ++k) shares[k] *= (factors != nullptr ? factors[chosen[k]] : 1.0f) / total;
         if (!model_.shared_experts) return;
         chosen[num_routed] = model_.num_experts;
         shares[num_routed] = 1.0f / (1.0f + __builtin_expf(-logits[model_.num_experts]));
@@ -138,10 +139,13 @@ private:
         const ob_matrix& w = *layer_.expert_down[expert];
         const int64_t stride = context_.hidden_stride, width = model_.hidden_size;
         const float* bias = layer_.expert_down_bias == nullptr ? nullptr : layer_.expert_down_bias + expert * width;
+        const bool has_norm = layer_.after_mlp_norm != nullptr;
+        float* to = has_norm ? context_.found : context_.hidden;
+        const float factor = has_norm ? 1.0f : model_.residual_scale;
         multiply<E>(w, {(const Number*)context_.expert_gated, context_.expert_stride}, rows(expert), panels(w), nullptr,
                     scratch_, arithmetic_, [&](int64_t row, int64_t panel, const float* sums) {
-                        const float scale = model_.residual_scale * context_.shares[order_[row]];
-                        add_panel(context_.hidden + token(row) * stride, panel, width, sums, bias, scale);
+                        const float scale = factor * context_.shares[order_[row]];
+                        add_panel(to + token(row) * stride, panel, width, sums, bias, scale);
                     });
     }
 

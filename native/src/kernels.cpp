@@ -8,28 +8,19 @@
 #include "delta.h"
 #include "experts.h"
 #include "heads.h"
-#include "linear.h"
-#include "rows.h"
+#include "outputs.h"
+#include "step_rows.h"
 
 namespace ob {
 namespace OB_NAMESPACE {
 namespace {
 
 template <class E>
-class StepThread {
+class StepThread : StepRows<E> {
 public:
     typedef typename E::Number Number;
 
-    StepThread(StepContext& context, int thread)
-        : context_(context),
-          model_(*context.model),
-          step_(*context.step),
-          thread_(thread),
-          arithmetic_{model_.activation_quantization, model_.batch_invariant != 0},
-          scratch_(context.scratch + thread * context.scratch_bytes),
-          input_stride_(round_up(model_.hidden_size, kInputMultiple)) {
-        divide(step_.num_tokens);
-    }
+    StepThread(StepContext& context, int thread) : StepRows<E>(context, thread) {}
 
     void run() {
         if (by_columns_) {
@@ -37,18 +28,17 @@ public:
         } else {
             run_by_rows();
         }
-        give_hidden();
-        find_logits();
+        Outputs<E> outputs(context_, thread_, scratch_, arithmetic_);
+        outputs.give_hidden();
+        outputs.find_logits();
     }
 
 private:
-    void divide(int64_t num_rows) {
-        num_rows_ = num_rows;
-        by_columns_ = num_rows <= kMostColumnRows;
-        own_ = share_of(num_rows, thread_, context_.num_threads);
-        rows_ = {0, num_rows};
-        normed_ = (Number*)context_.normed + (by_columns_ ? thread_ * context_.normed_rows * input_stride_ : 0);
-    }
+    typedef StepRows<E> Base;
+    using Base::context_, Base::model_, Base::step_, Base::thread_, Base::arithmetic_, Base::scratch_;
+    using Base::input_stride_, Base::num_rows_, Base::by_columns_, Base::own_, Base::rows_, Base::normed_;
+    using Base::divide, Base::meet, Base::meet_if_divided_by_columns, Base::hidden, Base::branch, Base::panels;
+    using Base::normed, Base::product, Base::shared_bytes, Base::add, Base::copy;
 
     // Behind the last attention only some tokens' rows are wanted; these move together.
     void keep_wanted() {
@@ -59,6 +49,9 @@ private:
                 const int64_t token = context_.wanted_tokens[row];
                 if (token == row) continue;
                 memcpy(hidden(row), hidden(token), model_.hidden_size * sizeof(float));
+                if (model_.layer_input_size > 0)
+                    memcpy(own_input(row, model_.num_layers - 1), own_input(token, model_.num_layers - 1),
+                           model_.layer_input_size * sizeof(float));
                 memcpy(mixed + row * context_.mixed_stride, mixed + token * context_.mixed_stride,
                        context_.mixed_stride * sizeof(Number));
             }
@@ -70,6 +63,7 @@ private:
     void run_by_columns() {
         begin();
         meet();
+        find_layer_inputs();
         for (int64_t layer = 0; layer < model_.num_layers; ++layer) {
             project(layer);
             meet();
@@ -91,8 +85,14 @@ private:
             }
             for (Range chunk; take_chunk(context_.taken_chunks + layer, chunk);) {
                 own_ = rows_ = chunk;
-                if (layer == 0) begin();
-                if (layer > 0 && !had_experts) finish(layer - 1);
+                if (layer == 0) {
+                    begin();
+                    find_layer_inputs();
+                } else if (had_experts) {
+                    end_layer(layer - 1);
+                } else {
+                    finish(layer - 1);
+                }
                 if (!is_last) project(layer);
             }
             meet();
@@ -111,6 +111,84 @@ private:
         meet();
         experts(index, {normed_, input_stride_}).run();
         meet();
+    }
+
+    float* own_input(int64_t row, int64_t layer) const {
+        return context_.layer_inputs + row * context_.layer_input_stride + layer * model_.layer_input_size;
+    }
+
+    // Tokens' own inputs of all layers: what a table has of a token, and a product of its embedding past a norm.
+    void find_layer_inputs() {
+        const int64_t size = model_.layer_input_size, stride = context_.layer_input_stride;
+        if (size == 0) return;
+        float* inputs = context_.layer_inputs;
+        const ob_matrix& w = *model_.layer_projection;
+        product(w, normed(rows_, nullptr), *model_.layers[0].qkv[0], [=](int64_t row, int64_t panel, const float* sums) {
+            copy_panel(inputs + row * stride, panel, w.num_outputs, sums, nullptr);
+        });
+        meet_if_divided_by_columns();
+        const float of_embedding = 1.0f / __builtin_sqrtf((float)model_.hidden_size);
+        const float of_table = __builtin_sqrtf((float)size), of_sum = __builtin_sqrtf(0.5f);
+        float* found = (float*)scratch_;
+        for (int64_t token = own_.first; token < own_.end; ++token) {
+            read_row(*model_.layer_table, step_.token_ids[token], found);
+            for (int64_t layer = 0; layer < model_.num_layers; ++layer) {
+                float* own = own_input(token, layer);
+                for (int64_t i = 0; i < size; ++i) own[i] *= of_embedding;
+                normalise_in_place(own, model_.layer_input_norm, size, model_.rms_norm_eps);
+                for (int64_t i = 0; i < size; ++i) own[i] = (own[i] + of_table * found[layer * size + i]) * of_sum;
+            }
+        }
+    }
+
+    // From the residual behind the feed-forward, or what experts found, to that behind the layer.
+    void end_layer(int64_t index) {
+        const ob_layer& layer = model_.layers[index];
+        if (layer.router != nullptr && layer.after_mlp_norm != nullptr) add_found(layer);
+        if (layer.input_gate != nullptr) add_own_inputs(index);
+        if (layer.scale == 0) return;
+        for (int64_t row = own_.first; row < own_.end; ++row)
+            for (int64_t i = 0; i < model_.hidden_size; ++i) hidden(row)[i] *= layer.scale;
+        meet_if_divided_by_columns();
+    }
+
+    // Adds what experts found, and a feed-forward beside them, past their norms.
+    void add_found(const ob_layer& layer) {
+        const int64_t width = model_.hidden_size;
+        for (int64_t row = own_.first; row < own_.end; ++row) {
+            float* found = context_.found + row * context_.hidden_stride;
+            if (layer.gate_up != nullptr) {
+                normalise_row_in_place(model_, found, layer.after_experts_norm);
+                normalise_row_in_place(model_, branch(row), layer.after_dense_norm);
+                for (int64_t i = 0; i < width; ++i) found[i] += branch(row)[i];
+            }
+            normalise_row_in_place(model_, found, layer.after_mlp_norm);
+            for (int64_t i = 0; i < width; ++i) hidden(row)[i] += model_.residual_scale * found[i];
+        }
+        meet_if_divided_by_columns();
+    }
+
+    // Adds what a layer makes of the tokens' own inputs.
+    void add_own_inputs(int64_t index) {
+        const ob_layer& layer = model_.layers[index];
+        Number* gated = (Number*)context_.gated;
+        const int64_t stride = context_.gated_stride;
+        const ob_matrix& w = *layer.input_gate;
+        const QuantizedRows bytes = shared_bytes(*layer.input_projection);
+        product(w, normed(rows_, nullptr), *layer.input_projection, [=](int64_t row, int64_t panel, const float* sums) {
+            const float* own = own_input(row, index) + panel * kPanelOutputs;
+            for (int64_t i = 0; i < kPanelOutputs; i += 16)
+                store_as(gated + row * stride + panel * kPanelOutputs + i,
+                         activate(model_.activation, load(sums + i), load(own + i)));
+        });
+        if (bytes.values != nullptr) quantize_part(bytes, gated, stride, rows_, panels(w));
+        meet_if_divided_by_columns();
+        add(*layer.input_projection, {gated, stride, bytes}, nullptr, layer.after_input_norm, after_layer(index));
+    }
+
+    // What is multiplied behind a layer.
+    const ob_matrix& after_layer(int64_t index) const {
+        return *(index + 1 == model_.num_layers ? model_.lm_head : model_.layers[index + 1].qkv[0]);
     }
 
     bool take_chunk(int64_t* taken, Range& chunk) {
@@ -153,41 +231,36 @@ private:
     void finish(int64_t index) {
         if (model_.is_parallel) feed_forward(index);
         add_mixed(index);
-        if (model_.is_parallel) return;
-        if (model_.layers[index].router == nullptr) return feed_forward(index);
+        if (model_.is_parallel) return end_layer(index);
+        if (model_.layers[index].router == nullptr) {
+            feed_forward(index);
+            return end_layer(index);
+        }
         route(index);
         meet();
         experts(index, {normed_, input_stride_}).run();
         meet();
+        end_layer(index);
     }
 
     void add_mixed(int64_t index) {
         const ob_layer& layer = model_.layers[index];
         const Inputs<E> mixed = {(const Number*)context_.mixed, context_.mixed_stride, mixed_bytes(layer)};
-        const ob_matrix& after = layer.router != nullptr ? *layer.router : *layer.gate_up;
+        const ob_matrix& after = layer.gate_up == nullptr ? *layer.router : *layer.gate_up;
         add(*layer.o, mixed, layer.o_bias, layer.after_attention_norm, after);
     }
 
     SparseFeedForward<E> experts(int64_t index, Inputs<E> inputs) {
         return {context_, model_.layers[index], thread_, inputs, scratch_, arithmetic_};
     }
-    void route(int64_t index) { experts(index, normed(rows_, model_.layers[index].mlp_norm)).route(own_); }
-
-    void meet() { wait_for_all(*context_.pool); }
-    void meet_if_divided_by_columns() {
-        if (by_columns_) meet();
-    }
-
-    float* hidden(int64_t row) const { return context_.hidden + row * context_.hidden_stride; }
-    float* branch(int64_t row) const { return context_.branch + row * context_.hidden_stride; }
-
-    Range panels(const ob_matrix& w) const {
-        if (by_columns_) return share_of(w.num_panels, thread_, context_.num_threads);
-        return {0, w.num_panels};
-    }
-    // What this thread reads first of a matrix; quantized ones do their own asking ahead.
-    const uint8_t* head(const ob_matrix& w) const {
-        return w.is_quantized() ? nullptr : w.panel(panels(w).first);
+    // Runs the feed-forward beside the experts, where there is one, and chooses experts; their inputs are normalised.
+    void route(int64_t index) {
+        const ob_layer& layer = model_.layers[index];
+        if (layer.gate_up != nullptr) feed_forward(index);
+        for (int64_t row = own_.first; layer.after_mlp_norm != nullptr && row < own_.end; ++row)
+            memset(context_.found + row * context_.hidden_stride, 0, model_.hidden_size * sizeof(float));
+        experts(index, normed(rows_, layer.router_norm != nullptr ? layer.router_norm : layer.mlp_norm)).route(own_);
+        if (layer.router_norm != nullptr) normed(rows_, layer.expert_norm);
     }
 
     void embed() {
@@ -200,35 +273,10 @@ private:
         }
     }
 
-    Inputs<E> normed(Range rows, const float* weight) {
-        for (int64_t row = rows.first; row < rows.end; ++row) {
-            Number* to = normed_ + row * input_stride_;
-            if (weight == nullptr) convert(to, hidden(row), model_.hidden_size);
-            else normalise_row<E>(model_, hidden(row), weight, (float*)scratch_, to);
-        }
-        return {normed_, input_stride_};
-    }
-
-    template <class Epilogue>
-    void product(const ob_matrix& w, Inputs<E> inputs, const ob_matrix& after, Epilogue epilogue) {
-        product(w, inputs, panels(w), after, epilogue);
-    }
-    template <class Epilogue>
-    void product(const ob_matrix& w, Inputs<E> inputs, Range panels, const ob_matrix& after, Epilogue epilogue) {
-        multiply<E>(w, inputs, rows_, panels, head(after), scratch_, arithmetic_, epilogue);
-    }
-
-    // Where the bytes of a matrix's inputs are, if they are made once, by the threads that write the inputs. What
-    // every thread normalises for itself, it makes bytes of for itself, too: sharing that would cost a meeting.
-    QuantizedRows shared_bytes(const ob_matrix& w) const {
-        const bool is_shared = num_rows_ == step_.num_tokens && by_columns_ && w.is_quantized() &&
-                               are_inputs_bytes<E>(arithmetic_, step_.num_tokens);
-        return is_shared ? place_rows(context_.quantized, step_.num_tokens, w.padded_inputs) : QuantizedRows{};
-    }
     // Whoever mixes a head makes its bytes, if blocks of bytes do not reach into the next head, and nobody makes others
     // before they are read.
     QuantizedRows mixed_bytes(const ob_layer& layer) const {
-        const bool may_share = layer.conv == nullptr && !model_.is_parallel && model_.head_dim % kBlockInputs == 0;
+        const bool may_share = layer.conv == nullptr && !model_.is_parallel && layer.head_dim % kBlockInputs == 0;
         return may_share ? shared_bytes(*layer.o) : QuantizedRows{};
     }
 
@@ -238,40 +286,17 @@ private:
         if (model_.layers[index].conv != nullptr) return DeltaRule<E>(context_, index, scratch_).run_all(context_.taken + index);
         Attention<E> attention(context_, index, scratch_, mixed_bytes(model_.layers[index]));
         int64_t* taken = context_.taken + index;
+        const AttentionWork& work = context_.work[index];
         const bool is_last = index + 1 == model_.num_layers;
         for (;;) {
             const int64_t item = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
-            if (item >= context_.num_items) break;
-            if (!is_last || context_.items[item].is_wanted) attention.run(context_.items[item]);
+            if (item >= work.num_items) break;
+            if (!is_last || work.items[item].is_wanted) attention.run(work.items[item]);
         }
-        if (context_.num_merges == 0) return;
+        if (work.num_merges == 0) return;
         meet();
-        const Range own = share_of(context_.num_merges, thread_, context_.num_threads);
-        for (int64_t merge = own.first; merge < own.end; ++merge) attention.merge(context_.merges[merge]);
-    }
-
-    // Adds a product to the residual, past a norm where the family has one there.
-    void add(const ob_matrix& w, Inputs<E> inputs, const float* bias, const float* norm, const ob_matrix& after) {
-        const int64_t stride = context_.hidden_stride, width = model_.hidden_size;
-        const float scale = model_.residual_scale;
-        if (norm == nullptr) {
-            float* to = context_.hidden;
-            product(w, inputs, after, [=](int64_t row, int64_t panel, const float* sums) {
-                add_panel(to + row * stride, panel, width, sums, bias, scale);
-            });
-            meet_if_divided_by_columns();
-            return;
-        }
-        float* to = context_.branch;
-        product(w, inputs, after, [=](int64_t row, int64_t panel, const float* sums) {
-            copy_panel(to + row * stride, panel, width, sums, bias);
-        });
-        meet_if_divided_by_columns();
-        for (int64_t row = own_.first; row < own_.end; ++row) {
-            normalise_row_in_place(model_, branch(row), norm);
-            for (int64_t i = 0; i < width; ++i) hidden(row)[i] += scale * branch(row)[i];
-        }
-        meet_if_divided_by_columns();
+        const Range own = share_of(work.num_merges, thread_, context_.num_threads);
+        for (int64_t merge = own.first; merge < own.end; ++merge) attention.merge(work.merges[merge]);
     }
 
     // ---- Feed-forward ----
@@ -301,75 +326,13 @@ private:
             quantize_part(bytes, gated, stride, rows_, {own.first * width / 32, (own.end * width + 31) / 32});
         }
         meet_if_divided_by_columns();
-        const bool is_last = index + 1 == model_.num_layers;
-        const ob_matrix& after = *(is_last ? model_.lm_head : model_.layers[index + 1].qkv[0]);
-        add(down, {gated, stride, bytes}, layer.down_bias, layer.after_mlp_norm, after);
+        const ob_matrix& after = layer.router != nullptr       ? *layer.router
+                                 : layer.input_gate != nullptr ? *layer.input_gate
+                                                               : after_layer(index);
+        if (layer.router == nullptr) return add(down, {gated, stride, bytes}, layer.down_bias, layer.after_mlp_norm, after);
+        copy(down, {gated, stride, bytes}, layer.down_bias, after);  // what experts find comes to it
     }
 
-    // ---- Hidden states ----
-
-    void give_hidden() {
-        const int64_t width = model_.hidden_size;
-        const Range own = share_of(step_.num_hidden, thread_, context_.num_threads);
-        for (int64_t index = own.first; index < own.end; ++index) {
-            const float* from = hidden(context_.hidden_rows[index]);
-            float* to = step_.hidden + index * width;
-            for (int64_t i = 0; i < width; ++i) to[i] = from[i];
-            normalise_row_in_place(model_, to, model_.final_norm);
-        }
-    }
-
-    // ---- Logits ----
-
-    void find_logits() {
-        const int64_t num_samples = step_.num_samples;
-        if (num_samples == 0) return;
-        // Each thread has its own copy of the sampled rows, and part of the vocabulary.
-        Number* inputs = (Number*)context_.normed + thread_ * context_.normed_rows * input_stride_;
-        for (int64_t sample = 0; sample < num_samples; ++sample) {
-            normalise_row<E>(model_, hidden(context_.sample_rows[sample]), model_.head_norm, (float*)scratch_,
-                             inputs + sample * input_stride_);
-        }
-        LargestLogit* largest = (LargestLogit*)(scratch_ + context_.scratch_bytes) - num_samples;
-        for (int64_t sample = 0; sample < num_samples; ++sample) largest[sample].clear();
-        const int64_t vocab_size = model_.vocab_size;
-        float* logits = step_.logits;
-        multiply<E>(*model_.lm_head, {inputs, input_stride_}, {0, num_samples},
-                    share_of(model_.lm_head->num_panels, thread_, context_.num_threads), nullptr, scratch_, arithmetic_,
-                    [=](int64_t sample, int64_t panel, const float* sums) {
-                        float own[kPanelOutputs];
-                        sums = finished_logits(panel, sums, own);
-                        largest[sample].see(panel, vocab_size, sums);
-                        if (logits != nullptr) copy_panel(logits + sample * vocab_size, panel, vocab_size, sums, nullptr);
-                    });
-        for (int64_t sample = 0; sample < num_samples; ++sample) {
-            context_.best[thread_ * num_samples + sample] = largest[sample].best();
-        }
-    }
-
-    const float* finished_logits(int64_t panel, const float* sums, float* own) const {
-        if (model_.head_bias == nullptr && model_.logits_softcap == 0) return sums;
-        for (int64_t i = 0; i < kPanelOutputs; i += 16) {
-            F16 x = load(sums + i);
-            if (model_.head_bias != nullptr) x = x + load(model_.head_bias + panel * kPanelOutputs + i);
-            if (model_.logits_softcap != 0) x = splat(model_.logits_softcap) * tanh(x);
-            store(own + i, x);
-        }
-        return own;
-    }
-
-    StepContext& context_;
-    const ob_model& model_;
-    const ob_step& step_;
-    const int thread_;
-    const Arithmetic arithmetic_;
-    uint8_t* const scratch_;
-    const int64_t input_stride_;
-    int64_t num_rows_;  // of all threads
-    bool by_columns_;
-    Range own_;   // the tokens that this thread embeds, rotates and adds up
-    Range rows_;  // the rows of its products
-    Number* normed_;
 };
 
 void run_step(StepContext& context, int thread) {

@@ -42,6 +42,20 @@ inline int64_t product_bytes(int64_t num_inputs) {
     return (num_inputs * kPanelOutputs + packed) * (int64_t)sizeof(float) + 4096;
 }
 
+// Numbers are padded so that a vector holds them.
+inline int64_t padded_head(const ob_layer& layer) { return round_up(layer.head_dim, 16); }
+
+// The most that a function makes of a layer, at least 0.
+template <class Function>
+int64_t most_of_layers(const ob_model& model, Function function) {
+    int64_t most = 0;
+    for (int64_t layer = 0; layer < model.num_layers; ++layer) {
+        const int64_t own = function(model.layers[layer]);
+        most = own > most ? own : most;
+    }
+    return most;
+}
+
 // Some queries of a request, for one KV head, over some of the context.
 struct AttentionItem {
     int32_t row, kv_head;
@@ -62,6 +76,14 @@ struct MergeItem {
     int32_t token, kv_head, first_piece, num_pieces;
 };
 
+// How the attention of layers with as many KV heads is divided.
+struct AttentionWork {
+    const AttentionItem* items;
+    int64_t num_items;
+    const MergeItem* merges;
+    int64_t num_merges;
+};
+
 struct Best {
     float value;
     int64_t id;
@@ -80,10 +102,7 @@ struct StepContext {
     ThreadPool* pool;
     int num_threads;
 
-    const AttentionItem* items;
-    int64_t num_items;
-    const MergeItem* merges;
-    int64_t num_merges;
+    const AttentionWork* work;  // [layers]
     const DeltaItem* delta_items;
     int64_t num_delta_items;
     float* states;          // [slots, layers that keep states, `state_numbers`]
@@ -102,7 +121,9 @@ struct StepContext {
     float* hidden;   // [T, D padded], the residual
     float* branch;   // [T, D padded], what a block adds, where a norm comes in between
     float* qkv;      // [T, (N + 2K) H padded]
-    float* angles;   // [ropes, T, H]: cosines, then sines
+    float* angles;   // [ropes, T, widest H]: cosines, then sines
+    float* layer_inputs;  // [T, layers P, and room for a panel], the tokens' own inputs of all layers
+    float* found;    // [T, D padded], what experts add, where a norm comes behind
     uint8_t* normed; // inputs of products: of all rows, or of each thread's own copy of few rows
     uint8_t* queries;
     uint8_t* mixed;
@@ -117,35 +138,30 @@ struct StepContext {
     uint8_t* expert_gated;  // [T * experts of a token, width of an expert padded], sorted by experts
     int64_t router_stride, expert_stride;
 
-    float* partials; // [pieces, rows of an item, H padded + 2]
+    float* partials; // [pieces, rows of an item, H padded + 2] of the layer
     uint8_t* scratch;
     int64_t scratch_bytes;  // of each thread; its end is for the largest logits of each sample
     Best* best;             // [threads, samples]
     int64_t normed_rows;    // rows of each thread's own copy
-    int64_t hidden_stride, qkv_stride, mixed_stride, gated_stride;
+    int64_t hidden_stride, qkv_stride, mixed_stride, gated_stride, query_stride, angle_stride, layer_input_stride;
     int64_t num_ropes;
     int64_t attention_rows;  // room for query rows of an item: most there are, up to a multiple of the kernels' number
 
     uint8_t* kv_cache;
 };
 
-inline int64_t padded_head(const ob_model& model) { return round_up(model.head_dim, 16); }
-
 // Numbers of the keys and values of 16 tokens and one KV head, which lie side by side.
-inline int64_t page_numbers(const ob_model& model) {
-    return kPageTokens * (model.head_dim + padded_head(model));
-}
+inline int64_t page_numbers(const ob_layer& layer) { return kPageTokens * (layer.head_dim + padded_head(layer)); }
+
+// Numbers of a block in all layers.
+inline int64_t block_numbers(const ob_model& model) { return int64_t{model.block_size} * model.kv_numbers; }
 
 // All layers of a block lie together: were each layer's blocks together, all layers would run into memory that was
 // never touched in the same step, which then waits for dozens of large pages at once.
-inline int64_t page_index(const ob_model& model, int64_t layer, int64_t block, int64_t kv_head, int64_t offset) {
+inline int64_t page_start(const ob_model& model, const ob_layer& layer, int64_t block, int64_t kv_head, int64_t offset) {
     const int64_t pages = model.block_size / kPageTokens;
-    return ((block * model.layers_of_block + layer) * model.num_kv_heads + kv_head) * pages + offset / kPageTokens;
-}
-
-// Numbers of a block in all layers.
-inline int64_t block_numbers(const ob_model& model) {
-    return page_numbers(model) * (model.block_size / kPageTokens) * model.num_kv_heads * model.layers_of_block;
+    return block * block_numbers(model) + layer.place * model.block_size +
+           page_numbers(layer) * (kv_head * pages + offset / kPageTokens);
 }
 
 // A row's line of one of its tables.
@@ -160,7 +176,6 @@ inline int64_t count_conv_inputs(const ob_model& model) {
     return 2 * int64_t{model.key_heads} * model.key_dim + int64_t{model.value_heads} * model.value_dim;
 }
 inline int64_t padded_values(const ob_model& model) { return round_up(model.value_dim, 16); }
-inline int64_t count_states(const ob_model& model) { return model.num_layers - model.num_kv_layers; }
 
 // Numbers of one layer's state of one request.
 inline int64_t state_numbers(const ob_model& model) {
@@ -169,8 +184,8 @@ inline int64_t state_numbers(const ob_model& model) {
 }
 
 // Numbers that gate what attention mixes, before a token's queries.
-inline int64_t count_gates(const ob_model& model) {
-    return model.gates_attention ? int64_t{model.num_heads} * model.head_dim : 0;
+inline int64_t count_gates(const ob_model& model, const ob_layer& layer) {
+    return model.gates_attention ? model.num_heads * layer.head_dim : 0;
 }
 
 // Experts of a token, the shared one included.

@@ -85,8 +85,6 @@ class NativeEngine:
         return self._make(name, dtype or torch.float32)
 
     def _make_new(self, name: str, dtype: torch.dtype) -> MakeForward:
-        if name.startswith("gemma4"):
-            pytest.skip("the native engine does not know layers with two head sizes")
         return on_native(self.library, StateCheckpoint(hf_tiny_model(name, torch.float64)), dtype=dtype)
 
     def check(

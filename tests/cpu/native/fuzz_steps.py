@@ -59,6 +59,10 @@ class Sizes:
     is_bfloat16: bool
     """Plain matrices are of the type of the activations."""
     layout: MatrixLayout
+    widths: tuple[int, int]
+    """Of the heads of each of the two layers; `head_dim` is the wider one."""
+    own_input: int
+    """Numbers of a token's own input of a layer; 0: none."""
     num_layers: int = 2
 
 
@@ -67,11 +71,16 @@ def draw_sizes(rng: np.random.Generator) -> Sizes:
     unit = layout.group or 1
     num_kv_heads = int(rng.integers(1, 4))
     num_experts = int(rng.choice([0, 0, 1, 3, 8]))
+    widths = [32 * int(width) for width in rng.integers(1, 5, 2)]
+    if not layout.group and rng.integers(2):
+        widths = [2 * int(rng.integers(4, 65))] * 2
     return Sizes(
         hidden=max(unit, 8) * int(rng.integers(1, 6)),
         num_heads=num_kv_heads * int(rng.integers(1, 5)),
         num_kv_heads=num_kv_heads,
-        head_dim=32 * int(rng.integers(1, 5)) if layout.group else 2 * int(rng.integers(4, 65)),
+        head_dim=max(widths),
+        widths=(widths[0], widths[1]),
+        own_input=32 * int(rng.integers(3)) if layout.group else 8 * int(rng.integers(6)),
         intermediate=32 * int(rng.integers(1, 6)) if layout.group else 16 * int(rng.integers(1, 10)),
         num_experts=num_experts,
         expert_size=0 if num_experts == 0 else 32 * int(rng.integers(1, 4)),
@@ -93,43 +102,34 @@ class Engine:
         self._layout = sizes.layout
         self._kept: list[Any] = []
         self._functions = library.functions
-        query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         head_norms, norms_have_bias = int(rng.integers(3)), int(rng.integers(2))
         self._norm_size = sizes.hidden * (1 + norms_have_bias)
         self._is_ungated, is_parallel = (
             sizes.num_experts == 0 and int(rng.integers(4)) == 0 for _ in range(2)
         )
+        others = [count for count in range(1, 4) if sizes.num_heads % count == 0]
+        counts = [int(rng.choice(others)), sizes.num_kv_heads]
+        shares_kv = sizes.widths[0] == sizes.widths[1] and counts[0] == counts[1] and int(rng.integers(2))
         layers = [
-            LayerStructure(
-                qkv=self._qkv(query, kv, sizes.hidden),
-                o=self._matrix(sizes.hidden, query),
-                **self._feed_forward(sizes, has_experts=bool(index % 2) and sizes.num_experts > 0),
-                qkv_bias=self._vector(query + 2 * kv) if rng.integers(2) else None,
-                o_bias=self._vector(sizes.hidden) if rng.integers(2) else None,
-                attention_norm=self._vector(self._norm_size) if rng.integers(3) else None,
-                mlp_norm=self._vector(self._norm_size) if rng.integers(3) else None,
-                after_attention_norm=self._vector(self._norm_size) if rng.integers(2) else None,
-                query_norm=self._vector(query if head_norms else sizes.head_dim) if rng.integers(2) else None,
-                key_norm=self._vector(kv if head_norms else sizes.head_dim) if rng.integers(2) else None,
-                window=sizes.window * (index % 2),
-                rope=0,
-                place=index,
-            )
+            self._layer(sizes, index, counts[index], head_norms, shares_kv=bool(index and shares_kv))
             for index in range(sizes.num_layers)
         ]
+        numbers = [
+            count * (width + -(-width // 16) * 16) for count, width in zip(counts, sizes.widths, strict=True)
+        ]
+        layers[1].place = 0 if shares_kv else numbers[0]
         self._layers = (LayerStructure * len(layers))(*layers)
-        self._ropes = (ctypes.c_void_p * 1)(self._vector(sizes.head_dim // 2))
+        turning = [2 * int(rng.integers(1, width // 2 + 1)) for width in sizes.widths]
+        self._ropes = (ctypes.c_void_p * 2)(*(self._vector(each // 2) for each in turning))
+        self._rotary_dims = np.array(turning)
+        own_inputs = sizes.num_layers * sizes.own_input
         embedding = self._matrix(sizes.vocab, sizes.hidden)
         self._model = ModelStructure(
             num_layers=sizes.num_layers,
-            num_kv_layers=sizes.num_layers,
-            layers_of_block=sizes.num_layers,
+            kv_numbers=numbers[0] if shares_kv else sum(numbers),
             num_tables=1,
             hidden_size=sizes.hidden,
             num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            intermediate_size=sizes.intermediate,
             vocab_size=sizes.vocab,
             activation=int(rng.integers(2)),
             precision=Store.BF16 if sizes.is_bfloat16 else Store.F32,
@@ -138,7 +138,7 @@ class Engine:
             num_threads=int(rng.integers(1, 5)),
             activation_quantization=int(rng.choice(list(ACTIVATION_QUANTIZATIONS.values()))),
             batch_invariant=int(rng.integers(2)),
-            rotary_dim=2 * int(rng.integers(1, sizes.head_dim // 2 + 1)),
+            rotary_dims=address(self._rotary_dims, np.int64),
             head_norms=head_norms,
             norms_center=int(rng.integers(2)),
             norms_have_bias=norms_have_bias,
@@ -163,7 +163,11 @@ class Engine:
             head_norm=self._vector(self._norm_size),
             layers=ctypes.addressof(self._layers),
             rope_frequencies=ctypes.addressof(self._ropes),
-            rope_scales=self._vector(1),
+            rope_scales=self._vector(2),
+            layer_input_size=sizes.own_input,
+            layer_table=self._matrix(sizes.vocab, own_inputs) if own_inputs else None,
+            layer_projection=self._matrix(own_inputs, sizes.hidden) if own_inputs else None,
+            layer_input_norm=self._vector(sizes.own_input) if own_inputs else None,
             head_bias=self._vector(-(-sizes.vocab // 32) * 32) if rng.integers(2) else None,
         )
         error = ctypes.create_string_buffer(ERROR_BYTES)
@@ -192,16 +196,62 @@ class Engine:
             if isinstance(kept, PackedMatrix):
                 kept.free()
 
-    def _feed_forward(self, sizes: Sizes, *, has_experts: bool) -> dict[str, Any]:
-        if not has_experts:
-            num_inner = (1 if self._is_ungated else 2) * sizes.intermediate
-            return {
-                "gate_up": self._matrix(num_inner, sizes.hidden),
-                "gate_up_bias": self._vector(-(-num_inner // 32) * 32) if self._rng.integers(2) else None,
-                "down_bias": self._vector(sizes.hidden) if self._rng.integers(2) else None,
-                "down": self._matrix(sizes.hidden, sizes.intermediate),
-                "after_mlp_norm": self._vector(self._norm_size) if self._rng.integers(2) else None,
-            }
+    def _layer(
+        self, sizes: Sizes, index: int, num_kv_heads: int, head_norms: int, *, shares_kv: bool
+    ) -> LayerStructure:
+        rng, width = self._rng, sizes.widths[index]
+        query, kv = sizes.num_heads * width, num_kv_heads * width
+        num_outputs = query if shares_kv else query + 2 * kv
+        has_experts = bool(index % 2) and sizes.num_experts > 0
+        extras: dict[str, Any] = self._own_input(sizes) if sizes.own_input else {}
+        is_beside = has_experts and bool(rng.integers(2))
+        if not has_experts or is_beside:
+            extras |= self._feed_forward(sizes)
+        if has_experts:
+            extras |= self._experts(sizes)
+        if is_beside:
+            names = "router_norm", "expert_norm", "after_dense_norm", "after_experts_norm", "after_mlp_norm"
+            extras |= {name: self._vector(self._norm_size) for name in names}
+            extras["expert_factors"] = self._vector(sizes.num_experts)
+        elif rng.integers(2):
+            extras["after_mlp_norm"] = self._vector(self._norm_size)
+        return LayerStructure(
+            qkv=self._handles([query], sizes.hidden) if shares_kv else self._qkv(query, kv, sizes.hidden),
+            o=self._matrix(sizes.hidden, query),
+            **extras,
+            qkv_bias=self._vector(num_outputs) if rng.integers(2) else None,
+            o_bias=self._vector(sizes.hidden) if rng.integers(2) else None,
+            attention_norm=self._vector(self._norm_size) if rng.integers(3) else None,
+            mlp_norm=self._vector(self._norm_size) if rng.integers(3) else None,
+            after_attention_norm=self._vector(self._norm_size) if rng.integers(2) else None,
+            query_norm=self._vector(query if head_norms else width) if rng.integers(2) else None,
+            key_norm=self._vector(kv if head_norms else width) if rng.integers(2) else None,
+            value_norm=self._vector(width) if rng.integers(2) else None,
+            scale=float(rng.choice([0, 0.7])),
+            window=sizes.window * (index % 2),
+            rope=index,
+            num_kv_heads=num_kv_heads,
+            head_dim=width,
+            shares_kv=shares_kv,
+        )
+
+    def _own_input(self, sizes: Sizes) -> dict[str, Any]:
+        return {
+            "input_gate": self._matrix(sizes.own_input, sizes.hidden),
+            "input_projection": self._matrix(sizes.hidden, sizes.own_input),
+            "after_input_norm": self._vector(self._norm_size) if self._rng.integers(2) else None,
+        }
+
+    def _feed_forward(self, sizes: Sizes) -> dict[str, Any]:
+        num_inner = (1 if self._is_ungated else 2) * sizes.intermediate
+        return {
+            "gate_up": self._matrix(num_inner, sizes.hidden),
+            "gate_up_bias": self._vector(-(-num_inner // 32) * 32) if self._rng.integers(2) else None,
+            "down_bias": self._vector(sizes.hidden) if self._rng.integers(2) else None,
+            "down": self._matrix(sizes.hidden, sizes.intermediate),
+        }
+
+    def _experts(self, sizes: Sizes) -> dict[str, Any]:
         gate_up, down = (
             (ctypes.c_void_p * sizes.num_experts)(
                 *(self._matrix(num_outputs, num_inputs) for _ in range(sizes.num_experts))
@@ -220,7 +270,10 @@ class Engine:
 
     def _qkv(self, query: int, kv: int, num_inputs: int) -> Any:
         """Return one to three matrices."""
-        counts = ([query + 2 * kv], [query + kv, kv], [query, 2 * kv], [query, kv, kv])[self._rng.integers(4)]
+        counts = [[query + 2 * kv], [query + kv, kv], [query, 2 * kv], [query, kv, kv]][self._rng.integers(4)]
+        return self._handles(counts, num_inputs)
+
+    def _handles(self, counts: list[int], num_inputs: int) -> Any:
         return (ctypes.c_void_p * MOST_QKV)(*(self._matrix(count, num_inputs) for count in counts))
 
     def _matrix(self, num_outputs: int, num_inputs: int) -> int | None:

@@ -141,7 +141,8 @@ void tell_steps(const char* name, int32_t precision, bool is_hybrid) {
     for (int index = 0; index < 2; ++index) {
         ob_layer& layer = layers[index];
         const bool is_linear = is_hybrid && index == 0;
-        layer.place = is_hybrid ? 0 : index;
+        layer.num_kv_heads = 2, layer.head_dim = kHeadDim;
+        layer.place = is_hybrid ? 0 : index * 2 * 2 * kHeadDim;
         layer.qkv[0] = matrix(is_linear ? conv_inputs + value_size + 2 * 4 : (4 + 2 * 2 + (is_hybrid ? 4 : 0)) * kHeadDim, kHidden);
         layer.o = matrix(kHidden, is_linear ? value_size : 4 * kHeadDim);
         layer.attention_norm = keep(kHidden, 0.5f, 1);
@@ -157,6 +158,7 @@ void tell_steps(const char* name, int32_t precision, bool is_hybrid) {
         }
     }
     if (!is_hybrid) {
+        layers[1].gate_up = layers[1].down = nullptr;
         layers[1].router = matrix(3, kHidden);
         layers[1].expert_gate_up = new const ob_matrix*[3]{matrix(96, kHidden), matrix(96, kHidden), matrix(96, kHidden)};
         layers[1].expert_down = new const ob_matrix*[3]{matrix(kHidden, 48), matrix(kHidden, 48), matrix(kHidden, 48)};
@@ -164,10 +166,11 @@ void tell_steps(const char* name, int32_t precision, bool is_hybrid) {
     }
     ob_model model = {};
     model.num_layers = 2;
-    model.num_kv_layers = model.layers_of_block = is_hybrid ? 1 : 2;
+    model.num_state_layers = is_hybrid ? 1 : 0;
+    model.kv_numbers = (is_hybrid ? 1 : 2) * 2 * 2 * kHeadDim;
     model.num_tables = 1;
-    model.hidden_size = kHidden, model.num_heads = 4, model.num_kv_heads = 2, model.head_dim = model.rotary_dim = kHeadDim;
-    model.intermediate_size = kInner, model.vocab_size = kVocab, model.precision = precision;
+    model.hidden_size = kHidden, model.num_heads = 4;
+    model.vocab_size = kVocab, model.precision = precision;
     model.block_size = 16, model.num_blocks = 48, model.num_threads = 2;
     if (is_hybrid) {
         model.gates_attention = 1;
@@ -183,6 +186,8 @@ void tell_steps(const char* name, int32_t precision, bool is_hybrid) {
     const float* const frequencies = keep(kHeadDim / 2, 0.01f, 1);
     const float one = 1;
     model.rope_frequencies = &frequencies;
+    const int64_t turning = kHeadDim;
+    model.rotary_dims = &turning;
     model.rope_scales = &one;
     char error[200];
     ob_engine* engine = ob_engine_create(&model, nullptr, error, sizeof error);

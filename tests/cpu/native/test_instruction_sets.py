@@ -13,7 +13,7 @@ import pytest
 from onbeat.core.errors import EngineError
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.native import instruction_sets
-from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
+from onbeat.engine.native.forward import NativeForward, NativeModel
 from onbeat.engine.native.instruction_sets import (
     SetChoice,
     SetTimes,
@@ -27,6 +27,7 @@ from onbeat.engine.native.instruction_sets import (
     time_with_care,
 )
 from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.structures import NativeOptions
 from tests.cpu.engine.forwards import pack
 from tests.cpu.native.test_forward import checkpoint_of
 from tests.told import numbers

@@ -11,18 +11,16 @@ from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.memory import Footprint, KVCacheSpec
-from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
+from onbeat.engine.native.forward import NativeForward, NativeModel
 from onbeat.engine.native.instruction_sets import choose_instruction_set
-from onbeat.engine.native.layouts import EMBEDDING, LM_HEAD, WeightLayouts
+from onbeat.engine.native.layouts import LOOKED_UP, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.packing import WeightPacker
+from onbeat.engine.native.structures import HEAD_MULTIPLE, NativeOptions
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.weights import Checkpoint
 from onbeat.perfmodel.profile import cache_dir
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-
-NATIVE_HEAD_MULTIPLE = 16
-"""The native KV cache pads heads to a multiple of this width."""
 
 
 class NativeBackend(CheckpointBackend):
@@ -84,9 +82,9 @@ class NativeBackend(CheckpointBackend):
             self.model,
             dtype=self.device.dtype,
             block_size=block_size,
-            head_dim_multiple=NATIVE_HEAD_MULTIPLE,
+            head_dim_multiple=HEAD_MULTIPLE,
         )
-        return Footprint.of(self.model, kv_cache, self._layouts.num_bytes(), (EMBEDDING, LM_HEAD))
+        return Footprint.of(self.model, kv_cache, self._layouts.num_bytes(), LOOKED_UP)
 
     def build(
         self,

@@ -108,8 +108,6 @@ def _make_native(
         return f"it runs on the CPU, not on {device.device}"
     if device.dtype not in PLAIN_LAYOUTS:
         return f"it does not compute in {device.dtype.name}"
-    if checkpoint.config.full_heads is not None:
-        return "its kernels do not know layers with two head sizes"
     library = load_library()
     if isinstance(library, NotLoaded):
         return library.reason

@@ -7,36 +7,27 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, EngineError
 from onbeat.engine.device import CPU
-from onbeat.engine.engine_config import ActivationQuantization
 from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
-from onbeat.engine.model_config import ModelConfig, inverse_frequencies
-from onbeat.engine.native.layouts import PLAIN_LAYOUTS
+from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.native.library import (
-    ACTIVATION_QUANTIZATIONS,
-    ACTIVATIONS,
     ERROR_BYTES,
-    HEAD_NORMS,
-    MOST_QKV,
     CallStatus,
-    LayerStructure,
-    ModelStructure,
     NativeLibrary,
-    PackedMatrix,
     StepStructure,
     address,
 )
-from onbeat.engine.native.packing import ExpertWeights, FloatArray, GatedWeights, LayerWeights, NativeWeights
+from onbeat.engine.native.structures import EngineStructures, NativeOptions
+from onbeat.engine.native.weights import NativeWeights
 from onbeat.engine.sampler import BestTokens
 from onbeat.perfmodel.device_spec import ROW_COUNTS
 
@@ -47,26 +38,6 @@ _STEP_PROBLEMS = {
     CallStatus.NO_MEMORY: "there is not enough memory for the native engine to run",
     CallStatus.FAILED: "the native engine failed in",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeOptions:
-    """How the native engine runs a model; `num_tables`: see `SchedulerConfig`."""
-
-    dtype: np.dtype[Any]
-    """Of activations inside products, and of the KV cache: float32 or bfloat16."""
-    num_blocks: int
-    block_size: int
-    num_threads: int
-    num_tables: int = 1
-    num_slots: int = 0
-    """Requests whose states are kept, where layers keep any."""
-    activation_quantization: ActivationQuantization = "auto"
-    """Of what quantized weights are multiplied with."""
-    instruction_set: str | None = None
-    """None takes the best one of this processor."""
-    batch_invariant: bool = False
-    """Whether a token's numbers are the same whatever else is in its step."""
 
 
 class NativeModel(NamedTuple):
@@ -110,12 +81,9 @@ class NativeForward(ForwardPass):
         if options.batch_invariant:
             self.settings["batch_invariant"] = "yes"
         self._num_threads = options.num_threads
-        num_layers = max(config.layers_of_block(options.num_tables), 1)
-        kv_numbers = 2 * num_layers * config.num_kv_heads * config.head_dim * options.block_size
-        self._num_blocks_ahead = max(1, _BYTES_AHEAD // (kv_numbers * options.dtype.itemsize))
         self._library, self._options = library, options
         self._functions = library.functions
-        self._structures = _EngineStructures(config, weights, options)
+        self._structures = EngineStructures(config, weights, options)
         error = ctypes.create_string_buffer(ERROR_BYTES)
         self._engine: int | None = self._functions.ob_engine_create(
             self._structures.model, self.instruction_set.encode(), error, len(error)
@@ -124,6 +92,7 @@ class NativeForward(ForwardPass):
             raise ConfigError(f"the native engine cannot run: {error.value.decode(errors='replace')}")
         self._free = weakref.finalize(self, self._functions.ob_engine_free, self._engine)
         self._free.atexit = False  # the process's end frees it too
+        self._num_blocks_ahead = max(1, _BYTES_AHEAD // self.kv_regions()[0].block_bytes)
         self._logits_RV = np.empty((0, config.vocab_size), np.float32)
 
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
@@ -209,7 +178,8 @@ def first_layers(
     attends = next(index for index in range(config.num_layers) if not config.is_linear(index))
     first = max(attends + 1 - num_layers, 0)
     end = first + num_layers
-    return config.some_layers(first, end), replace(weights, layers=weights.layers[first:end])
+    layers = [replace(layer, own_input=()) for layer in weights.layers[first:end]]
+    return config.some_layers(first, end), replace(weights, layers=layers, inputs=None)
 
 
 class _FirstLayer:
@@ -258,149 +228,3 @@ class _FirstLayer:
 
 _PRODUCT_TOKENS = 16
 _PRODUCT_SEQUENCES = ROW_COUNTS[-1] // _PRODUCT_TOKENS
-
-
-class _EngineStructures:
-    """The library's view of a model, and everything that its pointers point to."""
-
-    def __init__(self, config: ModelConfig, weights: NativeWeights, options: NativeOptions) -> None:
-        ropes = list(dict.fromkeys(config.layer_rope(index) for index in range(config.num_layers)))
-        self._frequencies: list[FloatArray] = [
-            np.ascontiguousarray(inverse_frequencies(rope, config.head_dim)) for rope in ropes
-        ]
-        self._rope_scales = np.array([rope.attention_factor for rope in ropes], np.float32)
-        self._frequency_pointers = _pointers(self._frequencies)
-        self._expert_pointers: list[Any] = []
-        self._layers = (LayerStructure * config.num_layers)(
-            *(
-                self._layer(
-                    layer,
-                    config.place(index, options.num_tables),
-                    window=config.layer_window(index) or 0,
-                    rope=ropes.index(config.layer_rope(index)),
-                )
-                for index, layer in enumerate(weights.layers)
-            )
-        )
-        experts = config.experts
-        query_growth, growth_context = config.query_growth or (0.0, 0)
-        # The factor is rounded to the model's type first, as the reference does.
-        embedding_scale = float(np.array(config.embedding_scale, options.dtype))
-        self.model = ModelStructure(
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=weights.intermediate_size,
-            vocab_size=config.vocab_size,
-            activation=ACTIVATIONS[config.hidden_activation],
-            precision=PLAIN_LAYOUTS[options.dtype].store,
-            block_size=options.block_size,
-            num_blocks=options.num_blocks,
-            num_threads=options.num_threads,
-            activation_quantization=ACTIVATION_QUANTIZATIONS[options.activation_quantization],
-            batch_invariant=options.batch_invariant,
-            rotary_dim=config.rope.rotary_dim or config.head_dim,
-            head_norms=HEAD_NORMS[config.qk_norm],
-            norms_center=config.norms_center,
-            norms_have_bias=config.norm_bias,
-            is_ungated=not config.is_gated,
-            is_parallel=config.norms == "parallel",
-            growth_context=growth_context,
-            num_experts=0 if experts is None else experts.num_experts,
-            experts_per_token=0 if experts is None else experts.num_per_token,
-            expert_size=weights.expert_size,
-            shared_experts=experts is not None and experts.shared_size > 0,
-            num_kv_layers=config.num_kv_layers,
-            layers_of_block=config.layers_of_block(options.num_tables),
-            num_tables=options.num_tables,
-            gates_attention=config.gates_attention,
-            **self._linear_sizes(config, options),
-            normalizes_experts=experts is not None and experts.normalizes,
-            rms_norm_eps=config.rms_norm_eps,
-            query_growth=query_growth,
-            attention_scale=config.attention_scale / (config.attention_softcap or 1.0),
-            attention_softcap=config.attention_softcap or 0.0,
-            logits_softcap=config.logits_softcap or 0.0,
-            mixer_jitter=0.0 if experts is None else experts.mixer_jitter or 0.0,
-            embedding_scale=embedding_scale,
-            residual_scale=config.residual_scale,
-            embedding=weights.embedding.handle,
-            lm_head=weights.lm_head.handle,
-            final_norm=address(weights.final_norm, np.float32),
-            head_norm=address(weights.head_norm, np.float32),
-            head_bias=address(weights.head_bias, np.float32),
-            layers=ctypes.addressof(self._layers),
-            rope_frequencies=ctypes.addressof(self._frequency_pointers),
-            rope_scales=address(self._rope_scales, np.float32),
-        )
-
-    def _linear_sizes(self, config: ModelConfig, options: NativeOptions) -> dict[str, int]:
-        linear = config.linear
-        if linear is None or not any(linear.layers):
-            return {}
-        return {
-            "num_slots": options.num_slots,
-            "key_heads": linear.num_key_heads,
-            "value_heads": linear.num_value_heads,
-            "key_dim": linear.key_dim,
-            "value_dim": linear.value_dim,
-            "conv_width": linear.conv_width,
-            "alternates_values": linear.alternates,
-        }
-
-    def _layer(
-        self, layer: LayerWeights, where: tuple[int, int], *, window: int, rope: int
-    ) -> LayerStructure:
-        vectors = (
-            *("qkv_bias", "o_bias", "attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
-            *("query_norm", "key_norm", "sinks", "conv", "decay", "dt_bias", "delta_norm"),
-        )
-        return LayerStructure(
-            qkv=_handles(layer.qkv, MOST_QKV),
-            o=layer.o.handle,
-            window=window,
-            rope=rope,
-            table=where[0],
-            place=where[1],
-            **self._feed_forward(layer.feed_forward),
-            **{name: address(getattr(layer, name), np.float32) for name in vectors},
-        )
-
-    def _feed_forward(self, weights: GatedWeights | ExpertWeights) -> dict[str, Any]:
-        if isinstance(weights, GatedWeights):
-            return {
-                "gate_up": weights.gate_up.handle,
-                "down": weights.down.handle,
-                "gate_up_bias": address(weights.gate_up_bias, np.float32),
-                "down_bias": address(weights.down_bias, np.float32),
-            }
-        gate_up = _handles([expert.gate_up for expert in weights.experts], len(weights.experts))
-        down = _handles([expert.down for expert in weights.experts], len(weights.experts))
-        biases = (
-            _stacked([expert.gate_up_bias for expert in weights.experts]),
-            _stacked([expert.down_bias for expert in weights.experts]),
-        )
-        self._expert_pointers += [gate_up, down, biases]
-        return {
-            "router": weights.router.handle,
-            "router_bias": address(weights.router_bias, np.float32),
-            "expert_gate_up_bias": address(biases[0], np.float32),
-            "expert_down_bias": address(biases[1], np.float32),
-            "expert_gate_up": ctypes.addressof(gate_up),
-            "expert_down": ctypes.addressof(down),
-        }
-
-
-def _stacked(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
-    found = [array for array in arrays if array is not None]
-    return np.stack(found) if found else None
-
-
-def _pointers(arrays: Sequence[FloatArray]) -> Any:
-    return (ctypes.c_void_p * len(arrays))(*(address(array, np.float32) for array in arrays))
-
-
-def _handles(matrices: Sequence[PackedMatrix], length: int) -> Any:
-    return (ctypes.c_void_p * length)(*(matrix.handle for matrix in matrices))

@@ -20,7 +20,7 @@ import numpy as np
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.engine.input_batch import AttentionBatch, StepInputs
 from onbeat.engine.native.forward import NativeForward, NativeModel, first_layers
-from onbeat.engine.native.packing import NativeWeights
+from onbeat.engine.native.weights import NativeWeights
 from onbeat.files import read
 from onbeat.typed import Positive, Table
 

@@ -38,6 +38,13 @@ NATURAL_LAYOUTS: Mapping[str, MatrixLayout] = {
 }
 """GGUF type to the store that holds its numbers as they are. Other quantized types become plain numbers."""
 EMBEDDING, LM_HEAD, ROUTER = "model.embed_tokens.weight", "lm_head.weight", ".mlp.gate.weight"
+LAYER_TABLE, LAYER_PROJECTION = (
+    f"model.{name}.weight" for name in ("embed_tokens_per_layer", "per_layer_model_projection")
+)
+OWN_INPUT = ".per_layer_input_gate.weight", ".per_layer_projection.weight"
+"""What tokens' own inputs of a layer pass, and a projection of the embedding to those of all layers."""
+LOOKED_UP = EMBEDDING, LM_HEAD, LAYER_TABLE
+"""As large as the vocabulary: a few rows are read at once."""
 _FORMATS = {Store.F32: "fp32", Store.BF16: "bf16", Store.Q8: "int8", Store.Q8_MIN: "int8", Store.Q4: "int4"}
 _E2M1_FORMATS = {32: "mxfp4", 16: "nvfp4"}
 
@@ -61,11 +68,14 @@ class WeightLayouts:
         # Rows of 16 gates and 16 ups lie in turn, and a scale is shared by 32 inputs of the next matrix.
         multiple = INT8_LAYOUT.group if quantization in ("int8", "int4") else 16
         experts = self._config.experts
-        self.intermediate_size = -(-self._config.intermediate_size // multiple) * multiple
-        """Width of the feed-forward layer, padded with zeros."""
+        self._multiple = 32 if self._config.widens_sharers else multiple
         widest = 0 if experts is None else max(experts.intermediate_size, experts.shared_size)
         self.expert_size = -(-widest // multiple) * multiple
-        """Likewise of an expert; 0 without any."""
+        """Width of an expert, padded with zeros; 0 without any."""
+
+    def mlp_size(self, layer_index: int) -> int:
+        """Return the width of a layer's feed-forward, padded with zeros."""
+        return -(-self._config.mlp_size(layer_index) // self._multiple) * self._multiple
 
     def quantized_rows(self, name: str) -> QuantizedRows | None:
         """Return a parameter as the file has it, where it is packed so."""
@@ -87,7 +97,7 @@ class WeightLayouts:
         """
         if names[0].endswith(ROUTER):
             return (self.plain,)  # small, and a coarse number would choose another expert
-        if self.quantization == "int8" or (self.quantization == "int4" and names[0] in (EMBEDDING, LM_HEAD)):
+        if self.quantization == "int8" or (self.quantization == "int4" and names[0] in LOOKED_UP):
             return (INT8_LAYOUT,)
         rows = [self.quantized_rows(name) for name in names]
         found = {NATURAL_LAYOUTS[part.type_name] for part in rows if part is not None}
@@ -124,7 +134,7 @@ class WeightLayouts:
 
     def number_format(self) -> str:
         """Return the number format of most weights of the layers, as step-time models call it."""
-        sizes = self._sizes(names for names in self._matrices() if names[0] not in (EMBEDDING, LM_HEAD))
+        sizes = self._sizes(names for names in self._matrices() if names[0] not in LOOKED_UP)
         return _format(max(sizes, key=lambda layout: sizes[layout]))
 
     def embedding_format(self) -> str:
@@ -144,15 +154,19 @@ class WeightLayouts:
     def _matrices(self) -> list[tuple[str, ...]]:
         """Return the names of the parameters that make up each packed matrix."""
         matrices: list[tuple[str, ...]] = [(EMBEDDING,)]
+        if has_inputs := self._config.layer_input_size > 0:
+            matrices += [(LAYER_TABLE,), (LAYER_PROJECTION,)]
         for index in range(self._config.num_layers):
             prefix = f"model.layers.{index}"
             inputs, output = projections(self._config, index)
             matrices += [*self.split([f"{name}.weight" for name in inputs]), (f"{output}.weight",)]
+            matrices += [(f"{prefix}{name}",) for name in OWN_INPUT if has_inputs]
             blocks, experts = [f"{prefix}.mlp"], self._config.experts
             if experts is not None and self._config.has_experts(index):
                 shared = (f"{prefix}.mlp.shared_expert",) if experts.shared_size else ()
                 matrices.append((f"{prefix}{ROUTER}", *(f"{name}_gate.weight" for name in shared)))
-                blocks = [f"{prefix}.mlp.experts.{expert}" for expert in range(experts.num_experts)]
+                blocks = blocks if experts.is_beside else []
+                blocks += [f"{prefix}.mlp.experts.{expert}" for expert in range(experts.num_experts)]
                 blocks += shared
             for block in blocks:
                 matrices += [

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.engine_config import ActivationQuantization
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 
 
 class CallStatus(IntEnum):
@@ -75,39 +75,26 @@ MOST_QKV = 3
 """Matrices that a layer's query, key and value projections may be in."""
 
 
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return fields of one kind, as the header has them in a line."""
+    return [(name, kind) for name in names.split()]
+
+
 class LayerStructure(Structure):
     """`ob_layer`."""
 
     _fields_ = (
         ("qkv", c_void_p * MOST_QKV),
-        ("o", c_void_p),
-        ("gate_up", c_void_p),
-        ("down", c_void_p),
-        ("router", c_void_p),
-        ("expert_gate_up", c_void_p),
-        ("expert_down", c_void_p),
-        ("router_bias", c_void_p),
-        ("expert_gate_up_bias", c_void_p),
-        ("expert_down_bias", c_void_p),
-        ("qkv_bias", c_void_p),
-        ("o_bias", c_void_p),
-        ("gate_up_bias", c_void_p),
-        ("down_bias", c_void_p),
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("after_attention_norm", c_void_p),
-        ("after_mlp_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("sinks", c_void_p),
-        ("window", c_int64),
-        ("rope", c_int64),
-        ("place", c_int64),
-        ("table", c_int64),
-        ("conv", c_void_p),
-        ("decay", c_void_p),
-        ("dt_bias", c_void_p),
-        ("delta_norm", c_void_p),
+        *_fields(
+            c_void_p, "o gate_up down router expert_gate_up expert_down router_bias expert_gate_up_bias"
+        ),
+        *_fields(c_void_p, "expert_down_bias qkv_bias o_bias gate_up_bias down_bias attention_norm mlp_norm"),
+        *_fields(c_void_p, "after_attention_norm after_mlp_norm query_norm key_norm sinks"),
+        *_fields(c_int64, "window rope num_kv_heads head_dim shares_kv place table"),
+        *_fields(c_void_p, "value_norm router_norm expert_norm after_dense_norm after_experts_norm"),
+        *_fields(c_void_p, "expert_factors input_gate input_projection after_input_norm"),
+        ("scale", c_float),
+        *_fields(c_void_p, "conv decay dt_bias delta_norm"),
     )
 
 
@@ -115,59 +102,16 @@ class ModelStructure(Structure):
     """`ob_model`."""
 
     _fields_ = (
-        ("num_layers", c_int32),
-        ("hidden_size", c_int32),
-        ("num_heads", c_int32),
-        ("num_kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("intermediate_size", c_int32),
-        ("vocab_size", c_int32),
-        ("activation", c_int32),
-        ("precision", c_int32),
-        ("block_size", c_int32),
-        ("num_blocks", c_int32),
-        ("num_threads", c_int32),
-        ("activation_quantization", c_int32),
-        ("batch_invariant", c_int32),
-        ("rotary_dim", c_int32),
-        ("head_norms", c_int32),
-        ("norms_center", c_int32),
-        ("norms_have_bias", c_int32),
-        ("is_ungated", c_int32),
-        ("is_parallel", c_int32),
-        ("growth_context", c_int32),
-        ("num_experts", c_int32),
-        ("experts_per_token", c_int32),
-        ("expert_size", c_int32),
-        ("shared_experts", c_int32),
-        ("num_kv_layers", c_int32),
-        ("layers_of_block", c_int32),
-        ("num_tables", c_int32),
-        ("gates_attention", c_int32),
-        ("num_slots", c_int32),
-        ("key_heads", c_int32),
-        ("value_heads", c_int32),
-        ("key_dim", c_int32),
-        ("value_dim", c_int32),
-        ("conv_width", c_int32),
-        ("alternates_values", c_int32),
-        ("normalizes_experts", c_int32),
-        ("rms_norm_eps", c_float),
-        ("attention_scale", c_float),
-        ("embedding_scale", c_float),
-        ("query_growth", c_float),
-        ("attention_softcap", c_float),
-        ("logits_softcap", c_float),
-        ("mixer_jitter", c_float),
-        ("residual_scale", c_float),
-        ("embedding", c_void_p),
-        ("lm_head", c_void_p),
-        ("final_norm", c_void_p),
-        ("head_norm", c_void_p),
-        ("head_bias", c_void_p),
-        ("layers", c_void_p),
-        ("rope_frequencies", c_void_p),
-        ("rope_scales", c_void_p),
+        *_fields(c_int32, "num_layers hidden_size num_heads vocab_size activation precision block_size"),
+        *_fields(c_int32, "num_blocks num_threads activation_quantization batch_invariant head_norms"),
+        *_fields(c_int32, "norms_center norms_have_bias is_ungated is_parallel growth_context num_experts"),
+        *_fields(c_int32, "experts_per_token expert_size shared_experts num_state_layers kv_numbers"),
+        *_fields(c_int32, "num_tables gates_attention num_slots key_heads value_heads key_dim value_dim"),
+        *_fields(c_int32, "conv_width alternates_values layer_input_size normalizes_experts"),
+        *_fields(c_float, "rms_norm_eps attention_scale embedding_scale query_growth attention_softcap"),
+        *_fields(c_float, "logits_softcap mixer_jitter residual_scale"),
+        *_fields(c_void_p, "embedding lm_head final_norm head_norm head_bias layers layer_table"),
+        *_fields(c_void_p, "layer_projection layer_input_norm rotary_dims rope_frequencies rope_scales"),
     )
 
 
@@ -176,28 +120,15 @@ class StepStructure(Structure):
 
     _fields_ = (
         ("num_tokens", c_int64),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("slot_mapping", c_void_p),
+        *_fields(c_void_p, "token_ids positions slot_mapping"),
         ("num_rows", c_int64),
-        ("query_lens", c_void_p),
-        ("context_lens", c_void_p),
-        ("slots", c_void_p),
-        ("block_tables", c_void_p),
-        ("num_block_tables", c_int64),
-        ("block_table_stride", c_int64),
-        ("num_samples", c_int64),
-        ("sample_tokens", c_void_p),
-        ("logits", c_void_p),
-        ("best_ids", c_void_p),
-        ("best_logits", c_void_p),
+        *_fields(c_void_p, "query_lens context_lens slots block_tables"),
+        *_fields(c_int64, "num_block_tables block_table_stride num_samples"),
+        *_fields(c_void_p, "sample_tokens logits best_ids best_logits"),
         ("num_hidden", c_int64),
-        ("hidden_tokens", c_void_p),
-        ("hidden", c_void_p),
+        *_fields(c_void_p, "hidden_tokens hidden"),
         ("num_kept", c_int64),
-        ("kept_rows", c_void_p),
-        ("kept_tokens", c_void_p),
-        ("kept_slots", c_void_p),
+        *_fields(c_void_p, "kept_rows kept_tokens kept_slots"),
         ("seconds", c_double),
     )
 

@@ -7,7 +7,6 @@ into their matrix.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,12 +16,19 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.model_config import head_order
-from onbeat.engine.native.layouts import EMBEDDING, LM_HEAD, WeightLayouts
+from onbeat.engine.native.layouts import LAYER_PROJECTION, LAYER_TABLE, LOOKED_UP, OWN_INPUT, WeightLayouts
 from onbeat.engine.native.library import MatrixLayout, NativeLibrary, PackedMatrix, Source, Store
+from onbeat.engine.native.weights import (
+    ExpertWeights,
+    FloatArray,
+    GatedWeights,
+    LayerInputs,
+    LayerWeights,
+    NativeWeights,
+)
 from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.engine.weights.parameters import LAYER_NORMS, inner_parts, projections, row_order
+from onbeat.engine.weights.parameters import BESIDE_NORMS, LAYER_NORMS, inner_parts, projections, row_order
 
-FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
 NO_ORDERS: Mapping[str, IntArray] = MappingProxyType({})
@@ -31,113 +37,6 @@ INTERLEAVED_ROWS = 16
 
 _VOCABULARY_ROWS = 2048
 """Of the largest matrices, which are packed piece by piece: whole, they would take as much again."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatedWeights:
-    """A feed-forward, or an expert."""
-
-    gate_up: PackedMatrix
-    down: PackedMatrix
-    gate_up_bias: FloatArray | None = None
-    """In the order of the matrix."""
-    down_bias: FloatArray | None = None
-
-    @property
-    def matrices(self) -> tuple[PackedMatrix, ...]:
-        return self.gate_up, self.down
-
-    @property
-    def numbers_per_token(self) -> float:
-        return sum(matrix.num_outputs * matrix.num_inputs for matrix in self.matrices)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """A feed-forward of experts."""
-
-    router: PackedMatrix
-    experts: tuple[GatedWeights, ...]
-    num_per_token: int
-    router_bias: FloatArray | None
-
-    @property
-    def matrices(self) -> tuple[PackedMatrix, ...]:
-        return self.router, *(matrix for expert in self.experts for matrix in expert.matrices)
-
-    @property
-    def numbers_per_token(self) -> float:
-        router = self.router.num_outputs * self.router.num_inputs
-        return router + self.num_per_token * self.experts[0].numbers_per_token
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """One layer; None where the family has no such thing."""
-
-    qkv: tuple[PackedMatrix, ...]
-    """Queries, keys and values, one after the other: in one matrix, or more where their stores differ."""
-    o: PackedMatrix
-    feed_forward: GatedWeights | ExpertWeights
-    qkv_bias: FloatArray | None
-    o_bias: FloatArray | None
-    attention_norm: FloatArray | None
-    mlp_norm: FloatArray | None
-    after_attention_norm: FloatArray | None
-    after_mlp_norm: FloatArray | None
-    query_norm: FloatArray | None
-    key_norm: FloatArray | None
-    sinks: FloatArray | None
-    conv: FloatArray | None = None
-    """Of linear attention, for which `qkv` and `o` are its projections: [tokens, inputs]."""
-    decay: FloatArray | None = None
-    dt_bias: FloatArray | None = None
-    delta_norm: FloatArray | None = None
-
-    @property
-    def matrices(self) -> tuple[PackedMatrix, ...]:
-        return *self.qkv, self.o, *self.feed_forward.matrices
-
-    @property
-    def numbers_per_token(self) -> float:
-        """Numbers of its matrices that a token is multiplied with."""
-        sizes = (matrix.num_outputs * matrix.num_inputs for matrix in (*self.qkv, self.o))
-        return sum(sizes) + self.feed_forward.numbers_per_token
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeWeights:
-    """A model's weights as the native engine reads them."""
-
-    embedding: PackedMatrix
-    lm_head: PackedMatrix
-    """The embedding itself where they are tied."""
-    final_norm: FloatArray
-    head_norm: FloatArray
-    """The final norm over what logits are divided by: the head multiplies what comes out of it."""
-    head_bias: FloatArray | None
-    """Likewise divided, and padded."""
-    layers: Sequence[LayerWeights]
-    intermediate_size: int
-    """With its padding."""
-    expert_size: int
-    """Likewise; 0 without experts."""
-
-    @property
-    def matrices(self) -> list[PackedMatrix]:
-        """Each matrix once."""
-        outer = [self.embedding] if self.lm_head is self.embedding else [self.embedding, self.lm_head]
-        return outer + [matrix for layer in self.layers for matrix in layer.matrices]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all matrices."""
-        return sum(matrix.num_bytes for matrix in self.matrices)
-
-    @property
-    def stores(self) -> str:
-        """The stores of the matrices, for people: `q4+q8`."""
-        return "+".join(sorted({matrix.layout.store.name.lower() for matrix in self.matrices}))
 
 
 class MatrixPart(NamedTuple):
@@ -186,16 +85,24 @@ class WeightPacker:
             final_norm=final_norm,
             head_norm=final_norm / divisor,
             head_bias=_padded(self._vector("lm_head.bias") / divisor) if config.head_bias else None,
-            intermediate_size=self._layouts.intermediate_size,
             expert_size=self._layouts.expert_size,
+            inputs=LayerInputs(
+                self._rows(LAYER_TABLE),
+                self._rows(LAYER_PROJECTION),
+                self._norm("model.per_layer_projection_norm"),
+            )
+            if config.layer_input_size
+            else None,
         )
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, f"model.layers.{index}"
         attention = f"{prefix}.self_attn"
         is_linear, (inputs, output) = config.is_linear(index), projections(config, index)
+        is_beside = config.experts is not None and config.experts.is_beside
         has_head_norms = config.qk_norm is not None and not is_linear
-        order = head_order(config.layer_rope(index), config.head_dim)
+        has_key_norm = has_head_norms and config.kv_layer(index) == index
+        order = head_order(*config.layer_turn(index))
         orders = {} if order is None or is_linear else dict.fromkeys(inputs[:2], order)
         attention_norm, after_attention_norm, mlp_norm, after_mlp_norm = (
             None if name is None else self._norm(f"{prefix}.{name}") for name in LAYER_NORMS[config.norms]
@@ -207,8 +114,8 @@ class WeightPacker:
             ),
             o=self._rows(f"{output}.weight"),
             feed_forward=self._experts(f"{prefix}.mlp")
-            if config.has_experts(index)
-            else self._gated(f"{prefix}.mlp", self._layouts.intermediate_size),
+            if config.has_experts(index) and not is_beside
+            else self._gated(f"{prefix}.mlp", self._layouts.mlp_size(index)),
             qkv_bias=self._bias(*inputs, orders=orders) if config.attention_bias else None,
             o_bias=self._bias(f"{attention}.o_proj") if config.attention_output_bias else None,
             attention_norm=attention_norm,
@@ -216,10 +123,31 @@ class WeightPacker:
             after_attention_norm=after_attention_norm,
             after_mlp_norm=after_mlp_norm,
             query_norm=self._head_norm(f"{attention}.q_norm", order) if has_head_norms else None,
-            key_norm=self._head_norm(f"{attention}.k_norm", order) if has_head_norms else None,
+            key_norm=self._head_norm(f"{attention}.k_norm", order) if has_key_norm else None,
             sinks=self._vector(f"{attention}.sinks") if config.has_sinks else None,
+            value_norm=np.ones(config.kv_heads(index).width, np.float32) if config.norms_values else None,
+            scale=float(self._vector(f"{prefix}.layer_scalar")[0]) if config.scales_layers else 0.0,
+            **(self._beside(prefix) if is_beside else {}),
+            **(self._own_input(prefix) if config.layer_input_size else {}),
             **(self._delta(f"{prefix}.linear_attn") if is_linear else {}),
         )
+
+    def _beside(self, prefix: str) -> dict[str, Any]:
+        """Return experts beside a feed-forward, and what is around both."""
+        names = "after_dense_norm", "expert_norm", "after_experts_norm"
+        scale = self._vector(f"{prefix}.router.scale")
+        return {
+            "beside": self._experts(f"{prefix}.mlp"),
+            "router_norm": scale * np.float32(self._config.hidden_size**-0.5),
+            "expert_factors": self._vector(f"{prefix}.router.per_expert_scale"),
+            **{name: self._norm(f"{prefix}.{of}") for name, of in zip(names, BESIDE_NORMS, strict=True)},
+        }
+
+    def _own_input(self, prefix: str) -> dict[str, Any]:
+        return {
+            "own_input": tuple(self._rows(f"{prefix}{name}") for name in OWN_INPUT),
+            "after_input_norm": self._norm(f"{prefix}.post_per_layer_input_norm"),
+        }
 
     def _delta(self, prefix: str) -> dict[str, FloatArray]:
         """Return what a layer of linear attention has between its projections."""
@@ -322,7 +250,7 @@ class WeightPacker:
             if is_packed or self._layouts.quantization != "int4":
                 return is_packed
         num_rows = len(part.to_outputs)
-        step = _VOCABULARY_ROWS if part.name in (EMBEDDING, LM_HEAD) else num_rows
+        step = _VOCABULARY_ROWS if part.name in LOOKED_UP else num_rows
         for first in range(0, num_rows, step):
             rows = slice(first, first + step)
             values = self._checkpoint.get(part.name, _dtype(matrix), rows)
@@ -355,9 +283,8 @@ class WeightPacker:
         return scale if order is None else _in_order(scale, order)
 
     def _bias(self, *names: str, orders: Mapping[str, IntArray] = NO_ORDERS) -> FloatArray:
-        vectors = {name: self._vector(f"{name}.bias") for name in names}
-        vectors |= {name: _in_order(vectors[name], order) for name, order in orders.items()}
-        return np.concatenate([*vectors.values()])
+        vectors = ((self._vector(f"{name}.bias"), orders.get(name)) for name in names)
+        return np.concatenate([part if order is None else _in_order(part, order) for part, order in vectors])
 
     def _vector(self, name: str) -> FloatArray:
         return self._checkpoint.get(name, FLOAT32)
