@@ -1,7 +1,7 @@
 """Build a tokenizer from the metadata of a GGUF file.
 
-Two kinds are known: `gpt2`, byte-level BPE whose merges are in the file, and `llama`, SentencePiece BPE with
-byte fallback, whose merges follow from the scores.
+Three kinds are known: `gpt2`, byte-level BPE whose merges are in the file, `llama`, SentencePiece BPE with
+byte fallback, whose merges follow from the scores, and `gemma4`, the same with merges in the file.
 
 Notes
 -----
@@ -206,7 +206,7 @@ class _Source:
         """Return whether encoding adds the `bos` or `eos` token."""
         default = False
         if mark == "bos":
-            is_sentencepiece = self.metadata["tokenizer.ggml.model"] == "llama"
+            is_sentencepiece = self.metadata["tokenizer.ggml.model"] in ("llama", "gemma4")
             default = is_sentencepiece or scheme_named(self.get("pre", "default")).adds_bos
         return self.get(f"add_{mark}_token", default)
 
@@ -345,4 +345,4 @@ def set_sequence_marks(
     )
 
 
-_BUILDERS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
+_BUILDERS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece, "gemma4": _build_sentencepiece}

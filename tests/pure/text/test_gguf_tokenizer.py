@@ -104,6 +104,10 @@ def test_sentencepiece(folder: Path):
         ({"add_space_prefix": False}, [b"<s>", b"h", b"el", b"lo"]),
         ({"add_bos_token": False}, [b" hello"]),
         ({"add_eos_token": True}, [b"<s>", b" hello", b"</s>"]),
+        (
+            {"model": "gemma4", "merges": ["l o"], "add_space_prefix": False},
+            [b"<s>", b"h", b"e", b"l", b"lo"],
+        ),
     ],
 )
 def test_flags_of_sentencepiece_files(folder: Path, changes: dict[str, Any], expected: list[bytes]):

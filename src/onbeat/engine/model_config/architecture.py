@@ -346,19 +346,23 @@ class ModelConfig:
         alike = [each for each in range(num_own) if self.is_sliding(each) == self.is_sliding(layer_index)]
         return max(alike, default=-1)
 
+    @property
+    def sharing_layers(self) -> range:
+        """Layers that read others' keys and values; files may have some of their own all the same."""
+        return range(self.num_layers - self.num_kv_sharers, self.num_layers)
+
     def values_are_keys(self, layer_index: int) -> bool:
         """Whether a layer's values are its keys before norm and rotary embedding."""
         return self.full_values_are_keys and not self.is_sliding(layer_index)
 
     def mlp_size(self, layer_index: int) -> int:
         """Return the width of a layer's feed-forward, experts apart."""
-        is_wide = self.widens_sharers and layer_index >= self.num_layers - self.num_kv_sharers
-        return self.intermediate_size * (1 + is_wide)
+        return self.intermediate_size * (1 + (self.widens_sharers and layer_index in self.sharing_layers))
 
     @property
     def kept_heads(self) -> list[KVHeads]:
         """Of each layer that keeps keys and values, in their order."""
-        own = range(self.num_layers - self.num_kv_sharers)
+        own = range(self.sharing_layers.start)
         return [self.kv_heads(index) for index in own if not self.is_linear(index)]
 
     @property

@@ -27,6 +27,9 @@ _KEYS: Mapping[str, str] = {
     "sliding_window": "attention.sliding_window",
     "sliding_window_pattern": "attention.sliding_window_pattern",
     "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "norm_topk_prob": "expert_weights_norm",
@@ -109,7 +112,7 @@ def model_config_from_gguf(
     family = GGUF_FAMILIES[name]
     rules = family.gguf
     assert rules is not None, "the table has no others"
-    values = _values(metadata, f"{name}.")
+    values = _values(metadata, f"{name}.", tensor_names)
     if rules.with_experts is not None and values.raw("num_local_experts"):
         family = FAMILIES[rules.with_experts]
     if rules.with_window is not None and values.raw("sliding_window"):
@@ -138,7 +141,7 @@ def model_config_from_gguf(
     return replace(config, linear=config.linear and replace(config.linear, **rules.linear))
 
 
-def _values(metadata: Mapping[str, Any], prefix: str) -> Values:
+def _values(metadata: Mapping[str, Any], prefix: str, tensor_names: Collection[str]) -> Values:
     """Return what a file says of its model, with what is said for each layer said once."""
     values = Values(metadata, source="the GGUF file", prefix=prefix, keys=_KEYS)
     table = {
@@ -146,9 +149,10 @@ def _values(metadata: Mapping[str, Any], prefix: str) -> Values:
         f"{prefix}feed_forward_length": values.raw("moe_intermediate_size"),
         **metadata,
         **_linear_values(values, prefix),
+        **_two_sizes(values, prefix, tensor_names),
     }
     for key in _PER_LAYER:
-        value = values.raw(key)
+        value = table.get(prefix + key)
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise values.wrong(key, value, "the same for every layer")
@@ -156,6 +160,36 @@ def _values(metadata: Mapping[str, Any], prefix: str) -> Values:
     if not values.raw("sliding_window"):
         table.pop(f"{prefix}attention.sliding_window", None)  # llama.cpp writes 0 for none
     return Values(table, source="the GGUF file", prefix=prefix, keys=_KEYS)
+
+
+def _two_sizes(values: Values, prefix: str, tensor_names: Collection[str]) -> dict[str, Any]:
+    """Return what files say in another way of models whose layers with a window have heads of their own."""
+    if "attention.key_length_swa" not in values:
+        return {}
+    pattern, counts = values.raw("sliding_window_pattern"), values.raw("num_key_value_heads")
+    if not isinstance(pattern, list) or {*pattern} != {False, True}:
+        raise values.wrong("sliding_window_pattern", pattern, "one value for each layer, of two kinds")
+    values.refuse_unless("attention.value_length", values.raw("head_dim"))
+    first_full, num_shared = pattern.index(False), values.count("num_kv_shared_layers", 0)
+    found = {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in pattern],
+        "global_head_dim": values.raw("head_dim"),
+        "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in tensor_names,
+        "enable_moe_block": bool(values.count("num_experts", 0)),
+        "attention.key_length": values.size("attention.key_length_swa"),
+        "attention.value_length": values.raw("attention.value_length_swa"),
+        "rope.dimension_count": values.raw("rope.dimension_count_swa"),
+    }
+    if isinstance(counts, list):
+        by_kind = [counts[first_full], counts[pattern.index(True)]]
+        if counts != [by_kind[each] for each in pattern]:
+            raise values.wrong("num_key_value_heads", counts, "the same for all layers with a window")
+        found["num_global_key_value_heads"], found["attention.head_count_kv"] = by_kind
+    sizes = values.raw("intermediate_size")
+    if isinstance(sizes, list) and num_shared and sizes[-1] != sizes[0]:
+        halves = [size // 2 for size in sizes[-num_shared:]]
+        found |= {"use_double_wide_mlp": True, "feed_forward_length": sizes[:-num_shared] + halves}
+    return {f"{prefix}{key}": value for key, value in found.items()}
 
 
 def _linear_values(values: Values, prefix: str) -> dict[str, Any]:

@@ -39,7 +39,8 @@ NATURAL_LAYOUTS: Mapping[str, MatrixLayout] = {
 """GGUF type to the store that holds its numbers as they are. Other quantized types become plain numbers."""
 EMBEDDING, LM_HEAD, ROUTER = "model.embed_tokens.weight", "lm_head.weight", ".mlp.gate.weight"
 LAYER_TABLE, LAYER_PROJECTION = (
-    f"model.{name}.weight" for name in ("embed_tokens_per_layer", "per_layer_model_projection")
+    "model.embed_tokens_per_layer.weight",
+    "model.per_layer_model_projection.weight",
 )
 OWN_INPUT = ".per_layer_input_gate.weight", ".per_layer_projection.weight"
 """What tokens' own inputs of a layer pass, and a projection of the embedding to those of all layers."""

@@ -86,20 +86,19 @@ class WeightPacker:
             head_norm=final_norm / divisor,
             head_bias=_padded(self._vector("lm_head.bias") / divisor) if config.head_bias else None,
             expert_size=self._layouts.expert_size,
-            inputs=LayerInputs(
-                self._rows(LAYER_TABLE),
-                self._rows(LAYER_PROJECTION),
-                self._norm("model.per_layer_projection_norm"),
-            )
-            if config.layer_input_size
-            else None,
+            inputs=self._inputs() if config.layer_input_size else None,
         )
+
+    def _inputs(self) -> LayerInputs:
+        table, projection = map(self._rows, (LAYER_TABLE, LAYER_PROJECTION))
+        return LayerInputs(table, projection, self._norm("model.per_layer_projection_norm"))
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, f"model.layers.{index}"
         attention = f"{prefix}.self_attn"
         is_linear, (inputs, output) = config.is_linear(index), projections(config, index)
         is_beside = config.experts is not None and config.experts.is_beside
+        own_inputs = OWN_INPUT if config.layer_input_size else ()
         has_head_norms = config.qk_norm is not None and not is_linear
         has_key_norm = has_head_norms and config.kv_layer(index) == index
         order = head_order(*config.layer_turn(index))
@@ -128,7 +127,8 @@ class WeightPacker:
             value_norm=np.ones(config.kv_heads(index).width, np.float32) if config.norms_values else None,
             scale=float(self._vector(f"{prefix}.layer_scalar")[0]) if config.scales_layers else 0.0,
             **(self._beside(prefix) if is_beside else {}),
-            **(self._own_input(prefix) if config.layer_input_size else {}),
+            own_input=tuple(self._rows(f"{prefix}{name}") for name in own_inputs),
+            after_input_norm=self._norm(f"{prefix}.post_per_layer_input_norm") if own_inputs else None,
             **(self._delta(f"{prefix}.linear_attn") if is_linear else {}),
         )
 
@@ -143,13 +143,7 @@ class WeightPacker:
             **{name: self._norm(f"{prefix}.{of}") for name, of in zip(names, BESIDE_NORMS, strict=True)},
         }
 
-    def _own_input(self, prefix: str) -> dict[str, Any]:
-        return {
-            "own_input": tuple(self._rows(f"{prefix}{name}") for name in OWN_INPUT),
-            "after_input_norm": self._norm(f"{prefix}.post_per_layer_input_norm"),
-        }
-
-    def _delta(self, prefix: str) -> dict[str, FloatArray]:
+    def _delta(self, prefix: str) -> dict[str, Any]:
         """Return what a layer of linear attention has between its projections."""
         conv = self._vector(f"{prefix}.conv1d.weight")
         return {

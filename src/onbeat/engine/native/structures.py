@@ -58,7 +58,9 @@ class EngineStructures:
         ]
         self._rotary_dims = np.array([2 * len(each) for each in self._frequencies], np.int64)
         self._rope_scales = np.array([rope.attention_factor for rope, _ in turns], np.float32)
-        self._frequency_pointers = _pointers(self._frequencies)
+        self._frequency_pointers = (ctypes.c_void_p * len(turns))(
+            *(address(each, np.float32) for each in self._frequencies)
+        )
         self._expert_pointers: list[Any] = []
         places, kv_numbers = _kv_places(config, options.num_tables)
         self._layers = (LayerStructure * config.num_layers)(
@@ -146,22 +148,18 @@ class EngineStructures:
         }
 
     def _layer(self, layer: LayerWeights, **sizes: int) -> LayerStructure:
-        found = {each.name: getattr(layer, each.name) for each in fields(layer)}
-        input_gate, input_projection = [each.handle for each in layer.own_input] or (None, None)
+        parts = ((each.name, getattr(layer, each.name)) for each in fields(layer))
+        vectors = {name: address(part, np.float32) for name, part in parts if isinstance(part, np.ndarray)}
+        own_input = zip(("input_gate", "input_projection"), layer.own_input, strict=False)
         return LayerStructure(
             qkv=_handles(layer.qkv, MOST_QKV),
             o=layer.o.handle,
-            input_gate=input_gate,
-            input_projection=input_projection,
+            **{name: matrix.handle for name, matrix in own_input},
             scale=layer.scale,
             **sizes,
             **self._feed_forward(layer.feed_forward),
             **({} if layer.beside is None else self._feed_forward(layer.beside)),
-            **{
-                name: address(part, np.float32)
-                for name, part in found.items()
-                if isinstance(part, np.ndarray)
-            },
+            **vectors,
         )
 
     def _feed_forward(self, weights: GatedWeights | ExpertWeights) -> dict[str, Any]:
@@ -195,21 +193,15 @@ def _kv_places(config: ModelConfig, num_tables: int) -> tuple[list[int], int]:
     for index in range(config.num_layers):
         own, (table, number) = config.kv_layer(index), config.place(index, num_tables)
         num, width = config.kv_heads(index)
-        if config.is_linear(index) or own != index:
-            places.append(number if own == index else places[own])
-        else:
-            places.append(ends[table])
-            ends[table] += num * (width + -(-width // HEAD_MULTIPLE) * HEAD_MULTIPLE)
+        is_kept = own == index and not config.is_linear(index)
+        places.append(ends[table] if is_kept else number if own == index else places[own])
+        ends[table] += is_kept * num * (width + -(-width // HEAD_MULTIPLE) * HEAD_MULTIPLE)
     return places, max(ends)
 
 
 def _stacked(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
     found = [array for array in arrays if array is not None]
     return np.stack(found) if found else None
-
-
-def _pointers(arrays: Sequence[FloatArray]) -> Any:
-    return (ctypes.c_void_p * len(arrays))(*(address(array, np.float32) for array in arrays))
 
 
 def _handles(matrices: Sequence[PackedMatrix], length: int) -> Any:

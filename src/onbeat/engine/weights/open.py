@@ -13,13 +13,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -27,11 +27,11 @@ from safetensors import SafetensorError, safe_open
 from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
 from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
-from onbeat.engine.model_config.families import FAMILIES, GgufRules
+from onbeat.engine.model_config.families import FAMILIES
 from onbeat.engine.model_config.values import Values
 from onbeat.engine.pooling import hf_pooling
 from onbeat.engine.weights.checkpoint import ALL_ROWS, Checkpoint, QuantizedRows
-from onbeat.engine.weights.parameters import PARTS
+from onbeat.engine.weights.gguf_names import hf_names, stored_offset, unpermute_rows
 from onbeat.engine.weights.quantized import Settings, Stored, gather, read_settings
 from onbeat.files import read
 from onbeat.hub.files import WEIGHT_INDEX, ModelFiles, indexed_files
@@ -182,10 +182,9 @@ class SafetensorsCheckpoint(Checkpoint):
         unused = {name for name in shapes if _UNUSED.search(name)}
         if self.config.tie_word_embeddings:
             unused.add("lm_head.weight")  # a copy of the embedding
-        for index in range(self.config.num_layers):
-            if self.config.kv_layer(index) != index:  # files may have them all the same
-                parts = ("k_proj", "v_proj", "k_norm")
-                unused |= {f"model.layers.{index}.self_attn.{part}.weight" for part in parts}
+        for index in self.config.sharing_layers:
+            parts = ("k_proj", "v_proj", "k_norm")
+            unused |= {f"model.layers.{index}.self_attn.{part}.weight" for part in parts}
         for weight in self._quantized:  # some quantizers write a bias where the model has none
             bias = f"{weight.removesuffix('weight')}bias"
             if bias in shapes and bias not in self._shapes and not self._stored[bias].values.any():
@@ -319,70 +318,6 @@ ROPE_SHORT, ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = frozenset({ROPE_FREQS, ROPE_SHORT, ROPE_LONG})
 """No parameters: frequency factors, which the configuration takes in."""
 
-_SUFFIXES = {"sinks": ".weight", "A_log": "", "dt_bias": ".bias"}
-"""Of tensors whose parameters are vectors without a module."""
-_FUSED = {part: whole for whole, parts in PARTS.items() for part in parts}
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-def rules_of(config: ModelConfig) -> GgufRules:
-    """Return how files of a model's family are written; several architectures may share a family's."""
-    return next(
-        family.gguf
-        for family in FAMILIES.values()
-        if family.name == config.family and family.gguf is not None
-    )
-
-
-def hf_names(config: ModelConfig, parameters: Iterable[str]) -> dict[str, str]:
-    """Return what tensors of a file are called here: like a parameter, or like several that are in one."""
-    rules, renamed = rules_of(config), FAMILIES[config.architecture].hf_names
-    architecture = next(each for each, name in MODEL_ARCH_NAMES.items() if name == rules.architecture)
-    table = get_tensor_name_map(architecture, config.num_layers)
-    names = {}
-    for parameter in parameters:
-        stem, _, kind = _EXPERT.sub(".experts.", parameter).rpartition(".")
-        if kind in _SUFFIXES:
-            own = table.get_name(parameter.replace("dt_bias", "dt_proj"))
-            names[f"{own}{_SUFFIXES[kind]}"] = parameter
-            continue
-        prefix, _, module = stem.rpartition(".")
-        if _FUSED.get(module) in rules.fuses:
-            stem = f"{prefix}.{_FUSED[module]}"
-        theirs = reduce(lambda name, pair: name.replace(*pair[::-1]), reversed(renamed), f"{stem}.")
-        own, here = f"{table.get_name(theirs[:-1]) or table.get_name(stem)}.{kind}", f"{stem}.{kind}"
-        names[own] = here
-        if module == "gate_proj" and prefix.endswith(".experts"):  # some files have both projections in one
-            names[own.replace("gate", "gate_up")] = here.replace("gate", "gate_up")
-    return names
-
-
-def unpermute_rows(name: str, values: NDArray[Any], config: ModelConfig) -> NDArray[Any]:
-    """Return a tensor's rows in the order of the Hugging Face checkpoint.
-
-    Parameters
-    ----------
-    name : Hugging Face name of the tensor.
-    values : `[rows, ...]`.
-    """
-    if not rules_of(config).permutes or ".self_attn." not in name:
-        return values
-    if ".q_proj." in name:
-        num_heads = config.num_heads
-    elif ".k_proj." in name:
-        num_heads = config.num_kv_heads
-    else:
-        return values
-    # Within a head, GGUF's row 2i + j stands for Hugging Face's row j * head_dim / 2 + i.
-    by_pair = values.reshape(num_heads, config.head_dim // 2, 2, *values.shape[1:])
-    return by_pair.swapaxes(1, 2).reshape(values.shape)
-
-
-def stored_offset(name: str, config: ModelConfig) -> float:
-    """Return what the converter added to a tensor."""
-    is_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
-    return config.norm_weight_offset if is_offset else 0.0
-
 
 def _read_parts(path: Path) -> tuple[Metadata, dict[str, _Tensor]]:
     """Return the metadata of a GGUF file's first part, and the tensors of all parts by name.
@@ -452,11 +387,13 @@ class GgufCheckpoint(Checkpoint):
         names = hf_names(self.config, self.names())
         values = Values(metadata, source=str(path), prefix=f"{metadata['general.architecture']}.")
         num_blocks = values.count("block_count", 0)
-        guessing = tuple(f"blk.{index}." for index in range(self.config.num_layers, num_blocks))
+        unread = tuple(f"blk.{index}." for index in range(self.config.num_layers, num_blocks))
+        for index in self.config.sharing_layers:
+            unread += tuple(f"blk.{index}.attn_{part}." for part in ("k", "v", "k_norm"))
         self._tensors = {
             names.get(name, name): tensor
             for name, tensor in by_gguf_name.items()
-            if name not in ROPE_TENSORS and not name.startswith(guessing)
+            if name not in ROPE_TENSORS and not name.startswith(unread)
         }
         found = {name: tensor.shape for name, tensor in self._tensors.items()}
         for name, shape in self._shapes.items():  # files leave sizes of 1 out

@@ -146,7 +146,9 @@ GEMMA4 = Family(
     activation_key="hidden_activation",
     reads=frozenset(
         {"sliding_window", "final_logit_softcapping", "num_experts", "use_bidirectional_attention"}
+        | {"num_local_experts"}  # as GGUF files are read
     ),
     complete=_gemma4,
     hf_names=((".router.proj.", ".mlp.gate."), (".experts.", ".mlp.experts.")),
+    gguf=GgufRules(architecture="gemma4", theta=1_000_000.0, has_windows=True),
 )
