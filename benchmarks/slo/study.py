@@ -8,8 +8,9 @@
 A cell is a set-up (model and device), a workload, objectives and what keeping a TBT objective means. A load
 lasts: at least 4,000 requests and ten minutes of arrivals are measured, after a warm-up that is thrown away.
 A capacity is the rate at which a criterion is no longer kept: 90 or 99 % of the requests good, 90 % in the
-worst decile of prompt length, 90 % with a P99 of TTFT below five times its objective; and in any case the
-queue must not grow. Requests that an idle machine with an empty prefix cache could not serve in time count
+worst decile of prompt length, 90 % with a P99 of TTFT below five times its objective. In all of these the
+queue must not grow; in a fifth, 90 % of attainment alone, it may.
+Requests that an idle machine with an empty prefix cache could not serve in time count
 neither way. `run` appends a line a run, skips what is there, and can be stopped at any time. Step times are
 the uncalibrated roofline, as in `onbeat simulate`; every request declares exactly its output length. The
 folder of the traces is named by ONBEAT_SHARED.

@@ -65,12 +65,6 @@ class NeverSitsOut(StepRules):
     slack_tokens = 10**9
 
 
-class SitsOutSoon(StepRules):
-    """Streams sit out that have the slack of one token."""
-
-    slack_tokens = 1
-
-
 class ByTightestTBT(StepRules):
     """A step takes the tightest TBT objective, whether streams are behind their deadlines or not."""
 
@@ -121,7 +115,6 @@ RULES: dict[str, type[StepRules]] = {
     "slo/in-proportion": InProportion,
     "slo/ends-by-tbt-alone": EndsByTBTAlone,
     "slo/never-sits-out": NeverSitsOut,
-    "slo/sits-out-soon": SitsOutSoon,
     "slo/by-tbt-alone": ByTightestTBT,
     "slo/earns-nothing": EarnsNothing,
     "slo/spends-nothing": SpendsNothing,

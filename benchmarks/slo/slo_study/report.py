@@ -34,7 +34,8 @@ exactly its output length). A load
 lasts: at least 4,000 requests and ten minutes of arrivals are measured after a warm-up that is thrown away
 (two minutes, or 15 % of what is measured where that is more), and of what arrives at most 2 % is left over,
 in requests and in prompt tokens (late and unfinished in the last quarter less the second, over the arrivals
-in between). A capacity lies between two rates at most 10 % apart (worst decile and tail: 22 %), one of
+in between; "any queue": attainment alone).
+A capacity lies between two rates at most 10 % apart (worst decile and tail: 22 %), one of
 which keeps the criterion, read off a straight line over the logarithm of the rate (of the share's odds).
 Intervals are Student's t of the logarithms of ratios of pairs: equal requests, seed by seed, or, of means of
 one seed, cell by cell. Families (`static`, `static+triage`, `edf+triage`: budgets of 256 to 8,192) count by

@@ -35,7 +35,7 @@ from onbeat.planner.parallel import TaskContext
 
 FIRST_GUESS = 0.8
 """Of the rate at which full batches serve a load, where nothing is known."""
-SHARES = ("90 %", "99 %")
+SHARES = ("90 %", "99 %", "90 %, any queue")
 """What rivals are compared at; worst deciles and tails only with static budgets and the simple rule."""
 EDF = "edf+triage"
 ONLY_SHARES = ("static+triage", EDF, "niyama", "fastserve")
