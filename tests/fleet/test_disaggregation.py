@@ -71,10 +71,11 @@ async def test_streams_of_a_dead_replica_are_computed_like_prompts_and_move_agai
     async with moving_fleet(3, num_prefill=1) as client:
         started = start_requests(client, 6, num_prompt=LONG, max_tokens=200)
         await until(lambda: client.counts.moves["prefill", "moved"] == 6)
+        there = next(view.num_outstanding for view in client.replicas() if view.replica == "r1")
         send_signal(client, "r1", signal.SIGKILL)
         await check_all(started, timeout=20)
-        assert client.counts.num_resumed == 3
-        assert client.counts.moves["prefill", "moved"] == 9
+        assert client.counts.num_resumed == there > 0
+        assert client.counts.moves["prefill", "moved"] == 6 + there
 
 
 @pytest.mark.slow
