@@ -230,14 +230,14 @@ class VirtualSampler:
         """Take note of a step that begins; return what the device computes: here, what was planned."""
         return scheduled.shape
 
-    def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:
-        """Return the tokens of a step: of the last of `num_steps` that are taken at once."""
+    def sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Return the tokens of a step; those of the steps before are written."""
         if not self._may_stop:
             return ModelRunnerOutput([_ORDINARY_ROW] * scheduled.shape.num_lm_head_rows)
         num_left = self._deliveries.num_left
         return ModelRunnerOutput(
             [
-                _LAST_ROW if num_left(row.request_id) == num_steps else _ORDINARY_ROW
+                _LAST_ROW if num_left(row.request_id) == 1 else _ORDINARY_ROW
                 for row in scheduled.rows
                 if row.samples
             ]
@@ -344,7 +344,7 @@ class VerifyingSampler(VirtualSampler):
                 shape.add_catch_up(num_read, num_tokens)
         return shape
 
-    def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:  # noqa: ARG002
+    def sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Return the tokens of a step that `begin` was told of."""
         return self._results.pop(scheduled.step_id)
 

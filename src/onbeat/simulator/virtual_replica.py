@@ -266,7 +266,7 @@ class VirtualReplica(ABC):
         first_context = self._count(step, ends)
         if step.run is not None and len(ends) > 1:
             step.run.advance(ends[:-1])
-        sampled = self._sampler.sample(scheduled, len(ends))
+        sampled = self._sampler.sample(scheduled)
         outputs = self.scheduler.update(scheduled, sampled, now)
         # The last token of a prompt, alone in its chunk, looks like a decode; it is in no run.
         if started is not None and step.run is None:
