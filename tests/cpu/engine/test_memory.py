@@ -71,6 +71,8 @@ IN_TRANSFORMERS = {
         ("Qwen3.6-35B-A3B", "Qwen3_5MoeForCausalLM", None, 64.6, "with .*int4 .* 20.6 GiB, which"),
         ("Qwen3-Next-80B-A3B", "Qwen3NextForCausalLM", None, 148.4, "even with .*int4 .* 46.7 GiB"),
         ("Phi-3.5-MoE", "PhiMoEForCausalLM", None, 78.0, "even with .*int4 .* 24.5 GiB"),
+        ("gemma-4-26B-A4B", "Gemma4ForCausalLM", None, 47.0, "with .*int4 .* 15.0 GiB, which"),
+        ("gemma-4-31B", "Gemma4ForCausalLM", None, 57.4, "with .*int4 .* 18.5 GiB, which"),
         ("Qwen3-32B", "Qwen3ForCausalLM", None, 61.0, "with .*int4 .* 19.7 GiB, which"),
     ],
 )
