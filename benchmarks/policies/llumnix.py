@@ -93,7 +93,7 @@ class FreenessRouter(Router):
     were sent since. A choice costs O(replicas).
     """
 
-    reads_reports = True
+    reads_reports = reads_every_report = True
 
     def __init__(self) -> None:
         self._members: dict[int, _Member] = {}

@@ -36,7 +36,7 @@ class LeastWork(ByLoad):
     Work is what replicas report that it costs; an answer is taken to be as long as it may be.
     """
 
-    reads_reports = True
+    reads_reports = reads_every_report = True
 
     def __init__(self) -> None:
         super().__init__()

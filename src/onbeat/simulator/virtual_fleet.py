@@ -40,7 +40,12 @@ def wants_all_reports(config: SimulationConfig, router: Router) -> bool:
     if config.is_of_one:
         return False
     counts_reports = router.reads_reports and not composition(config.scheduler.policy).predicts_waits
-    return counts_reports or config.kv_link is not None or config.fleet.autoscale is not None
+    return (
+        counts_reports
+        or router.reads_every_report
+        or config.kv_link is not None
+        or config.fleet.autoscale is not None
+    )
 
 
 class VirtualFleet(FrontEnd):

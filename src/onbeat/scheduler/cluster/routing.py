@@ -38,6 +38,8 @@ class Router:
 
     reads_reports = False
     """Whether it goes by what replicas report, which else need not be told."""
+    reads_every_report = False
+    """Whether reports that come between its choices change what it chooses."""
 
     def route(
         self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED
