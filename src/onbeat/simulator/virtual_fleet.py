@@ -321,8 +321,12 @@ class VirtualFleet(FrontEnd):
 
     def _report_run(self, number: int, now: float) -> None:
         """Let be heard how a replica stands whose run is about to end, or to be cut."""
-        if self.hears_plans and (told := self._members[number].replica.load_by(now, 0.0)) is not None:
-            self._send_report(number, told[1], told[0], now)
+        if not self.hears_plans:
+            return
+        replica = self._members[number].replica
+        for delay in (self._times.report_seconds, 0.0):  # what is heard of by now, and what will be
+            if (told := replica.load_by(now, delay)) is not None:
+                self._send_report(number, told[1], told[0], now)
 
     def _ask_for_report(self, number: int) -> None:
         """Let a replica say how it stands at this instant, once all have planned."""
@@ -346,7 +350,10 @@ class VirtualFleet(FrontEnd):
             if not member.is_gone:
                 self._dispatcher.dispatch(events.Reported(member.name, load), heard)
 
-        self._loop.at(max(heard, now), HEAR, hear)
+        if heard <= now:
+            hear(now)
+        else:
+            self._loop.at(heard, HEAR, hear)
 
     def do_send(self, action: events.Send, now: float) -> None:
         """Let a replica take a request, behind the tokens that its client has, or refuse it."""

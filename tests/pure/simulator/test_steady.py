@@ -125,6 +125,25 @@ def test_runs_equal_single_steps_of_policies_that_learn_step_times(
     check_runs_equal_single_steps(offered, config, model)
 
 
+def test_a_choice_between_two_reports_of_a_run_hears_of_the_first():
+    """A client's next request comes as a run ends: behind the report of the step before, before the next."""
+    prompts = [37, 70, 101, 89, 91, 21, 117, 56, 144, 87, 70, 101, 112, 118, 26, 67, 106]
+    outputs = [1, 1, 1, 69, 78, 41, 81, 1, 1, 1, 71, 28, 38, 89, 37, 85, 34]
+    config = make_config(
+        "slo",
+        scheduler={"num_blocks": 31, "slo_mode": "gap"},
+        replicas=2,
+        router="slo",
+        host_overhead=1e-3,
+        max_concurrency=5,
+        step_noise=2.0,
+    )
+    model = ShapeTime(
+        lambda shape: 5e-3 + 2.7e-5 * shape.num_new_tokens + 4.7e-8 * shape.decode_context_tokens
+    )
+    check_runs_equal_single_steps(make_load(prompts, outputs), config, model)
+
+
 @pytest.mark.parametrize("policy", sorted(name for name in POLICIES if not POLICIES[name].needs_step_time))
 def test_runs_save_most_plans(policy):
     load = random_load(50, rate=1, seed=1, prompt=30, output=60)
