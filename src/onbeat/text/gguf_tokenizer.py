@@ -31,11 +31,15 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN35 = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BY_CASE = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+ENDING|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*ENDING"
+    r"|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+"""A capital behind small letters begins a word, so `myServer` is cut."""
+_TEKKEN = _BY_CASE.replace("ENDING", "").replace("DIGITS", r"\p{N}")
+_GPT_4O = _BY_CASE.replace("ENDING", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", r"\p{N}{1,3}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,9 @@ class Scheme:
 _GPT2 = Scheme()
 _DIGITS = Scheme(splits_digits=True)
 _LLAMA3_SCHEME = Scheme(pattern=_LLAMA3, whole_pieces_first=True, adds_bos=True)
+_LLAMA3_MERGED = Scheme(pattern=_LLAMA3)
 _QWEN2_SCHEME = Scheme(pattern=_QWEN2, composes=True)
+_GPT_4O_SCHEME = Scheme(pattern=_GPT_4O)
 
 SCHEMES = {
     "default": _GPT2,
@@ -86,6 +92,17 @@ SCHEMES = {
     "llama-v3": _LLAMA3_SCHEME,
     "qwen2": _QWEN2_SCHEME,
     "deepseek-r1-qwen": _QWEN2_SCHEME,
+    "qwen35": Scheme(pattern=_QWEN35, composes=True),
+    "gpt-4o": _GPT_4O_SCHEME,
+    "llama4": _GPT_4O_SCHEME,
+    "dbrx": _LLAMA3_MERGED,
+    "smaug-bpe": _LLAMA3_MERGED,
+    "chatglm-bpe": _LLAMA3_MERGED,
+    "glm4": Scheme(pattern=_LLAMA3, whole_pieces_first=True),
+    "command-r": _DIGITS,
+    "codeshell": _DIGITS,
+    "olmo": _GPT2,
+    "phi-2": _GPT2,
     "tekken": Scheme(pattern=_TEKKEN, whole_pieces_first=True, adds_bos=True),
 }
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.text.gguf_tokenizer import scheme_named
 from onbeat.text.stream import TextStream
 from onbeat.text.tokenizer import VocabularyTokenizer, load_tokenizer
 from tests.examples import examples
@@ -66,6 +67,24 @@ def test_byte_level(folder: Path):
 )
 def test_pre_tokenizers(folder: Path, pre: str | None, text: str, expected: list[bytes]):
     assert pieces(load(folder, byte_level_keys(pre=pre)), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("gpt-4o", "myHTTPServer's 1234", ["my", "HTTPServer's", " ", "123", "4"]),
+        ("tekken", "myServer's 12", ["my", "Server", "'s", " ", "1", "2"]),
+        ("qwen2", "न\N{DEVANAGARI SIGN VIRAMA}स 12", ["न", "\N{DEVANAGARI SIGN VIRAMA}स", " ", "1", "2"]),
+        ("qwen35", "न\N{DEVANAGARI SIGN VIRAMA}स 12", ["न\N{DEVANAGARI SIGN VIRAMA}स", " ", "1", "2"]),
+        ("dbrx", "it's 1234", ["it", "'s", " ", "123", "4"]),
+        ("glm4", "it's 1234", ["it", "'s", " ", "123", "4"]),
+        ("command-r", "it's 12", ["it", "'s", " ", "1", "2"]),
+        ("olmo", "it's 12", ["it", "'s", " 12"]),
+    ],
+)
+def test_where_text_is_cut(pre: str, text: str, expected: list[str]):
+    cut = scheme_named(pre).pre_tokenizer(add_space_prefix=False).pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in cut] == expected
 
 
 @pytest.mark.parametrize(
