@@ -106,7 +106,8 @@ def test_an_engine_does_not_go_on_for_long_without_its_server(server: ServerProg
     seen.end()
     times = seen.token_times
     assert len(times) == 3000
-    assert sum(gone_on < moment < gone_on + 0.2 for moment in times) < 600
+    # a reader that others hold up has more at once; without a stop of the engine it were 1,500 and more
+    assert sum(gone_on < moment < gone_on + 0.2 for moment in times) < 1000
     again = Seen(server, max_tokens=3000)
     again.end()
     assert again.text == seen.text

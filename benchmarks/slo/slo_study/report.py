@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.harness.criteria import CRITERIA, Curve, Score, rate_at
 from benchmarks.harness.intervals import Interval, geometric_mean, interval_text, ratio_interval
 from benchmarks.harness.pages import markdown_table
 from benchmarks.slo.slo_study.cells import (
@@ -20,10 +21,8 @@ from benchmarks.slo.slo_study.cells import (
     SUBJECT,
     Cell,
 )
-from benchmarks.slo.slo_study.criteria import CRITERIA, Curve, rate_at
 from benchmarks.slo.slo_study.scored import Scored, curves
 from benchmarks.slo.slo_study.tasks import ONLY_SHARES, SHARES
-from benchmarks.slo.slo_study.trial import Score
 
 LEAST = 0.97
 """A cell whose interval lies wholly below this is one in which the subject is worse."""

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from benchmarks.harness.criteria import Curve, Score
 from benchmarks.harness.store import ANY_VERSION, Results
 from benchmarks.slo.slo_study.cells import Cell, is_blind
-from benchmarks.slo.slo_study.criteria import Curve
-from benchmarks.slo.slo_study.trial import Score
 
 Subject = tuple[Cell, str, int]
 """(cell, policy, seed): what has a capacity."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.slo.slo_study.criteria import Criterion, Curve
+from benchmarks.harness.criteria import Criterion, Curve
 
 FIRST_STRIDE = 3
 """Exponents to the first neighbour that is tried; later ones are further and further apart."""

@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import groupby, zip_longest
 from pathlib import Path
 
+from benchmarks.harness.criteria import CRITERIA, Curve, index_near, rate_at
 from benchmarks.harness.store import Results
 from benchmarks.slo.slo_study.cells import (
     CELLS,
@@ -25,7 +26,6 @@ from benchmarks.slo.slo_study.cells import (
     members,
     settings_of,
 )
-from benchmarks.slo.slo_study.criteria import CRITERIA, Curve, index_near, rate_at
 from benchmarks.slo.slo_study.loads import lasting
 from benchmarks.slo.slo_study.scored import RateRun, Scored, Subject, curves, scored_runs
 from benchmarks.slo.slo_study.search import CLOSE_STRIDE, FIRST_STRIDE, search

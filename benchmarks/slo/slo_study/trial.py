@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 from typing import SupportsFloat
@@ -13,6 +13,7 @@ from typing import SupportsFloat
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness.criteria import Score
 from benchmarks.slo.slo_study.cells import OBJECTIVES, SET_UPS
 from benchmarks.slo.slo_study.idle import hopeless_rows
 from benchmarks.slo.slo_study.loads import lasting, warm_seconds
@@ -30,10 +31,6 @@ from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.virtual_clients import Clients
 from onbeat.workload.offered import OfferedLoad
 
-MOST_GROWTH = 0.02
-"""Of what arrives, in requests and in prompt tokens, may be left over at the end of a load: the queue of a
-load that could go on for ever does not grow, and one of thousands of requests cannot be told from that
-better."""
 NUM_DECILES = 10
 _LOST_BELOW = 0.8
 """A run is over when less than this share can still be good: no capacity lies there."""
@@ -50,35 +47,6 @@ class Question:
 
     slo: str
     mode: SLOMode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """What came of the measured requests of a run; hopeless ones are in no figure."""
-
-    num: int
-    """Requests that count."""
-    num_hopeless: int
-    good: float
-    """Share; of a run that was ended early, the share so far (by the loosest TTFT of all that it is scored
-    by), and nothing below but what has grown so far."""
-    is_lost: bool = False
-    """Whether the run was ended early."""
-    classes: dict[str, float] = field(default_factory=dict)
-    deciles: list[float] = field(default_factory=list)
-    """Share of good ones by decile of prompt length."""
-    longest: list[float] = field(default_factory=list)
-    """Longest TTFT of each decile, seconds."""
-    ttft: list[float] = field(default_factory=list)
-    """P50, P99, longest, seconds."""
-    tail: float = 0.0
-    """P99 of TTFT over its objective; 0 where nobody has one."""
-    gap: float = 0.0
-    """P99 of all gaps, seconds."""
-    preempted: float = 0.0
-    """Share of the requests that were."""
-    growth: float = 0.0
-    """Share of what arrives that is left over (`growth`), in requests or prompt tokens, whichever is more."""
 
 
 class MissedError(Exception):

@@ -20,17 +20,13 @@ from onbeat.cluster.gate_client import GateClient
 from onbeat.cluster.gate_host import GateHost
 from onbeat.core.protocols import EngineInfo
 from onbeat.metrics.merge import snapshot
-from onbeat.server.app import create_app
-from onbeat.server.run import END_SIGNALS, listen, on_signals, serve, served_url
 from onbeat.server.server_config import ServerConfig
-from onbeat.server.shared import Desk, remote_desk
-from onbeat.server.telemetry import Telemetry, TraceHeaders, exported_traces
-from onbeat.text.chat_template import ChatTemplate, load_chat_template
-from onbeat.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from onbeat.core.protocols import Tokenizer
     from onbeat.metrics.tracker import RunListener
+    from onbeat.server.telemetry import Telemetry
+    from onbeat.text.chat_template import ChatTemplate
 
 TELL_SECONDS = 1.0
 """How often a front end says what it has counted."""
@@ -55,11 +51,16 @@ class Front:
         ------
         ConfigError : they cannot be read.
         """
+        from onbeat.text.chat_template import load_chat_template
+        from onbeat.text.tokenizer import load_tokenizer
+
         tokenizer = load_tokenizer(self.tokenizer)
         return tokenizer, load_chat_template(tokenizer, self.chat_template)
 
     def telemetry(self, info: EngineInfo, listeners: Sequence[RunListener] = (), **how: Any) -> Telemetry:
         """Return what counts; `how` is as in `Telemetry`."""
+        from onbeat.server.telemetry import Telemetry
+
         return Telemetry(
             self.config,
             self.model_name,
@@ -81,6 +82,10 @@ class Front:
         **signals: Sequence[signal.Signals],
     ) -> None:
         """Answer HTTP until told to end; `signals` are as in `serve`."""
+        from onbeat.server.app import create_app
+        from onbeat.server.run import serve
+        from onbeat.server.telemetry import TraceHeaders
+
         app = create_app(client, *text, self.config, telemetry, fleet=client)
         if self.traces_endpoint:
             app.add_middleware(TraceHeaders)
@@ -90,6 +95,8 @@ class Front:
         """Open what wants to hear of a front end's requests."""
         if not self.traces_endpoint:
             return []
+        from onbeat.server.telemetry import exported_traces
+
         return [
             stack.enter_context(exported_traces(self.traces_endpoint, self.model_name, self.config.slo.mode))
         ]
@@ -121,6 +128,9 @@ async def keep(
     ------
     EngineDead : front ends end again and again before they serve.
     """
+    from onbeat.server.run import END_SIGNALS, listen, on_signals, served_url
+    from onbeat.server.shared import Desk
+
     config = front.config
     listen(sock, f"{config.host}:{config.port}")
     telemetry = front.telemetry(client.info, fleet_counts=client.counts)
@@ -181,6 +191,8 @@ def run_front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket.so
 
 
 async def _front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket.socket, name: str) -> None:
+    from onbeat.server.shared import remote_desk
+
     parent = multiprocessing.parent_process()
     assert parent is not None
     # who decides is gone, and with it all streams

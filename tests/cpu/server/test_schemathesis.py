@@ -54,24 +54,24 @@ class FakeFleet(FakeEngine):
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
         """Load nothing."""
 
-    def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str) -> None:
         """There is none."""
 
     def replicas(self) -> Sequence[ReplicaView]:
         load = ReplicaLoad(time=0.0, num_taken=0)
         return [ReplicaView(replica="r0", state="ready", limits=self.info.limits, load=load)]
 
-    def drain(self, replica: str, *, seconds: float, restarts: bool) -> None:
+    async def drain(self, replica: str, *, seconds: float, restarts: bool) -> None:
         if replica != "r0":
             raise InvalidRequest(f"there is no replica {replica!r}", param="replica")
 
-    def scale(self, num_replicas: int) -> None:
+    async def scale(self, num_replicas: int) -> None:
         """Nothing starts or ends."""
 
-    def autoscale(self, least: int, most: int) -> None:
+    async def autoscale(self, least: int, most: int) -> None:
         """Nothing starts or ends."""
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
         """Nothing ends."""
 
 

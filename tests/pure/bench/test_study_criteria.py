@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.slo.slo_study.criteria import CRITERIA, Curve, rate_at
-from benchmarks.slo.slo_study.trial import Score
+from benchmarks.harness.criteria import CRITERIA, Curve, Score, rate_at
 
 
 def test_a_queue_that_grows_ends_the_capacity_of_loads_that_last_alone():

@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, inf, log
-
-from benchmarks.slo.slo_study.trial import MOST_GROWTH, Score
 
 RATE_STEP = 1.05
 """Rates are powers of this, named by their exponents, so that runs of all searches share them."""
 MOST_TAIL = 5.0
+MOST_GROWTH = 0.02
+"""Of what arrives, in requests and in prompt tokens, may be left over at the end of a load: the queue of a
+load that could go on for ever does not grow, and one of thousands of requests cannot be told from that
+better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What came of the measured requests of a run; hopeless ones are in no figure."""
+
+    num: int
+    """Requests that count."""
+    num_hopeless: int
+    good: float
+    """Share; of a run that was ended early, the share so far (by the loosest TTFT of all that it is scored
+    by), and nothing below but what has grown so far."""
+    is_lost: bool = False
+    """Whether the run was ended early."""
+    classes: dict[str, float] = field(default_factory=dict)
+    deciles: list[float] = field(default_factory=list)
+    """Share of good ones by decile of prompt length."""
+    longest: list[float] = field(default_factory=list)
+    """Longest TTFT of each decile, seconds."""
+    ttft: list[float] = field(default_factory=list)
+    """P50, P99, longest, seconds."""
+    tail: float = 0.0
+    """P99 of TTFT over its objective; 0 where nobody has one."""
+    gap: float = 0.0
+    """P99 of all gaps, seconds."""
+    preempted: float = 0.0
+    """Share of the requests that were."""
+    growth: float = 0.0
+    """Share of what arrives that is left over (`growth`), in requests or prompt tokens, whichever is more."""
 
 
 @dataclass(frozen=True, slots=True)
