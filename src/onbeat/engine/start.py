@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
 
-from onbeat.core.errors import ConfigError, NeedsVllm
+from onbeat.core.errors import ConfigError, NeedsVllm, counted
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.backends.base import Backend, CheckpointBackend, Room, SettleLimits
@@ -229,7 +229,8 @@ class ModelLoader:
             num_requests = limits.num_requests(limits.max_model_len)
             say(
                 f"sliding windows of {limits.window_length:,} tokens give KV back, in "
-                f"{limits.num_tables - 1} groups of layers: room for {num_requests:,} of the longest requests"
+                f"{counted(limits.num_tables - 1, 'group')} of layers: room for {num_requests:,} of the "
+                "longest requests"
             )
         say(
             Detail(
