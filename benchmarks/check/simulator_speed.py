@@ -51,7 +51,6 @@ class Speed:
     num_requests: int
     num_replicas: int
     num_steps: int
-    virtual_seconds: float
     wall_seconds: float
     cpu_seconds: float
     requests_per_second: float
@@ -139,7 +138,6 @@ def measure(name: str, load: OfferedLoad, config: SimulationConfig, step_time: S
         num_requests=len(load),
         num_replicas=config.num_replicas,
         num_steps=result.total.num_steps,
-        virtual_seconds=result.duration,
         wall_seconds=result.wall_seconds,
         cpu_seconds=cpu_seconds,
         requests_per_second=len(load) / result.wall_seconds,

@@ -117,7 +117,7 @@ async def _serve(
     text = front.load_text()  # what is wrong with it is told before a model is loaded
     with ExitStack() as stack:
         build = partial(_build_engine, log_level=args.log_level)
-        listeners = front.listeners(stack)
+        listeners = front.listeners(stack) if config.front_ends == 1 else []
         if args.timeline:
             listeners.append(stack.enter_context(open_timeline(args.timeline, is_live=True)))
         client = open_fleet(fleet, engine, build, stack, on_progress=announcer.say)
