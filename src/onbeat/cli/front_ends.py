@@ -163,8 +163,9 @@ async def keep(
 
     started = asyncio.create_task(say_started())
     try:
-        with on_signals(END_SIGNALS, end), on_signals([signal.SIGHUP], front_ends.roll):
-            await front_ends.run()
+        async with telemetry.watched_loop():
+            with on_signals(END_SIGNALS, end), on_signals([signal.SIGHUP], front_ends.roll):
+                await front_ends.run()
     finally:
         started.cancel()
         await front_ends.stop()
