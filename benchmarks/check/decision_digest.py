@@ -49,7 +49,7 @@ from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.observer import SimulationObserver, StepsWanted
+from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.virtual_replica import make_scheduler
@@ -134,18 +134,6 @@ class StillModel:
     def observe(self, shape: BatchShape, seconds: float) -> None: ...
 
 
-class EveryStep:
-    """An observer whose presence has every step planned by itself."""
-
-    wanted_steps: StepsWanted = "all"
-
-    def on_request(self, record: object) -> None: ...
-
-    def on_step(self, replica: int, stats: object) -> None: ...
-
-    def on_finish(self, record: object) -> None: ...
-
-
 @contextmanager
 def listening(digest: Digest, change: Callable[[Request], Request]) -> Iterator[None]:
     """Have every scheduler tell what it plans, and change the requests that come to it."""
@@ -221,7 +209,7 @@ def simulated(policy: str, case: Case, trace: Trace) -> Digest:
     digest = Digest()
     simulation = resolve(change(SETTINGS, policy=policy, **case.changes))
     load = make_load(trace, case, simulation.config.scheduler.max_model_len)
-    observer: SimulationObserver = EveryStep()
+    observer = SimulationObserver()  # whose presence has every step planned by itself
     with listening(digest, case.change):
         result = simulate(load, simulation.config, StillModel(simulation.step_time), observer=observer)
     for record in result.records:

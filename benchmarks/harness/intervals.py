@@ -9,7 +9,7 @@ from math import exp, inf, isfinite, log
 import numpy as np
 
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.distribution import LEVEL, student_half_width
+from onbeat.metrics.distribution import student_half_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,27 +24,23 @@ class Interval:
         return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 
-def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """Return the mean of independent values with Student's t interval.
 
     Raises
     ------
-    ConfigError : no values, or a level outside (0, 1).
+    ConfigError : no values.
     """
     if not values:
         raise ConfigError("an interval needs at least one value, got none")
-    if not 0 < level < 1:
-        raise ConfigError(f"the level of an interval is {level:g}; it must lie in (0, 1), such as 0.95")
     mean = float(np.mean(values))
     if len(values) == 1:
         return Interval(mean, -inf, inf)
-    half = student_half_width(values, level)
+    half = student_half_width(values)
     return Interval(mean, mean - half, mean + half)
 
 
-def ratio_interval(
-    numerators: Sequence[float], denominators: Sequence[float], *, level: float = LEVEL
-) -> Interval:
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
     """Return the geometric mean of the ratios of pairs, with the interval of their logarithms.
 
     Parameters
@@ -60,7 +56,7 @@ def ratio_interval(
     if not all(value > 0 for value in (*numerators, *denominators)):
         raise ConfigError("ratios need values above 0: leave out pairs in which a side has none")
     logs = [log(a / b) for a, b in zip(numerators, denominators, strict=True)]
-    found = mean_interval(logs, level=level)
+    found = mean_interval(logs)
     return Interval(exp(found.mean), exp(found.low), inf if found.high == inf else exp(found.high))
 
 

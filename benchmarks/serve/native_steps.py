@@ -22,12 +22,11 @@ from benchmarks.harness.pages import machine, markdown_table, middle
 from benchmarks.serve.peers.machine import measure_limits
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.input_batch import AttentionBatch, StepInputs
-from onbeat.engine.native.forward import NativeForward
+from onbeat.engine.native.forward import NativeForward, NativeModel
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, load_library
-from onbeat.engine.native.packing import WeightPacker
+from onbeat.engine.native.packing import ExpertWeights, NativeWeights, WeightPacker
 from onbeat.engine.native.structures import NativeOptions
-from onbeat.engine.native.weights import ExpertWeights, NativeWeights
 from onbeat.engine.weights.open import GgufCheckpoint
 
 PROMPT, CONTEXT, STEPS, BLOCK, BLOCKS, THREADS, ROWS = 512, 128, 24, 16, 64, 2, (0, 1, 8, 32)
@@ -48,7 +47,8 @@ class Ours:
             "num_threads": THREADS,
         }
         options = NativeOptions(dtype=BFLOAT16, block_size=BLOCK, **sizes)
-        self._forward = NativeForward(library, checkpoint.config, self.weights, options)
+        model = NativeModel(library, checkpoint.config, self.weights, options)
+        self._forward = NativeForward(model)
         self._tables = np.arange(most_rows * BLOCKS, dtype=np.int32).reshape(-1, BLOCKS)
 
     def step(self, rows: int, cached: int, new: int) -> float:

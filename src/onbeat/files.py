@@ -1,4 +1,7 @@
-"""Files that users give: JSON, YAML, CSV and text, plain or gzip; `read` makes them values of a type."""
+"""Files that users give: JSON, YAML, CSV and text, plain or gzip; `read` makes them values of a type.
+
+Files that users get, and where those are that can be had again.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from onbeat.typed import NotJSON, convert, decode
 
 T = TypeVar("T")
 
-_GZIP_MAGIC = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b"
 _YAML = (".yaml", ".yml")
 _MOST_OF_A_DEVICE = 2**20
 _MOST_NODES = 1_000_000
@@ -112,7 +115,7 @@ def read_text(path: Path, what: str = "", *, hint: str = "") -> str:
     """
     content = read_bytes(path, what, hint=hint)
     try:
-        if content.startswith(_GZIP_MAGIC):
+        if content.startswith(GZIP_MAGIC):
             content = gzip.decompress(content)
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -121,6 +124,28 @@ def read_text(path: Path, what: str = "", *, hint: str = "") -> str:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         reason = f"the gzip file is damaged ({error}); fetch it again"
         raise _unreadable(path, what, reason + hint) from error
+
+
+def write(path: Path, content: str | bytes, *, append: bool = False) -> None:
+    """Write a file, or add to its end; its folder is made where there is none.
+
+    Raises
+    ------
+    ConfigError : it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab" if append else "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def cache_dir() -> Path:
+    """Return where everything is that can be had again: `$XDG_CACHE_HOME/onbeat`, or under `~/.cache`."""
+    # The XDG specification: a relative path is invalid and must be ignored.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "onbeat"
 
 
 def read_bytes(path: Path, what: str = "", *, hint: str = "") -> bytes:
@@ -194,25 +219,6 @@ def _num_nodes(node: yaml.Node | None, known: dict[int, int]) -> int:
         children = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
         known[id(node)] = 1 + sum(_num_nodes(child, known) for child in children)
     return known[id(node)]
-
-
-def read_csv(
-    path: Path,
-    what: str = "",
-    *,
-    columns: Sequence[str] = (),
-    together: Sequence[str] = (),
-    rows: str = "rows",
-    hint: str = "",
-) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the rows of a CSV file with a header, each with the number of its line; see `csv_rows`.
-
-    Raises
-    ------
-    ConfigError : as `read_text` and `csv_rows`.
-    """
-    text = read_text(path, what)
-    return csv_rows(path, text, columns=columns, together=together, rows=rows, hint=hint)
 
 
 def csv_rows(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.files import read, read_bytes, read_csv, read_text
+from onbeat.files import csv_rows, read, read_bytes, read_text
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -91,8 +91,7 @@ def test_values_that_yaml_cannot_make_are_a_sentence(tmp_path: Path, text: str) 
 
 
 def test_rows_of_a_table_come_with_their_lines(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.csv", "a, b,c\n1, 2,3\n\n4,5,6\n")
-    rows = list(read_csv(path, columns=("b", "a")))
+    rows = list(csv_rows(tmp_path, "a, b,c\n1, 2,3\n\n4,5,6\n", columns=("b", "a")))
     assert rows == [(2, {"a": "1", "b": "2", "c": "3"}), (4, {"a": "4", "b": "5", "c": "6"})]
 
 
@@ -109,9 +108,9 @@ def test_rows_of_a_table_come_with_their_lines(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_table_is_named(tmp_path: Path, text: str, message: str) -> None:
-    path = write(tmp_path / "x.csv", text)
+    path = tmp_path / "x.csv"
     with pytest.raises(ConfigError, match=message) as caught:
-        list(read_csv(path, columns=("a",), together=("b", "c"), rows="steps", hint="Give a table"))
+        list(csv_rows(path, text, columns=("a",), together=("b", "c"), rows="steps", hint="Give a table"))
     assert str(path) in str(caught.value)
 
 

@@ -20,8 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from onbeat.core.request import Grammar, SamplingParams
-from onbeat.engine.vllm.arguments import speculation_of
-from onbeat.engine.vllm.surface import left_out
+from onbeat.engine.vllm.surface import left_out, speculation_of
 from onbeat.hub.files import ModelFiles
 from onbeat.speculative_config import SpeculativeConfig
 from tests.vllm.executor_program import MAX_LEN, Bench, errors, greedy, prompts, tokens

@@ -30,14 +30,13 @@ os.environ |= {
 import torch
 
 from onbeat.core.request import Grammar, Request, SamplingParams
+from onbeat.engine.backends.vllm import can_compare, compare_steps
 from onbeat.engine.core import EngineCore
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import DTYPES
 from onbeat.engine.executor import ThreadExecutor
-from onbeat.engine.vllm.arguments import sampling_params
-from onbeat.engine.vllm.handshake import can_compare, compare_steps
 from onbeat.engine.vllm.runner import VllmRunner
-from onbeat.engine.vllm.surface import Settings, model_config_of, start_executor
+from onbeat.engine.vllm.surface import Settings, model_config_of, sampling_params, start_executor
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary

@@ -10,8 +10,7 @@ import pytest
 pytest.importorskip("vllm.engine.arg_utils")
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.vllm.arguments import read_arguments
-from onbeat.engine.vllm.surface import Settings
+from onbeat.engine.vllm.surface import Settings, read_arguments
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 

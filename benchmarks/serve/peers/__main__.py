@@ -33,7 +33,7 @@ from benchmarks.serve.peers.rounds import Loads, Runs, run_rounds
 from benchmarks.serve.peers.stage import TURNS, Stage, open_stage
 from benchmarks.serve.peers.tuning import tune
 from benchmarks.serve.peers.workload import MIN_REQUESTS, QUICK_REQUESTS, Cell, make_cells
-from onbeat.bench.objectives import SEND_SLO
+from onbeat.bench.bench_config import SEND_SLO
 from onbeat.hub.resolve import resolve_model
 from onbeat.text.tokenizer import load_tokenizer
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from onbeat.bench.bench_config import TargetConfig
+from onbeat.bench.bench_config import SendSLO, TargetConfig, choose_transport
 from onbeat.bench.bench_load import SHORT, Workload
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
-from onbeat.bench.objectives import SendSLO, choose_transport
 from onbeat.bench.payload import Api, PayloadBuilder
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
 from onbeat.bench.result import group_errors, summarise_groups

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onbeat.bench.bench_load import LONG, SHORT, Workload, every_nth
-from onbeat.workload.lengths import LogNormalLength
+from onbeat.workload.arrivals import LogNormalLength
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.prompts import FreshPrompts, PromptWriter
 

@@ -13,7 +13,7 @@ from benchmarks.harness.pages import REPOSITORY
 from benchmarks.serve.slo_live.load import Client
 from benchmarks.serve.slo_live.page import StudyPage
 from benchmarks.serve.slo_live.servers import ServerSpec, busy_share, onbeat_spec
-from onbeat.bench.objectives import SEND_SLO
+from onbeat.bench.bench_config import SEND_SLO
 from onbeat.core.slo import SLO_MODES
 
 TBT_STEPS, TTFT_STEPS = 4, 40

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.bench.bench_config import BenchConfig, SamplingConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, SamplingConfig, SendSLO, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, RunConfig
-from onbeat.bench.objectives import SendSLO
 from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
 from onbeat.bench.session import run_bench

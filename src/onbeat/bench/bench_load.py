@@ -17,8 +17,7 @@ from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import changed, option, settings_of
 from onbeat.files import read_lines
 from onbeat.typed import Text
-from onbeat.workload.arrivals import Arrivals
-from onbeat.workload.lengths import MOST_TOKENS
+from onbeat.workload.arrivals import MOST_TOKENS, Arrivals
 from onbeat.workload.load import FILE_LOADS, CountTokens, Load, SharedName
 from onbeat.workload.offered import OfferedLoad, have_traces
 from onbeat.workload.prompts import BlockPrompts, FreshPrompts, PromptSource, PromptWriter

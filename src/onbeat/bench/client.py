@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from onbeat.bench.objectives import SLOTransport
+from onbeat.bench.bench_config import SLOTransport
 from onbeat.bench.payload import PayloadBuilder, Prompt
 from onbeat.bench.record import SentRequest, Status, TokenCountSource, milliseconds
 from onbeat.bench.stream import AnswerStream, StreamError, error_code, error_text
@@ -45,12 +45,6 @@ class Endpoint:
     """How the server hears of the objectives of its requests."""
     timeout: float = 6 * 3600.0
     """Longest time one request may take, seconds."""
-
-
-def key_headers() -> dict[str, str]:
-    """Return the header with the API's key, which is in $OPENAI_API_KEY; nothing without one."""
-    key = os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def open_session(timeout: float, *, keeps_alive: bool = True) -> aiohttp.ClientSession:

@@ -186,33 +186,25 @@ def compare(
     baselines: Sequence[SavedRun],
     candidates: Sequence[SavedRun],
     rng: np.random.Generator,
-    *,
-    num_resamples: int = 1000,
 ) -> list[Comparison]:
     """Compare runs of the same level; single runs are compared whatever their level.
 
     Where a result has a level several times, as a study of several lengths, the first is compared with the
     first, the second with the second.
 
-    Parameters
-    ----------
-    num_resamples : of the bootstrap; a fifth of them for gaps, which are many.
-
     Raises
     ------
     ConfigError : two sweeps have no run in common.
     """
     if len(baselines) == len(candidates) == 1:
-        return [compare_runs(baselines[0], candidates[0], rng, num_resamples=num_resamples)]
+        return [compare_runs(baselines[0], candidates[0], rng)]
     by_level: dict[tuple[Any, ...], deque[SavedRun]] = defaultdict(deque)
     for run in candidates:
         by_level[_level(run)].append(run)
     pairs = [(run, others.popleft()) for run in baselines if (others := by_level[_level(run)])]
     if not pairs:
         raise ConfigError("the two results have no run of the same data set and level in common")
-    return [
-        compare_runs(baseline, candidate, rng, num_resamples=num_resamples) for baseline, candidate in pairs
-    ]
+    return [compare_runs(baseline, candidate, rng) for baseline, candidate in pairs]
 
 
 def _level(run: SavedRun) -> tuple[Any, ...]:
@@ -221,9 +213,7 @@ def _level(run: SavedRun) -> tuple[Any, ...]:
     )
 
 
-def compare_runs(
-    baseline: SavedRun, candidate: SavedRun, rng: np.random.Generator, *, num_resamples: int
-) -> Comparison:
+def compare_runs(baseline: SavedRun, candidate: SavedRun, rng: np.random.Generator) -> Comparison:
     """Compare two runs number by number; see `compare`."""
     rows = [
         Row(key.replace("_", " "), value, candidate.throughputs[key], None, higher_is_better=True)
@@ -233,7 +223,7 @@ def compare_runs(
     for latency, value in baseline.latencies_ms.items():
         # Spreads are no gain or loss, single values no statistic, and P50 says what the median does.
         if latency in candidate.latencies_ms and latency.statistic not in {"std", "max", "median"}:
-            interval = _ratio_interval(baseline, candidate, latency, rng, num_resamples=num_resamples)
+            interval = _ratio_interval(baseline, candidate, latency, rng)
             name = f"{latency.statistic}_{latency.metric}_ms"
             rows.append(Row(name, value, candidate.latencies_ms[latency], interval, higher_is_better=False))
     before, after = baseline.settings, candidate.settings
@@ -246,19 +236,14 @@ def compare_runs(
 
 
 def _ratio_interval(
-    baseline: SavedRun,
-    candidate: SavedRun,
-    latency: LatencyStatistic,
-    rng: np.random.Generator,
-    *,
-    num_resamples: int,
+    baseline: SavedRun, candidate: SavedRun, latency: LatencyStatistic, rng: np.random.Generator
 ) -> tuple[float, float] | None:
     groups = [_groups(run.requests, latency.metric) for run in (baseline, candidate)]
     if not all(sum(map(len, group)) for group in groups):
         return None
     compute = _statistic(latency.statistic)
-    if latency.metric == "itl":  # pooled gaps are many: fewer resamples keep a comparison within seconds
-        num_resamples = max(num_resamples // 5, 1)
+    # Pooled gaps are many: fewer resamples keep a comparison within seconds.
+    num_resamples = 200 if latency.metric == "itl" else 1000
     old, new = (bootstrap_draws(group, compute, rng, num_resamples=num_resamples) for group in groups)
     valid = old > 0
     if not valid.any():

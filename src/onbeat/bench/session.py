@@ -18,10 +18,9 @@ from typing import NamedTuple, Protocol
 
 import aiohttp
 
-from onbeat.bench.bench_config import BenchConfig
+from onbeat.bench.bench_config import BenchConfig, choose_transport
 from onbeat.bench.bench_load import TEXT_DATASETS, BenchLoad, PromptTools, RunConfig, Workload, workload_of
 from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_session
-from onbeat.bench.objectives import choose_transport
 from onbeat.bench.payload import Conversation, Message, PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
 from onbeat.bench.record import JobOfCall, SentRequest, Status
@@ -33,7 +32,7 @@ from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
 from onbeat.metrics.jobs import JobSummary
 from onbeat.workload.job import Call, Job
-from onbeat.workload.job_load import summarise_calls
+from onbeat.workload.job_kinds import summarise_calls
 from onbeat.workload.load import JOB_LOADS
 from onbeat.workload.offered import JobRows, OfferedLoad
 from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool

@@ -1,6 +1,8 @@
-"""`onbeat bench`: load a server and report its latency; compare two results.
+"""`onbeat bench`: load a server and report its latency; compare two results; disturb it.
 
 Names and defaults of flags are those of `vllm bench serve` wherever it has the flag.
+
+`chaos` tells whether a server delivers each token once, whatever happens to it.
 """
 
 from __future__ import annotations
@@ -8,32 +10,37 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import aiohttp
 import numpy as np
 from rich.console import Console
 from rich.progress import TaskID
 
-from onbeat.bench.bench_config import BenchConfig, OutputOptions
+from onbeat.bench.bench_config import BenchConfig, OutputOptions, TargetConfig, key_headers
 from onbeat.bench.bench_load import RunConfig
+from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
+from onbeat.bench.client import why_no_answer
 from onbeat.bench.compare import compare, comparison_table, read_runs
+from onbeat.bench.history import End, ObservedAnswer, Violation, counts, violations
+from onbeat.bench.history import save as save_history
+from onbeat.bench.probe import choose_model, read_models
 from onbeat.bench.promise import check_promise, compare_pace, refuse_too_few
 from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun, default_file_name, request_columns
 from onbeat.bench.session import run_bench
-from onbeat.cli import chaos
-from onbeat.cli.args import FAILED, INTERRUPTED, natural
+from onbeat.cli.args import FAILED, INTERRUPTED, natural, server_root
 from onbeat.cli.options import add_options, read_options, read_value
 from onbeat.cli.outputs import check_writable, deliver, progress_bar, result_console, shown_settings
-from onbeat.core.errors import ConfigError, quoted
-from onbeat.core.options import change, changed, settings_of
+from onbeat.core.errors import ConfigError, counted, quoted
+from onbeat.core.options import change, changed, check, option, part, settings_of
 from onbeat.core.protocols import Tokenizer
 from onbeat.planner.plan_file import Promise, read_promise
-from onbeat.report.result import save, say, show_parts
+from onbeat.report.result import Column, filled_table, save, say, show_parts
 from onbeat.report.run_report import runs_result
 from onbeat.text.tokenizer import load_tokenizer
 
@@ -144,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_argument("candidate", type=Path, metavar="B.json")
     compare.add_argument("--seed", type=natural, default=0, help="random seed of the bootstrap")
     about = "check that a server delivers each token once while connections break and engines die"
-    chaos.add_arguments(commands.add_parser("chaos", help=about, description=about))
+    add_chaos_arguments(commands.add_parser("chaos", help=about, description=about))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
     if args.bench_command == "compare":
         return _compare(args)
     if args.bench_command == "chaos":
-        return chaos.run(args)
+        return run_chaos(args)
     return _serve(args)
 
 
@@ -265,3 +272,112 @@ def _compare(args: argparse.Namespace) -> int:
             ["note: intervals and verdicts need both results saved by bench serve with --save-detailed"],
         )
     return 0
+
+
+VIOLATED = 3
+MOST_SHOWN = 20
+_option = partial(option, group="chaos")
+_MEANING = {
+    End.WHOLE: "every token once, one end",
+    End.CANCELLED: "broken off by this client",
+    End.FAILED: "the server said so",
+    End.REFUSED: "before anything was answered",
+    End.CUT: "the connection ended; the client knows",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosOptions:
+    """What is done to the server."""
+
+    model: str | None = _option(None, help="model to ask for (default: the server's first)")
+    plan: ChaosPlan = part(ChaosPlan)
+    history: Path | None = _option(None, metavar="FILE.jsonl", help="write every request and its answer")
+
+    def __post_init__(self) -> None:
+        check(self, ChaosOptions)
+
+
+def add_chaos_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the sub-command."""
+    parser.add_argument(
+        "url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="the server's address"
+    )
+    add_options(parser, ChaosOptions)
+
+
+def run_chaos(args: argparse.Namespace) -> int:
+    """Disturb and check; return 0 if nothing is wrong, else 3."""
+    options, root = read_options(args, ChaosOptions), server_root(args.url)
+    check_writable({"--history": options.history})
+    console = result_console(highlight=False)
+    result = asyncio.run(_disturb(root, options, Console(stderr=True)))
+    if options.history is not None:
+        save_history(options.history, result.exchanges, result.known)
+    return _report(result, console)
+
+
+async def _disturb(root: str, options: ChaosOptions, console: Console) -> ChaosRun:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(headers=key_headers(), connector=connector, timeout=TIMEOUT) as session:
+        model = options.model or await _first_model(session, root)
+        with progress_bar(console, is_quiet=not console.is_terminal) as progress:
+            task = progress.add_task("chaos", total=options.plan.seconds, note="")
+            ended = 0
+
+            def tell(exchange: ObservedAnswer) -> None:
+                nonlocal ended
+                ended += 1
+                progress.update(task, completed=exchange.ended, note=counted(ended, "request"))
+
+            chaos = Chaos(session, root, model, options.plan, tell)
+            await chaos.learn()
+            await chaos.run()
+            await chaos.settle()
+            return chaos.result
+
+
+async def _first_model(session: aiohttp.ClientSession, root: str) -> str:
+    try:
+        async with session.get(f"{root}/v1/models") as response:
+            if response.status != 200:
+                raise ConfigError(f"{root}/v1/models answers {response.status}; name the model with --model")
+            target = TargetConfig(base_url=root)
+            return choose_model(target, await read_models(f"{root}/v1/models", response))
+    except aiohttp.ClientError as error:
+        problem = why_no_answer(error)
+        raise ConfigError(f"no server answers at {root} ({problem}); start one, or name another") from error
+
+
+def _report(result: ChaosRun, console: Console) -> int:
+    found = counts(result.exchanges)
+    rows = [(str(found[end]), end.value, meaning) for end, meaning in _MEANING.items() if found[end]]
+    columns = (Column("", "requests"), Column("", "ended", str), Column("", "meaning", str))
+    console.print(filled_table(columns, rows))
+    if result.kills:
+        failed = sum(code != 0 for _, code in result.kills)
+        console.print(
+            f"the command was run {counted(len(result.kills), 'time')}"
+            + (f", {counted(failed, 'time')} it failed" if failed else "")
+        )
+    if result.unsteady:
+        console.print(
+            f"{counted(result.unsteady, 'prompt')} left out: undisturbed, two answers to it differed"
+        )
+    wrong = violations(result.exchanges, result.known)
+    if result.still_open:
+        wrong.append(
+            Violation(-1, f"{counted(result.still_open, 'request')} open long after the client had gone")
+        )
+    for each in wrong[:MOST_SHOWN]:
+        who = f"request {each.exchange}: " if each.exchange >= 0 else ""
+        console.print(f"{who}{each.what}", style="red", markup=False)
+    if len(wrong) > MOST_SHOWN:
+        console.print(f"and {len(wrong) - MOST_SHOWN} more; --history FILE.jsonl has all")
+    checked = len(result.exchanges)
+    console.print(
+        f"{counted(len(wrong), 'violation')} in {counted(checked, 'request')}: "
+        + ("tokens were lost, doubled or changed" if wrong else "no token lost, doubled or reordered"),
+        style="bold red" if wrong else "bold green",
+    )
+    return VIOLATED if wrong else 0

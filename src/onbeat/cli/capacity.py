@@ -19,7 +19,7 @@ from onbeat.cli.answers import promise_text
 from onbeat.cli.args import INFEASIBLE, INTERRUPTED
 from onbeat.cli.capacity_output import CapacityReport, answer_of, capacity_result
 from onbeat.cli.options import add_options, read_options, read_value
-from onbeat.cli.simulate_options import add_simulation_arguments
+from onbeat.cli.simulate import add_simulation_arguments
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
 from onbeat.core.hints import likely_meant

@@ -12,9 +12,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, SearchEnd
 from onbeat.planner.cases import Labels, case_name, short_name
 from onbeat.planner.prices import Price, Prices
+from onbeat.report.charts import KEPT_TITLE, capacity_marks, with_promise
 from onbeat.report.plot import QUEUE_COLOUR, Figure, axis, figure, latency_axis, rounded, series, with_limits
 from onbeat.report.result import Column, Lines, Plots, Result, Section, Table
-from onbeat.report.sweep_charts import KEPT_TITLE, capacity_marks, with_promise
 from onbeat.report.units import NOTHING, significant
 
 RATE = "requests/s"

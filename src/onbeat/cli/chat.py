@@ -20,8 +20,8 @@ import aiohttp
 import orjson
 from rich.console import Console
 
-from onbeat.bench.bench_config import TargetConfig
-from onbeat.bench.client import key_headers, why_no_answer
+from onbeat.bench.bench_config import TargetConfig, key_headers
+from onbeat.bench.client import why_no_answer
 from onbeat.bench.probe import choose_model, read_models
 from onbeat.bench.stream import EventStreamParser, error_code, error_text
 from onbeat.cli.args import FAILED, server_root

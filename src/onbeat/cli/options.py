@@ -35,18 +35,16 @@ def add_options(
     kind: type[Any],
     *,
     only: Collection[str] | None = None,
-    group: str | None = None,
 ) -> None:
     """Add the flags of the settings that a dataclass declares, each to its group.
 
     Parameters
     ----------
     only : fields to add; None adds all.
-    group : title of the group that takes them all; None leaves each to its own.
     """
     for setting in settings_of(kind):
         if setting.is_open and (only is None or setting.name in only):
-            find_group(parser, group or setting.option.group).add_argument(
+            find_group(parser, setting.option.group).add_argument(
                 setting.flag, *setting.option.aliases, **_arguments(setting)
             )
 
@@ -70,16 +68,12 @@ def read_options(args: argparse.Namespace, kind: type[T], **others: Any) -> T:
     ------
     ConfigError : a value that the dataclass refuses.
     """
-    return make(kind, **(given_options(args, kind) | others))
-
-
-def given_options(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
-    """Return the value of each setting of a dataclass for which there is a flag."""
-    return {
+    given = {
         setting.name: setting.inside(getattr(args, setting.key))
         for setting in settings_of(kind)
         if hasattr(args, setting.key)
     }
+    return make(kind, **(given | others))
 
 
 def read_value(setting: Setting, text: str) -> Any:

@@ -28,7 +28,6 @@ from onbeat.core.kinds import ReplicaGroup
 from onbeat.core.options import changed, check, option, part, settings_of
 from onbeat.core.slo import SLO_CLASSES
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.planner.buckets import buckets_of
 from onbeat.planner.fleet_plan import PlanSearch
 from onbeat.planner.fleets import search_fleet
 from onbeat.planner.objectives import ShareObjective, parse_objective
@@ -36,7 +35,7 @@ from onbeat.planner.parallel import Pool
 from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
 from onbeat.planner.plan_task import PlanInterrupted, PlannedFleet, PlanProgress, PlanTask
 from onbeat.planner.prices import Prices
-from onbeat.planner.units import choices_of, longest_request, make_units, rate_unit
+from onbeat.planner.units import buckets_of, choices_of, longest_request, make_units, rate_unit
 from onbeat.report.result import ResultOptions
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.deployment import AUTO, Deployment

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from onbeat.cli.args import INTERRUPTED, PASSED_ON, add_config_flag
 from onbeat.cli.engine_args import add_model_arguments, find_model
 from onbeat.cli.options import add_options, read_options
-from onbeat.cli.outputs import check_writable, files_of, result_console
+from onbeat.cli.outputs import check_writable, files_of, progress_bar, result_console
 from onbeat.cli.profile_from import FromOptions, record, run_from, save_profile
 from onbeat.cli.step_socket import is_address
 from onbeat.core.errors import ConfigError, counted
@@ -373,24 +372,12 @@ def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
         lambda text: console.print(text, markup=False)
     )
     settings = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
-    with _progress_bar(console) as bar:
-        task = bar.add_task("measuring steps", total=1.0)
-        result = profile_model(loaded, settings, lambda share: bar.update(task, completed=share))
-        bar.update(task, completed=1.0, description="measured and fitted")
+    with progress_bar(console, refresh_per_second=1) as bar:
+        task = bar.add_task("measuring steps, %", total=100, note="")
+        result = profile_model(loaded, settings, lambda share: bar.update(task, completed=100 * share))
+        bar.update(task, completed=100, description="measured and fitted")
     _say_what_was_cut(loaded, settings, result, console)
     return result
-
-
-def _progress_bar(console: Console) -> Progress:
-    # Drawing takes time from the steps that are measured.
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        refresh_per_second=1,
-    )
 
 
 def _say_what_was_cut(

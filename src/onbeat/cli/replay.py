@@ -25,8 +25,13 @@ from onbeat.recording.fleet_log import FILE_KIND, FleetRecording, read_header
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.reader import Recording
 from onbeat.report.result import Column, Lines, Part, Result, Section, Table
-from onbeat.simulator.replay.decisions import Replay, ReplayResult, scheduler_config
-from onbeat.simulator.replay.fleet_replay import FleetReplay, replay_fleet
+from onbeat.simulator.replay.decisions import (
+    FleetReplay,
+    Replay,
+    ReplayResult,
+    replay_fleet,
+    scheduler_config,
+)
 from onbeat.simulator.replay.forecast import (
     COMPARED,
     Forecast,

@@ -1,4 +1,7 @@
-"""`onbeat simulate`: what a configuration would do under a load, without the hardware."""
+"""`onbeat simulate`: what a configuration would do under a load, without the hardware.
+
+The flags that say what is simulated are those of `onbeat capacity`, too.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,20 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from onbeat.cli.args import INTERRUPTED
-from onbeat.cli.options import add_options, read_options
+from onbeat.cli.args import INTERRUPTED, add_config_flag
+from onbeat.cli.options import add_options, find_group, read_options
 from onbeat.cli.outputs import check_writable, deliver, files_of, progress_bar, shown_settings
-from onbeat.cli.simulate_options import SimulateOptions, add_simulation_arguments
 from onbeat.core.errors import counted
+from onbeat.core.options import option
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.metrics.attainment import count_missed
 from onbeat.metrics.jobs import JobSummary, lines_of_jobs
@@ -30,20 +34,42 @@ from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.speculative import draft_pass
 from onbeat.perfmodel.utilisation import StepOperations
 from onbeat.recording.fleet_log import fleet_record, plain
-from onbeat.report.result import Fact, Facts
+from onbeat.report.result import Fact, Facts, ResultOptions
 from onbeat.report.run import SCHEDULED, Level, Run, RunHeader
 from onbeat.report.run_report import runs_result
 from onbeat.report.units import exact_percent, significant, whole_percent
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.idle import IdleReplica
-from onbeat.simulator.observer import OnRequests, StepsWanted
+from onbeat.simulator.observer import OnRequests, SimulationObserver
 from onbeat.simulator.resolve import Resolved, resolve_for, step_times_text
 from onbeat.simulator.result import RunOutcomes, SimulationResult, tell_outcomes
 from onbeat.simulator.simulate import simulate
-from onbeat.workload.job_kinds import LANES
-from onbeat.workload.job_load import summarise_calls
+from onbeat.workload.job_kinds import LANES, summarise_calls
 from onbeat.workload.load import Load
 from onbeat.workload.offered import OfferedLoad
+
+_option = partial(option, group="output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions(ResultOptions):
+    """How `onbeat simulate` runs, and what it writes."""
+
+    label: str | None = _option(None, help="name of the run in files and reports")
+    records: Path | None = _option(None, metavar="FILE", help="save every request (JSON lines; .gz packs)")
+    timeline: Path | None = _option(None, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    record: Path | None = _option(
+        None, metavar="FILE", help="write what the fleet decides, for onbeat replay"
+    )
+
+
+def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is simulated and under which load: all flags that `simulate` and `capacity` share."""
+    add_config_flag(parser)
+    find_group(parser, "model and devices")  # the first in --help
+    add_options(parser, Deployment)
+    find_group(parser, "data set")
+    add_options(parser, Load)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,10 +175,8 @@ def _progress(console: Console, *, is_quiet: bool, num_requests: int) -> Iterato
         yield on_progress
 
 
-class TimelineObserver:
+class TimelineObserver(SimulationObserver):
     """Writes a simulated run as a live run is written."""
-
-    wanted_steps: StepsWanted = "all"
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -198,7 +222,7 @@ def as_run(
     """Return a simulated run in the form in which measured runs are shown."""
     # Virtual time of an interrupted run may be 0.
     summary = summarise(result.records, duration=max(result.duration, 1e-9), options=options)
-    idle = IdleReplica.of(simulation.step_time, simulation.config)
+    idle = IdleReplica(simulation.step_time, simulation.config)
     outcomes = tell_outcomes(summary, result.records, idle)
     machine = Facts("Replicas", _machine_facts(simulation, result))
     drafts = Facts("Speculation", _draft_facts(simulation, result), key="speculation")

@@ -5,10 +5,11 @@ They come from package indexes, which can be reached where model hubs cannot.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from onbeat.files import cache_dir
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """What is served when no model is named."""
@@ -94,9 +95,7 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {model.name: model for model in _MODELS
 
 def models_dir() -> Path:
     """Return the directory of fetched models: `$XDG_CACHE_HOME/onbeat/models`, or under `~/.cache`."""
-    # The XDG specification: a relative path is invalid and must be ignored.
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "onbeat" / "models"
+    return cache_dir() / "models"
 
 
 def cached_file(model: KnownModel) -> Path | None:

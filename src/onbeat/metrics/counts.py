@@ -22,11 +22,10 @@ from onbeat.metrics.histogram import (
     TOKENS,
     Histogram,
 )
-from onbeat.metrics.policy_counts import PolicyCounts
+from onbeat.metrics.policy_counts import PolicyCounts, SpeculationCounts
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.slo_counts import UNNAMED, SLOCounts
-from onbeat.metrics.speculation_counts import SpeculationCounts
-from onbeat.metrics.tracker import REFUSALS
+from onbeat.metrics.tracker import REFUSALS, RunListener
 from onbeat.output import num_dropped_lines
 
 FINISHES = ("stop", "length", "abort", "error", "rejected", "expired")
@@ -193,7 +192,7 @@ class ServerCounts:
 
 
 @dataclass(slots=True)
-class RunCounts:
+class RunCounts(RunListener):
     """A `metrics.tracker.RunListener` that counts.
 
     Parameters
@@ -379,12 +378,6 @@ class RunCounts:
         """Count an open request; the rest waits until it has run."""
         self.num_open += 1
         self.slo.on_request(record)
-
-    def on_preemption(self, _record: RequestRecord, _now: float) -> None:
-        """Preemptions are counted by step, those of unknown requests included."""
-
-    def on_relegation(self, _record: RequestRecord, _now: float) -> None:
-        """Relegations are counted by the policy."""
 
     def on_refusal(self, _record: RequestRecord, reason: str) -> None:
         """Count a refusal."""

@@ -65,18 +65,17 @@ def describe(values: Array, percentiles: Sequence[float] = (), *, overwrite: boo
     )
 
 
-def student_half_width(values: ArrayLike, level: float = LEVEL) -> float:
-    """Return half the width of Student's t interval of the mean of independent values.
+def student_half_width(values: ArrayLike) -> float:
+    """Return half the width of the interval of the mean of independent values at `LEVEL`, by Student's t.
 
     Parameters
     ----------
     values : at least two.
-    level : confidence, in (0, 1).
     """
     stdtrit = require("scipy.special", extra="plan", purpose="an interval of confidence").stdtrit
     values = np.asarray(values, dtype=np.float64)
     count = values.size
-    return float(stdtrit(count - 1, (1 + level) / 2)) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    return float(stdtrit(count - 1, (1 + LEVEL) / 2)) * float(np.std(values, ddof=1)) / math.sqrt(count)
 
 
 def percentile(values: ArrayLike, p: float) -> float:

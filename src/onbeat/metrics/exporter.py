@@ -22,8 +22,8 @@ from onbeat.metrics.counts import EngineCounts, RunCounts, ServerCounts
 from onbeat.metrics.declare import VLLM, Labels, Metric, declared, gauge, info, samples
 from onbeat.metrics.fleet_counts import FleetCounts, FleetGauges
 from onbeat.metrics.merge import Others, Sample, flat
+from onbeat.metrics.policy_counts import SpeculationCounts
 from onbeat.metrics.slo_counts import RecentObjectives
-from onbeat.metrics.speculation_counts import SpeculationCounts
 from onbeat.version import __version__
 
 _FAMILIES: dict[str, type[Any]] = {

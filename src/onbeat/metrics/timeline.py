@@ -24,12 +24,13 @@ from onbeat.core.fleet import replica_id
 from onbeat.core.slo import Fate
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
+from onbeat.metrics.tracker import RunListener
 
 _REQUESTS = 1
 """Process number of the requests' tracks; those of the replicas' steps and counters come after it."""
 
 
-class Timeline:
+class Timeline(RunListener):
     """A `metrics.tracker.RunListener` that writes Chrome's trace event format.
 
     Parameters
@@ -129,9 +130,6 @@ class Timeline:
     def on_refusal(self, record: RequestRecord, reason: str) -> None:
         """Remember why; the end of the request shows it."""
         self._refusals[record.request_id] = reason
-
-    def on_leave(self, _record: RequestRecord) -> None:
-        """Write nothing: a request's span lasts until its end, which follows."""
 
     def on_finish(self, record: RequestRecord) -> None:
         """End a request's span and free its track."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from onbeat.core.errors import Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.request import FinishReason, Request, RequestOutput
@@ -16,8 +15,10 @@ REFUSALS = ("slo_unattainable", "deadline_exceeded", "queue_too_long", "queue_fu
 without being in time; the queue's hard limits; nobody is there to serve them."""
 
 
-class RunListener(Protocol):
-    """Hears of steps and requests in the order in which things happened."""
+class RunListener:
+    """Hears of steps and requests in the order in which things happened; by itself it does nothing."""
+
+    __slots__ = ()
 
     def on_request(self, record: RequestRecord, /) -> None:
         """Hear of a request that went to the engine."""

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.step import BatchShape
-from onbeat.files import read
+from onbeat.files import cache_dir, read
 from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, ProductRates
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.precision import Precision
@@ -197,13 +197,6 @@ class _File(Table, kw_only=True):
             MeasuredStep(BatchShape(**dict(zip(names, map(int, row), strict=False))), row[-1])
             for row in self.steps
         )
-
-
-def cache_dir() -> Path:
-    """Return where everything is that can be had again: `$XDG_CACHE_HOME/onbeat`, or under `~/.cache`."""
-    # The XDG specification: a relative path is invalid and must be ignored.
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "onbeat"
 
 
 def profiles_dir() -> Path:

@@ -29,7 +29,7 @@ import msgspec
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.step import BatchShape
-from onbeat.files import read_csv, read_lines
+from onbeat.files import csv_rows, read_lines, read_text
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.typed import Count, NotNegative, convert, decode
 
@@ -364,9 +364,9 @@ def read_step_table(path: Path) -> StepStream:
     ConfigError : no such file, not a CSV, a missing column, a line of another width, no lines, or a value
         that is no count or no time; names the file, line, column and value.
     """
-    steps = []
-    for line, cells in read_csv(
-        path, "the table of steps", columns=COLUMNS, together=MIXED_COLUMNS, rows="steps", hint=_TABLE_HINT
+    steps, text = [], read_text(path, "the table of steps")
+    for line, cells in csv_rows(
+        path, text, columns=COLUMNS, together=MIXED_COLUMNS, rows="steps", hint=_TABLE_HINT
     ):
         row = _Row(f"{path}, line {line}", cells)
         steps.append(LoggedStep(row.shape(), row.seconds()))

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple, Protocol
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change
 from onbeat.core.slo import DEFAULT_SHED_ORDER
-from onbeat.core.step import StepStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.planner.objectives import Allowance, Objective, Verdict
 from onbeat.planner.search import Stopped
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.observer import StepsWanted
+from onbeat.simulator.observer import SimulationObserver, StepsWanted
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
@@ -68,9 +67,9 @@ def short_name(setting: str) -> str:
     return _SHORT_NAMES.get(setting, setting)
 
 
-def case_name(labels: Labels, default: str = "as given") -> str:
+def case_name(labels: Labels) -> str:
     """Return what sets a case apart, in one line."""
-    return ", ".join(f"{short_name(name)} {value}" for name, value in labels) or default
+    return ", ".join(f"{short_name(name)} {value}" for name, value in labels) or "as given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +185,7 @@ class ObjectiveMissed(Exception):
         self.verdict, self.records = verdict, records
 
 
-class MissCounter:
+class MissCounter(SimulationObserver):
     """An observer that ends a run by raising `ObjectiveMissed`.
 
     Ended requests are counted in batches, beside those under way that are lost: under overload they end late.
@@ -212,9 +211,6 @@ class MissCounter:
     def on_request(self, record: RequestRecord) -> None:
         """Take note of a request that may be lost before it ends."""
         self._open[record.request_id] = record
-
-    def on_step(self, replica: int, stats: StepStats) -> None:
-        pass
 
     def on_finish(self, record: RequestRecord) -> None:
         """Count an ended request.

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import changed
-from onbeat.planner.buckets import Bucket, buckets_of, rows_of
 from onbeat.planner.fleets import FleetCase, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
 from onbeat.planner.mix import solve_mix
 from onbeat.planner.mix_search import MixSearch, Parts, everything, most_of, problem_of, unservable
@@ -22,10 +21,13 @@ from onbeat.planner.parallel import Pool, Worker
 from onbeat.planner.plan_task import CostAt, FleetPlan, PlanInterrupted, PlannedFleet, PlanProgress, PlanTask
 from onbeat.planner.search import Bracket, SearchOptions
 from onbeat.planner.units import (
+    Bucket,
     RatedUnit,
+    buckets_of,
     longest_request,
     pools_for,
     rate_unit,
+    rows_of,
     share_in_time,
     without_dominated,
 )

@@ -23,10 +23,9 @@ from math import ceil, inf
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.planner.buckets import Bucket
 from onbeat.planner.mix import Counts, Mix, MixProblem, lower_bound, solve_mix
 from onbeat.planner.plan_task import PlannedFleet, PlanProgress, PlanTask
-from onbeat.planner.units import RatedUnit, Unit, longest_request
+from onbeat.planner.units import Bucket, RatedUnit, Unit, longest_request
 
 Parts = tuple[tuple[Unit, int], ...]
 

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.slo import SLO_CLASSES, SLOMode
-from onbeat.files import read, read_bytes
+from onbeat.files import read, read_bytes, write
 from onbeat.typed import NotNegative, Share, convert
 from onbeat.workload.slo_config import read_slo_config
 
@@ -64,11 +64,7 @@ def write_plan(path: Path, serve: Mapping[str, Any], plan: Mapping[str, Any]) ->
     text = HEAD.format(name=path.name) + yaml.safe_dump(
         {**serve, SECTION: sealed}, sort_keys=False, width=110, allow_unicode=True
     )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    write(path, text)
 
 
 def read_promise(path: Path) -> Promise:

@@ -11,12 +11,11 @@ import numpy as np
 from onbeat.core.errors import OnbeatError
 from onbeat.core.fleet import PoolSizes
 from onbeat.metrics.distribution import student_half_width
-from onbeat.planner.buckets import Bucket
 from onbeat.planner.fleets import FleetCase, FleetRun
 from onbeat.planner.mix import DEFAULT_SLICES
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.search import Bracket, rate_interval
-from onbeat.planner.units import RatedUnit, Unit
+from onbeat.planner.units import Bucket, RatedUnit, Unit
 from onbeat.workload.offered import OfferedLoad
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
-from onbeat.metrics.distribution import LEVEL, student_half_width
+from onbeat.metrics.distribution import student_half_width
 from onbeat.planner.objectives import Verdict
 
 Judge = Callable[[float], Verdict]
@@ -163,7 +163,7 @@ class _Search:
         return verdict.is_met
 
 
-def rate_interval(brackets: Sequence[Bracket], *, level: float = LEVEL) -> tuple[float, tuple[float, float]]:
+def rate_interval(brackets: Sequence[Bracket]) -> tuple[float, tuple[float, float]]:
     """Return the mean capacity and its interval.
 
     The mean is that of the lower ends: rates that were seen to work. With one repeat the interval is its
@@ -173,13 +173,12 @@ def rate_interval(brackets: Sequence[Bracket], *, level: float = LEVEL) -> tuple
     Parameters
     ----------
     brackets : one a repeat, at least one.
-    level : confidence, in (0, 1).
     """
     lows = np.array([bracket.low for bracket in brackets])
     highs = np.array([bracket.high for bracket in brackets])
     rate = float(lows.mean())
     if len(brackets) == 1 or not np.isfinite(highs).all():
         return rate, (float(lows.min()), float(highs.max()))
-    low = rate - student_half_width(lows, level)
-    high = float(highs.mean()) + student_half_width(highs, level)
+    low = rate - student_half_width(lows)
+    high = float(highs.mean()) + student_half_width(highs)
     return rate, (max(0.0, low), high)

@@ -4,6 +4,8 @@ A unit is one replica of the model on so many devices of a type. Its rate for a 
 steady state: as many streams as memory and the TBT objective allow, and beside them as many prompt tokens in
 each step as keep them going. It knows nothing of queues; a search for the rate that a unit keeps up under the
 whole load says by how much it is too high or too low (`calibrated`).
+
+The load is cut into buckets of requests of like size and equal objectives.
 """
 
 from __future__ import annotations
@@ -24,13 +26,66 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import is_spec_file
 from onbeat.perfmodel.memory import Choices
-from onbeat.planner.buckets import Bucket
 from onbeat.planner.prices import Prices
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.resolve import resolve
 from onbeat.workload.offered import OfferedLoad
+
+PROMPT_EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+"""Upper ends of the ranges of prompt tokens; the last range has none."""
+OUTPUT_EDGES = (16, 64, 128, 256, 512, 1024, 2048)
+"""The same of output tokens."""
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Requests that the planner takes to be alike."""
+
+    share: float
+    """Of all requests, in (0, 1]."""
+    num_prompt_tokens: int
+    """Their mean, rounded."""
+    num_output_tokens: int
+    slo: SLO
+    rows: Rows
+    """Of the load."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_prompt_tokens} in, {self.num_output_tokens} out"
+
+
+def buckets_of(load: OfferedLoad) -> tuple[Bucket, ...]:
+    """Return the buckets that hold requests, by class of objectives, prompt and output."""
+    prompts = np.searchsorted(PROMPT_EDGES, load.num_prompt_tokens)
+    outputs = np.searchsorted(OUTPUT_EDGES, load.num_output_tokens)
+    classes = np.zeros(len(load), np.int64) if load.class_ids is None else load.class_ids.astype(np.int64)
+    keys = np.stack([classes, prompts, outputs], axis=1)
+    _, bucket_of_row = np.unique(keys, axis=0, return_inverse=True)
+    bucket_of_row = bucket_of_row.reshape(-1)
+    buckets = []
+    for number in range(int(bucket_of_row.max()) + 1):
+        rows = np.flatnonzero(bucket_of_row == number)
+        buckets.append(
+            Bucket(
+                share=len(rows) / len(load),
+                num_prompt_tokens=round(float(load.num_prompt_tokens[rows].mean())),
+                num_output_tokens=round(float(load.num_output_tokens[rows].mean())),
+                slo=load.slo(int(rows[0])) or SLO(),
+                rows=rows,
+            )
+        )
+    return tuple(buckets)
+
+
+def rows_of(buckets: Sequence[Bucket]) -> Rows:
+    """Return the rows of some buckets, in the order of the load."""
+    return np.sort(np.concatenate([bucket.rows for bucket in buckets]))
+
 
 Array = NDArray[np.float64]
 
@@ -158,7 +213,7 @@ def _claimed(rated: RatedUnit) -> Array:
 def share_in_time(unit: Unit, load: OfferedLoad) -> float:
     """Return the share of requests whose objectives a unit keeps that has nothing else to do."""
     simulation = resolve(unit.settings)
-    idle = IdleReplica.of(simulation.step_time, simulation.config)
+    idle = IdleReplica(simulation.step_time, simulation.config)
     rows = zip(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist(), strict=True)
     late = sum(
         idle.is_infeasible(load.slo(row) or SLO(), num_prompt, num_output)
@@ -171,7 +226,7 @@ def rate_unit(unit: Unit, buckets: Sequence[Bucket]) -> RatedUnit:
     """Return a unit with its steady rates."""
     simulation = resolve(unit.settings)
     scheduler, host = simulation.config.scheduler, simulation.config.host_overhead
-    idle = IdleReplica.of(simulation.step_time, simulation.config)
+    idle = IdleReplica(simulation.step_time, simulation.config)
     rates = [
         _steady_rate(simulation.step_time, scheduler, host, bucket)
         if _can_serve(idle, scheduler, bucket)

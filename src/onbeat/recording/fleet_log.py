@@ -26,7 +26,7 @@ import orjson
 
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import ConfigError
-from onbeat.recording.lines import gzip_lines
+from onbeat.recording.reader import gzip_lines
 from onbeat.recording.writer import LOGGED_BYTES
 from onbeat.typed import INFINITY, Number, Table, decode
 from onbeat.version import __version__

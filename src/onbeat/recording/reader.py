@@ -1,16 +1,54 @@
-"""Read a record file back: its header at once, its calls one by one."""
+"""Read a record file back: its header at once, its calls one by one.
+
+Lines are read as far as they go: a file whose writer was killed ends in the middle.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from onbeat.background_file import GZIP_FORMAT
 from onbeat.core.errors import ConfigError, quoted
+from onbeat.files import GZIP_MAGIC
 from onbeat.recording import log
-from onbeat.recording.lines import gzip_lines
 from onbeat.typed import convert, decode
+
+_CHUNK_BYTES = 2**18
+
+
+def gzip_lines(path: Path) -> Iterator[bytes]:
+    r"""Yield the lines of a file, without the last one if that has no ``\n``.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, is not gzip, or is damaged.
+    """
+    num_lines, rest, decompressor = 0, b"", zlib.decompressobj(GZIP_FORMAT)
+    try:
+        with path.open("rb") as file:
+            data = file.read(_CHUNK_BYTES)
+            if not data.startswith(GZIP_MAGIC):
+                raise ConfigError(
+                    f"{path} is not a record: it is {'empty' if not data else 'not a gzip file'}; "
+                    "give a file that `onbeat serve --record FILE` has written"
+                )
+            while data and not decompressor.eof:
+                *lines, rest = (rest + decompressor.decompress(data)).split(b"\n")
+                for line in lines:
+                    num_lines += 1
+                    yield line
+                data = file.read(_CHUNK_BYTES)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give a readable file") from error
+    except zlib.error as error:
+        raise ConfigError(
+            f"{path} is damaged after line {num_lines} ({error}); record the run again"
+        ) from error
+
 
 _LINE: Any = log.Call | log.Trailer
 _HINT = "; give a file that `onbeat serve --record FILE` has written"

@@ -13,7 +13,7 @@ from typing import Literal
 
 import orjson
 
-from onbeat.core.errors import ConfigError
+from onbeat.files import write
 from onbeat.report.plot import Figure
 from onbeat.report.result import INTERRUPTED, Beside, Column, Facts, Lines, Part, Plots, Result, Table
 
@@ -40,11 +40,7 @@ def write_page(result: Result, path: Path) -> None:
     ------
     ConfigError : the file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_Page().render(result), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    write(path, _Page().render(result))
 
 
 class _Page:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
+from onbeat.files import write
 from onbeat.report.plot import Figure
 from onbeat.report.units import NOTHING, number
 from onbeat.version import __version__
@@ -198,12 +198,7 @@ def write_document(path: Path, document: Mapping[str, Any], *, append: bool = Fa
     ConfigError : the file cannot be written.
     """
     option = orjson.OPT_SERIALIZE_NUMPY | (0 if append else orjson.OPT_INDENT_2)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab" if append else "wb") as file:
-            file.write(orjson.dumps(document, option=option) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    write(path, orjson.dumps(document, option=option) + b"\n", append=append)
 
 
 def show(result: Result, console: Console) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
 from onbeat.metrics.distribution import percentile_name
 from onbeat.metrics.summary import METRICS, LatencyStatistic
-from onbeat.report import charts, plot, sweep_charts
+from onbeat.report import charts, plot
 from onbeat.report.objectives import limits_of, run_text
 from onbeat.report.result import Beside, Column, Facts, Lines, Plots, Result, Section, Table
 from onbeat.report.run import CLIENT_QUEUE, AnyRun, outcome_values, run_facts
@@ -271,8 +271,8 @@ def _sweep_sections(runs: Sequence[AnyRun]) -> list[Section]:
     sections = []
     loads = group_by_load(runs)
     for load, members in loads.items():
-        figures = [sweep_charts.tradeoff_figure(members, each, title) for each, title in TRADEOFFS.items()]
-        kept = [sweep_charts.kept_figure(members), sweep_charts.goodput_figure(members)]
+        figures = [charts.tradeoff_figure(members, each, title) for each, title in TRADEOFFS.items()]
+        kept = [charts.kept_figure(members), charts.goodput_figure(members)]
         title = f"Latency against throughput: {load}"
         sections.append(Section(title, [Plots(kept, per_row=2), Plots(figures)]))
     lines = []

@@ -19,7 +19,7 @@ from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
 from onbeat.server import middleware
 from onbeat.server.chat import chat_routes
 from onbeat.server.completions import completion_routes
-from onbeat.server.embeddings import embedding_routes
+from onbeat.server.embeddings import RERANK_PATHS, SCORE_PATHS, embedding_routes, score_routes
 from onbeat.server.engine_watch import EngineHealth, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import adapter_routes, fleet_routes
@@ -31,7 +31,6 @@ from onbeat.server.prompts import PromptEncoder
 from onbeat.server.rate_limits import RATE_HEADERS
 from onbeat.server.reply import reply_style
 from onbeat.server.responses import response_routes
-from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, score_routes
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.status import health_routes, home_routes, model_routes

@@ -85,11 +85,6 @@ def num_bytes_of(raw: Raw, wanted: bytes) -> int:
     return len(raw.translate(None, bytes(set(range(256)) - set(wanted))))
 
 
-def has_many_marks(raw: Raw) -> bool:
-    """Return whether JSON is to be counted, by a look that takes little."""
-    return num_bytes_of(raw, b"".join(marks for marks, _, _ in _MOST_MARKS)) > MAX_JSON_PARTS
-
-
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -131,7 +126,8 @@ async def read_json_object(request: Request) -> dict[str, Any]:
     raw = await _read_body(request)
     context_of(request.scope).num_body_bytes = len(raw)
     turns = Turns()
-    if has_many_marks(raw):
+    # a look that takes little says whether JSON is to be counted
+    if num_bytes_of(raw, b"".join(marks for marks, _, _ in _MOST_MARKS)) > MAX_JSON_PARTS:
         await asyncio.to_thread(JsonReader("the body").count, raw)
     await turns.rest()
     try:
@@ -139,9 +135,8 @@ async def read_json_object(request: Request) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
-        raise InvalidRequest(
-            f"the body is a JSON {_json_type(body)}; it must be an object", code="invalid_json"
-        )
+        kind = _JSON_TYPES.get(type(body), "number")
+        raise InvalidRequest(f"the body is a JSON {kind}; it must be an object", code="invalid_json")
     await turns.rest()
     if num_bytes_of(raw, b"{[") > MAX_JSON_LEVELS and is_nested_too_deep(body):
         raise InvalidRequest(
@@ -191,6 +186,4 @@ async def _read_body(request: Request) -> bytearray:
     return body
 
 
-def _json_type(value: object) -> str:
-    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+_JSON_TYPES = {list: "array", str: "string", bool: "boolean", type(None): "null"}

@@ -353,7 +353,8 @@ def _first_error(error: ValidationError, cures: Mapping[str, str]) -> InvalidReq
     wrong = partial(InvalidRequest, param=param, code="invalid_value", field=field)
     if first["type"] == "value_error":
         return wrong(str(first["ctx"]["error"]))
-    if first["type"] == "int_type" and _is_beyond_64_bits(first["input"]):
+    given = first["input"]  # an integer that JSON's reader could only keep as a float
+    if first["type"] == "int_type" and isinstance(given, float) and abs(given) >= 2**63:
         return wrong("{field} is a number of more than 64 bits; send a smaller one")
     causes = [part for part in (first, *others) if part["loc"][:1] == first["loc"][:1]]
     told = [cause for cause in causes if cause["type"] not in ("missing", "extra_forbidden")]
@@ -380,11 +381,6 @@ def _of_meant_member(errors: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[st
         if len(meant) == 1:
             return meant[0]
     return errors
-
-
-def _is_beyond_64_bits(value: object) -> bool:
-    """Return whether a number may have been an integer that JSON's reader could only keep as a float."""
-    return isinstance(value, float) and abs(value) >= 2**63
 
 
 def _param(location: Sequence[int | str]) -> str | None:

@@ -30,20 +30,14 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.is_draining = False
+        """Whether new generations are refused from now on."""
         self.num_open = 0
         """HTTP requests that are generating now."""
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        """Set while no generation is open."""
+        self.idle.set()
         self._tasks: set[asyncio.Task[object]] = set()
         self._aborted: set[asyncio.Task[object]] = set()
-
-    def start_draining(self) -> None:
-        """Refuse new generations from now on."""
-        self.is_draining = True
-
-    async def wait_until_idle(self) -> None:
-        """Return when no generation is open."""
-        await self._idle.wait()
 
     def check_open(self) -> None:
         """Raise `Overloaded` if the server is going down."""
@@ -70,7 +64,7 @@ class Lifecycle:
         task = _this_task()
         self.num_open += 1
         self._tasks.add(task)
-        self._idle.clear()
+        self.idle.clear()
         try:
             with self.telling_abort():
                 yield
@@ -79,7 +73,7 @@ class Lifecycle:
             self._aborted.discard(task)
             self.num_open -= 1
             if self.num_open == 0:
-                self._idle.set()
+                self.idle.set()
 
     @contextmanager
     def telling_abort(self) -> Iterator[None]:

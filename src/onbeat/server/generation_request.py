@@ -64,16 +64,14 @@ def _checked_bias(value: Any) -> dict[int, float] | None:
         raise ValueError(
             f"logit_bias has the key{'s' * (len(keys) > 1)} {first_of(keys)}; keys are token ids"
         )
-    if off := {key: bias for key, bias in value.items() if not _is_bias(bias)}:
+    if off := {
+        key: bias for key, bias in value.items() if type(bias) not in (int, float) or not -100 <= bias <= 100
+    }:
         raise ValueError(
             f"logit_bias has {first_of(list(off.values()))} for {first_of(list(off))}; it takes numbers from "
             "-100 to 100"
         )
     return {int(key): float(bias) for key, bias in value.items()}
-
-
-def _is_bias(value: Any) -> bool:
-    return type(value) in (int, float) and -100 <= value <= 100
 
 
 class StreamOptions(Closed):

@@ -322,7 +322,7 @@ class _Stopper:
         if self._drain is None:
             num_open = counted(self._lifecycle.num_open, "request")
             logger.info("draining: no new requests; waiting for %s", num_open)
-            self._lifecycle.start_draining()
+            self._lifecycle.is_draining = True
             if self._fleet is not None:
                 self._fleet.expect_end()
             self._drain = asyncio.create_task(self._stop_when_idle())
@@ -343,7 +343,7 @@ class _Stopper:
             await self._drain
 
     async def _stop_when_idle(self) -> None:
-        idle = asyncio.create_task(self._lifecycle.wait_until_idle())
+        idle = asyncio.create_task(self._lifecycle.idle.wait())
         hurry = asyncio.create_task(self._hurry.wait())
         done, _ = await asyncio.wait(
             {idle, hurry}, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from onbeat.core.extras import require
 from onbeat.core.slo import SLOMode
-from onbeat.core.step import StepStats
 from onbeat.metrics.attainment import good_requests, has_objectives
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter, state_schema
@@ -51,7 +50,7 @@ class TraceHeaders:
         await self._app(scope, receive, send)
 
 
-class Tracing:
+class Tracing(RunListener):
     """A `RunListener` that makes the spans of each request when it has ended.
 
     Parameters
@@ -119,24 +118,6 @@ class Tracing:
             found["onbeat.slo.met"] = bool(good_requests([record], mode=self._mode)[0])
             found |= {f"onbeat.slo.{name}": getattr(record.slo, name) for name in ("ttft", "tbt", "e2e")}
         return {name: value for name, value in found.items() if value is not None}
-
-    def on_delivery(self, record: RequestRecord) -> None:
-        """Ignore it: the record has the times."""
-
-    def on_preemption(self, record: RequestRecord, now: float, /) -> None:
-        """Ignore it: the record counts them."""
-
-    def on_relegation(self, record: RequestRecord, now: float, /) -> None:
-        """Ignore it: the record has the fate."""
-
-    def on_refusal(self, record: RequestRecord, reason: str, /) -> None:
-        """Ignore it: the end follows."""
-
-    def on_leave(self, record: RequestRecord) -> None:
-        """Ignore it: the answer has its own end."""
-
-    def on_step(self, stats: StepStats, replica: int = 0, /) -> None:
-        """Ignore it."""
 
 
 def _phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:

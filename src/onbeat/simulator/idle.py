@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onbeat.core.slo import SLO, SLOMode
+from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.metrics.record import RequestRecord
@@ -20,34 +20,12 @@ class IdleReplica:
     Parameters
     ----------
     step_time : of the replica, as it is before it learns.
-    host_overhead : added to every step, seconds.
-    request_overhead : added to each request's first token, seconds.
-    mode : what keeps a TBT objective.
+    config : says what the host adds to every step, and what a request's first token waits for beside.
     """
 
-    def __init__(
-        self,
-        step_time: StepTimeModel,
-        *,
-        host_overhead: float = 0.0,
-        request_overhead: float = 0.0,
-        mode: SLOMode = "stream",
-    ) -> None:
-        self._step_time = step_time
-        self._host_overhead = host_overhead
-        self._request_overhead = request_overhead
-        self._mode = mode
+    def __init__(self, step_time: StepTimeModel, config: SimulationConfig) -> None:
+        self._step_time, self._config = step_time, config
         self._seconds: dict[tuple[int, int], float] = {}
-
-    @classmethod
-    def of(cls, step_time: StepTimeModel, config: SimulationConfig) -> IdleReplica:
-        """Return a replica as it is simulated."""
-        return cls(
-            step_time,
-            host_overhead=config.host_overhead,
-            request_overhead=config.request_overhead,
-            mode=config.scheduler.slo_mode,
-        )
 
     def __call__(self, record: RequestRecord) -> bool:
         """Return whether a request was infeasible; one without objectives is not."""
@@ -58,7 +36,7 @@ class IdleReplica:
 
     def is_infeasible(self, slo: SLO, num_prompt_tokens: int, num_output_tokens: int = 2) -> bool:
         """Return whether the objectives are out of reach."""
-        first = self._step(0, num_prompt_tokens) + self._request_overhead
+        first = self._step(0, num_prompt_tokens) + self._config.request_overhead
         if slo.ttft is not None and first > slo.ttft:
             return True
         if num_output_tokens < 2:
@@ -66,7 +44,8 @@ class IdleReplica:
         num_more = num_output_tokens - 1
         decode = self._step(num_prompt_tokens, 1)  # the first one, which is the fastest
         if slo.tbt is not None:
-            slack = slo.ttft - first if slo.ttft is not None and self._mode == "stream" else 0.0
+            is_stream = self._config.scheduler.slo_mode == "stream"
+            slack = slo.ttft - first if slo.ttft is not None and is_stream else 0.0
             if num_late_at(decode, slo.tbt, slack, num_more) * LATE_TOKENS_IN > num_output_tokens:
                 return True
         return slo.e2e is not None and first + num_more * decode > slo.e2e
@@ -76,5 +55,5 @@ class IdleReplica:
         if key not in self._seconds:
             shape = BatchShape()
             shape.add(num_computed_tokens, num_new_tokens, samples=True)
-            self._seconds[key] = predict_step(self._step_time, shape) + self._host_overhead
+            self._seconds[key] = predict_step(self._step_time, shape) + self._config.host_overhead
         return self._seconds[key]

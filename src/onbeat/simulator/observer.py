@@ -10,25 +10,22 @@ from onbeat.metrics.record import RequestRecord
 StepsWanted = Literal["none", "runs", "all"]
 
 
-class SimulationObserver(Protocol):
-    """Hears of steps and requests in the order of virtual time."""
+class SimulationObserver:
+    """Hears of steps and requests in the order of virtual time; by itself it does nothing."""
 
-    wanted_steps: StepsWanted
+    wanted_steps: StepsWanted = "all"
     """Of which steps it hears: of none, of all, or of all but with a run of decode steps that differ in token
     counts alone told as one: from the start of its first to the end of its last, with the shape of the first.
     The scheduler's state (`StepStats.scheduler`) is told only to those who want all."""
 
     def on_request(self, record: RequestRecord, /) -> None:
         """Hear of a request that was sent to a replica; the record fills up while it runs."""
-        ...
 
     def on_step(self, replica: int, stats: StepStats, /) -> None:
         """Hear of a step, after the deliveries it made and before the requests that it ended."""
-        ...
 
     def on_finish(self, record: RequestRecord, /) -> None:
         """Hear that a request ended; its record is complete."""
-        ...
 
 
 class OnRequests(Protocol):

@@ -17,7 +17,7 @@ from onbeat.core.fleet import ReplicaId, replica_id, replica_number
 from onbeat.core.handover import Detached, MoveTask, MoveVerb
 from onbeat.core.request import Request
 from onbeat.scheduler.cluster.events import Answered, MoveStep
-from onbeat.scheduler.cluster.move_executor import MoveExecutor, OpenMove
+from onbeat.scheduler.cluster.moves import MoveExecutor, OpenMove
 from onbeat.scheduler.replica.move_agent import Departure, MoveAgent
 from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, FleetLoop
 from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig

@@ -69,7 +69,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.filters[_BUDGET] = _counted
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _format_now
+        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Count the turns of every loop (a hook of jinja2)."""
@@ -170,10 +170,6 @@ def _to_json(value: Any, ensure_ascii: Any = False, indent: int | None = None, *
 
 def _raise_exception(message: str) -> Callable[..., Any]:
     raise jinja2.TemplateError(message)
-
-
-def _format_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 Messages = list[dict[str, Any]]

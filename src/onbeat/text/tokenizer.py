@@ -313,14 +313,12 @@ class VocabularyTokenizer:
             gives up on it.
         """
         token_ids = self._encode(text, add_special_tokens=add_special_tokens)
-        starts = [self.bos_token_id] * 2
-        if add_special_tokens and token_ids[:2] == starts and self._adds_start():
-            del token_ids[0]
+        start = [self.bos_token_id]
+        if add_special_tokens and token_ids[:2] == start * 2:
+            # Some vocabularies have a start token that is only written: no text is given one.
+            is_given = self._encode("", add_special_tokens=True)[:1] == start
+            token_ids = token_ids[is_given:]
         return token_ids
-
-    def _adds_start(self) -> bool:
-        """Return whether texts are given a start token; some vocabularies have one that is only written."""
-        return self._encode("", add_special_tokens=True)[:1] == [self.bos_token_id]
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

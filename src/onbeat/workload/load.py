@@ -24,12 +24,18 @@ from onbeat.core.options import changed, check, option, part
 from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES
 from onbeat.files import read_text
 from onbeat.typed import decode
-from onbeat.workload.arrivals import Arrivals
-from onbeat.workload.job import Job
-from onbeat.workload.job_file import read_jobs
-from onbeat.workload.job_kinds import JOB_KINDS, LANE_CLASSES, LANES, JobKind, draw_jobs, lane_load
-from onbeat.workload.job_load import given_starts, job_load
-from onbeat.workload.lengths import MOST_TOKENS, Lengths, LogNormalLength, UniformLength
+from onbeat.workload.arrivals import MOST_TOKENS, Arrivals, Lengths, LogNormalLength, UniformLength
+from onbeat.workload.job import Job, read_jobs
+from onbeat.workload.job_kinds import (
+    JOB_KINDS,
+    LANE_CLASSES,
+    LANES,
+    JobKind,
+    draw_jobs,
+    given_starts,
+    job_load,
+    lane_load,
+)
 from onbeat.workload.offered import OfferedLoad, Overlong, check_num_requests, have_traces
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.slo_config import built_in_slo, read_slo_config

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.files import csv_rows, json_lines, read_text
-from onbeat.workload.lengths import MOST_TOKENS
+from onbeat.workload.arrivals import MOST_TOKENS
 
 TraceKind = Literal["azure", "mooncake", "burstgpt", "vidur", "lengths"]
 

@@ -14,12 +14,11 @@ from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.native.forward import NativeForward
+from onbeat.engine.native.forward import NativeForward, NativeModel
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import CallStatus, NativeLibrary, PackedMatrix, address
-from onbeat.engine.native.packing import WeightPacker
+from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.native.structures import NativeOptions
-from onbeat.engine.native.weights import NativeWeights
 from onbeat.engine.torch.forward import TorchForward
 from onbeat.engine.torch.kernels import GraphKernels, KernelSizes
 from onbeat.engine.torch.types import numpy_dtype
@@ -89,7 +88,7 @@ def on_native(
             instruction_set=instruction_set,
             batch_invariant=batch_invariant,
         )
-        return NativeForward(library, checkpoint.config, weights, options)
+        return NativeForward(NativeModel(library, checkpoint.config, weights, options))
 
     return make
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.backends.vllm import can_compare, compare_steps
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import DTYPES
-from onbeat.engine.vllm.handshake import can_compare, compare_steps
 from onbeat.engine.vllm.runner import VllmRunner
 from tests.pure.scheduler.driver import make_config
 

@@ -19,7 +19,7 @@ from onbeat.engine.model_config import ModelConfig, head_order, model_config_fro
 from onbeat.engine.native import packing
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, Store
-from onbeat.engine.native.weights import ExpertWeights, GatedWeights, NativeWeights
+from onbeat.engine.native.packing import ExpertWeights, GatedWeights, NativeWeights
 from onbeat.engine.torch.types import numpy_dtype
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
 from onbeat.engine.weights.checkpoint import ALL_ROWS

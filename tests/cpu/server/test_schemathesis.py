@@ -25,7 +25,7 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Adapter
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.server.app import ENDPOINTS
-from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, score_routes
+from onbeat.server.embeddings import RERANK_PATHS, SCORE_PATHS, score_routes
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from tests.cpu.server.fake_app import make_app

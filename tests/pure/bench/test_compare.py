@@ -22,7 +22,7 @@ def saved(path: Path, *results: Any, detailed: bool = True) -> list[SavedRun]:
 
 
 def quickly(baseline: list[SavedRun], candidate: list[SavedRun]) -> list[Comparison]:
-    return compare(baseline, candidate, np.random.default_rng(0), num_resamples=200)
+    return compare(baseline, candidate, np.random.default_rng(0))
 
 
 def rows_of(baseline: list[SavedRun], candidate: list[SavedRun]) -> dict[str, Row]:

@@ -69,5 +69,3 @@ def test_refuses_pairs_that_are_none() -> None:
         ratio_interval([1.0, 0.0], [1.0, 2.0])
     with pytest.raises(ConfigError, match="least one"):
         mean_interval([])
-    with pytest.raises(ConfigError, match="level"):
-        mean_interval([1.0], level=1.0)

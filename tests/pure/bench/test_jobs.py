@@ -9,8 +9,8 @@ import numpy as np
 import orjson
 import pytest
 
+from onbeat.bench.bench_config import SLOTransport
 from onbeat.bench.bench_load import BenchLoad, PromptTools, RunConfig
-from onbeat.bench.objectives import SLOTransport
 from onbeat.bench.payload import Conversation, PayloadBuilder, Prompt
 from onbeat.bench.record import JobOfCall, SentRequest, Status
 from onbeat.bench.runner import LoadRunner
@@ -18,7 +18,7 @@ from onbeat.bench.session import JobOffer, summarise
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.workload.job import Call, Job
-from onbeat.workload.job_load import job_load
+from onbeat.workload.job_kinds import job_load
 from onbeat.workload.load import Load
 from onbeat.workload.prompts import PromptWriter, estimated_pool
 

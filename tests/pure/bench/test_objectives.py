@@ -9,9 +9,8 @@ import numpy as np
 import orjson
 import pytest
 
-from onbeat.bench.bench_config import BenchConfig
+from onbeat.bench.bench_config import BenchConfig, SendSLO, SLOTransport, check_transport, choose_transport
 from onbeat.bench.bench_load import BenchLoad, PromptTools, workload_of
-from onbeat.bench.objectives import SendSLO, SLOTransport, check_transport, choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.record import SentRequest
 from onbeat.core.errors import ConfigError

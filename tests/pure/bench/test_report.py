@@ -16,7 +16,7 @@ from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.result import BenchRun
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import LatencyStatistic
-from onbeat.report import charts, sweep_charts
+from onbeat.report import charts
 from onbeat.report.page import write_page
 from onbeat.report.plot import log_scale
 from onbeat.report.run_report import latency_columns
@@ -214,8 +214,8 @@ def test_kept_requests_are_drawn_over_the_load(is_closed: bool) -> None:
         for level in (8, 1, 4)
     ]
     runs = [with_classes(slowdown, load) for slowdown, load in zip((6.0, 1.0, 3.0), loads, strict=True)]
-    kept = sweep_charts.kept_figure(runs)
-    good = sweep_charts.goodput_figure(runs)
+    kept = charts.kept_figure(runs)
+    good = charts.goodput_figure(runs)
     assert kept is not None
     assert good is not None
     (line, mark), (rates,) = kept["data"], good["data"]
@@ -229,8 +229,8 @@ def test_kept_requests_are_drawn_over_the_load(is_closed: bool) -> None:
     axis = kept["layout"]["xaxis"]["title"]["text"]
     assert axis == ("requests at once" if is_closed else "requests/s")
     nothing = make_result(bench={"goodput": ()})
-    assert sweep_charts.kept_figure([nothing]) is None
-    assert sweep_charts.goodput_figure([nothing]) is None
+    assert charts.kept_figure([nothing]) is None
+    assert charts.goodput_figure([nothing]) is None
 
 
 def test_a_page_of_many_runs_can_still_be_mailed(tmp_path: Path) -> None:
@@ -254,13 +254,13 @@ def test_each_latency_has_its_objective_as_a_named_line(tmp_path: Path) -> None:
 
 def test_an_objective_far_from_the_values_does_not_flatten_them() -> None:
     record = with_classes()
-    figure = sweep_charts.tradeoff_figure([record], LatencyStatistic("ttft", "mean"), "TTFT")
+    figure = charts.tradeoff_figure([record], LatencyStatistic("ttft", "mean"), "TTFT")
     assert figure is not None
     assert figure["layout"]["yaxis"].get("type", "linear") == "linear"
     for each in record.records:
         each.slo = SLO(ttft=60.0)
     far = make_result(list(record.records), bench={"goodput": ()})
-    figure = sweep_charts.tradeoff_figure([far], LatencyStatistic("ttft", "mean"), "TTFT")
+    figure = charts.tradeoff_figure([far], LatencyStatistic("ttft", "mean"), "TTFT")
     assert figure is not None
     assert figure["layout"]["yaxis"]["type"] == "log"
     assert 10 ** figure["layout"]["annotations"][0]["y"] == pytest.approx(60_000)
@@ -288,7 +288,7 @@ def test_cdf_rises_to_one_hundred() -> None:
 @pytest.mark.parametrize(("num_gpus", "title"), [(1, "output tokens/s"), (2, "output tokens/s per GPU")])
 def test_throughput_is_per_gpu_where_there_are_several(num_gpus: int, title: str) -> None:
     result = make_result(bench={"num_gpus": num_gpus})
-    figure = sweep_charts.tradeoff_figure([result], MEAN_TPOT, "TPOT")
+    figure = charts.tradeoff_figure([result], MEAN_TPOT, "TPOT")
     assert figure is not None
     assert figure["layout"]["xaxis"]["title"]["text"] == title
 

@@ -13,7 +13,7 @@ import pytest
 
 from onbeat.cli.main import main
 from onbeat.cli.options import read_options
-from onbeat.cli.simulate_options import add_simulation_arguments
+from onbeat.cli.simulate import add_simulation_arguments
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY

@@ -10,7 +10,7 @@ import pytest
 from onbeat.cli.args import find_command, parse
 from onbeat.cli.engine_args import engine_config
 from onbeat.cli.main import build_parser
-from onbeat.cli.vllm_flags import NO_MEDIA, ForeignFlag, foreign_flags
+from onbeat.cli.serve import NO_MEDIA, ForeignFlag, foreign_flags
 from onbeat.core.errors import ConfigError
 from onbeat.engine.engine_config import OURS, EngineConfig
 from onbeat.hub.files import ModelFiles

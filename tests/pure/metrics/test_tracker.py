@@ -9,11 +9,11 @@ from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, Fate
 from onbeat.core.step import StepOutputs, StepStats
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.tracker import RequestTracker
+from onbeat.metrics.tracker import RequestTracker, RunListener
 from tests.pure.metrics.runs import output, request, run_one, step
 
 
-class Recorder:
+class Recorder(RunListener):
     """Remembers what a listener hears."""
 
     def __init__(self) -> None:

@@ -11,13 +11,12 @@ import pytest
 
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
-from onbeat.planner.buckets import buckets_of
 from onbeat.planner.fleet_plan import AloneSearch, PlanSearch
 from onbeat.planner.fleets import FleetSearch
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.plan_task import PlanProgress, PlanTask
 from onbeat.planner.search import Bracket
-from onbeat.planner.units import RatedUnit, Unit
+from onbeat.planner.units import RatedUnit, Unit, buckets_of
 from onbeat.workload.offered import OfferedLoad
 from tests.pure.planner.test_units import BASE, load_of
 from tests.told import numbers

@@ -10,13 +10,13 @@ import pytest
 
 from onbeat.core.slo import SLO
 from onbeat.planner import fleet_plan
-from onbeat.planner.buckets import buckets_of
 from onbeat.planner.fleet_plan import PlanSearch
 from onbeat.planner.fleets import FleetRun, FleetSearch, FleetTask
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.parallel import Pool
 from onbeat.planner.plan_task import FleetPlan, PlanInterrupted, PlanTask
 from onbeat.planner.search import Bracket, search_rate
+from onbeat.planner.units import buckets_of
 from tests.pure.planner.fakes import quiet
 from tests.pure.planner.test_mix_search import unit
 from tests.pure.planner.test_units import load_of

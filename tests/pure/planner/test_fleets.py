@@ -12,13 +12,12 @@ from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner import fleets
-from onbeat.planner.buckets import buckets_of
 from onbeat.planner.fleet_plan import PlanSearch
 from onbeat.planner.fleets import FleetCase, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.plan_task import PlannedFleet, PlanTask
 from onbeat.planner.search import SearchOptions
-from onbeat.planner.units import RatedUnit, Unit, pools_for, rate_unit
+from onbeat.planner.units import RatedUnit, Unit, buckets_of, pools_for, rate_unit
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.simulator.simulate import simulate
 from tests.pure.planner.fakes import Hearing, quiet

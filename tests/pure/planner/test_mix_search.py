@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
-from onbeat.planner.buckets import Bucket
 from onbeat.planner.fleets import FleetRun
 from onbeat.planner.mix_search import MixSearch, Parts, everything, unservable
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.plan_task import PlannedFleet, PlanProgress, PlanTask, interval_of
-from onbeat.planner.units import RatedUnit, Unit
+from onbeat.planner.units import Bucket, RatedUnit, Unit
 from onbeat.simulator.deployment import Deployment
 from tests.examples import examples
 from tests.pure.planner.test_units import load_of

@@ -10,9 +10,8 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
-from onbeat.planner.buckets import buckets_of, rows_of
 from onbeat.planner.prices import Prices
-from onbeat.planner.units import RatedUnit, make_units, rate_unit, without_dominated
+from onbeat.planner.units import RatedUnit, buckets_of, make_units, rate_unit, rows_of, without_dominated
 from onbeat.simulator.deployment import Deployment
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.recording.fleet_log import FleetRecording
 from onbeat.recording.reader import Recording
-from onbeat.simulator.replay.decisions import Replay, scheduler_config
-from onbeat.simulator.replay.fleet_replay import replay_fleet
+from onbeat.simulator.replay.decisions import Replay, replay_fleet, scheduler_config
 from onbeat.simulator.replay.history import read_history
 from tests.examples import examples
 from tests.pure.recording.recorded import start_run

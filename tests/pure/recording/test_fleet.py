@@ -13,7 +13,7 @@ import pytest
 from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.recording.fleet_log import FleetRecording, fleet_record
-from onbeat.simulator.replay.fleet_replay import replay_fleet
+from onbeat.simulator.replay.decisions import replay_fleet
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import FleetChange, FleetTimes
 from tests.pure.simulator.loads import linear_time, make_config, random_load

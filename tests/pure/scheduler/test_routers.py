@@ -111,13 +111,17 @@ def test_prefix_affinity_follows_the_longest_known_prefix():
 
 
 def test_prefix_affinity_leaves_an_overloaded_replica():
-    router = of_members(2, PrefixAffinity(min_excess=3 / 256, max_imbalance=1.5))
+    router = PrefixAffinity()
+    router.min_excess = 3 / 256
+    of_members(2, router)
     choices = [route(router, request(blocks=(1, 2))) for _ in range(6)]
     assert choices == [0, 0, 0, 0, 1, 1]  # with 4 against 0 it moves, and so does the prefix
 
 
 def test_prefix_affinity_remembers_a_bounded_number_of_blocks():
-    router = of_members(2, PrefixAffinity(max_known_blocks=4))
+    router = PrefixAffinity()
+    router.max_known_blocks = 4
+    of_members(2, router)
     assert route(router, request(blocks=(1, 2))) == 0
     route(router, request(blocks=(3, 4, 5)))
     assert route(router, request(blocks=(1, 2))) == 0  # by load: its prefix is forgotten

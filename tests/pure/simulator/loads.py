@@ -13,7 +13,7 @@ from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.simulator.observer import StepsWanted
+from onbeat.simulator.observer import SimulationObserver, StepsWanted
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
@@ -47,10 +47,8 @@ def linear_time() -> ShapeTime:
     )
 
 
-class StepByStep:
+class StepByStep(SimulationObserver):
     """An observer that wants every step, and keeps them."""
-
-    wanted_steps: StepsWanted = "all"
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, StepStats]] = []

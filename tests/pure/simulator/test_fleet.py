@@ -13,7 +13,7 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.recording.fleet_log import FleetRecording, fleet_record, plain
 from onbeat.scheduler.cluster.events import Delivered, Joined, Lost, Refuse, Refused, Send
 from onbeat.scheduler.cluster.scaling import ScaleBounds
-from onbeat.simulator.replay.fleet_replay import replay_fleet
+from onbeat.simulator.replay.decisions import replay_fleet
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import FleetChange, FleetTimes, ReplicaKind
 from onbeat.workload.slo_classes import SLOClass

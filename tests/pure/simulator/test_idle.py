@@ -20,6 +20,10 @@ def slow_time() -> ShapeTime:
     return ShapeTime(lambda shape: 0.01 + 1e-3 * shape.num_new_tokens + 1e-4 * shape.decode_context_tokens)
 
 
+def idle_replica(model: ShapeTime, **scheduler: object) -> IdleReplica:
+    return IdleReplica(model, make_config(scheduler=scheduler))
+
+
 @pytest.mark.parametrize(
     ("slo", "is_out_of_reach"),
     [
@@ -33,7 +37,7 @@ def slow_time() -> ShapeTime:
 )
 def test_a_prompt_of_100_tokens_by_hand(slo, is_out_of_reach):
     """0.11 s for the prompt in one step; 0.01 + 0.001 + 0.0101 s for the first decode."""
-    assert IdleReplica(slow_time()).is_infeasible(slo, 100) is is_out_of_reach
+    assert idle_replica(slow_time()).is_infeasible(slo, 100) is is_out_of_reach
 
 
 @pytest.mark.parametrize(
@@ -43,18 +47,18 @@ def test_a_prompt_of_100_tokens_by_hand(slo, is_out_of_reach):
 def test_a_stream_uses_the_slack_of_its_first_token(ttft, num_output, is_out_of_reach):
     """A decode takes 1.2 ms more than the 19.9 ms of the objective: 75 of them take 90 ms more."""
     slo = SLO(ttft=ttft, tbt=0.0199)
-    assert IdleReplica(slow_time()).is_infeasible(slo, 100, num_output) is is_out_of_reach
-    assert IdleReplica(slow_time(), mode="gap").is_infeasible(slo, 100, num_output)
+    assert idle_replica(slow_time()).is_infeasible(slo, 100, num_output) is is_out_of_reach
+    assert idle_replica(slow_time(), slo_mode="gap").is_infeasible(slo, 100, num_output)
 
 
 def test_a_single_token_has_no_gap_to_miss():
-    idle = IdleReplica(slow_time())
+    idle = idle_replica(slow_time())
     assert idle.is_infeasible(SLO(tbt=0.001), 100, 2)
     assert not idle.is_infeasible(SLO(tbt=0.001), 100, 1)
 
 
 def test_the_end_comes_after_all_decodes():
-    idle = IdleReplica(slow_time())
+    idle = idle_replica(slow_time())
     assert not idle.is_infeasible(SLO(e2e=0.1101), 100, 1)
     assert idle.is_infeasible(SLO(e2e=0.1), 100, 1)
     assert not idle.is_infeasible(SLO(e2e=0.5), 100, 10)
@@ -62,13 +66,13 @@ def test_the_end_comes_after_all_decodes():
 
 
 def test_the_host_takes_its_time_too():
-    assert not IdleReplica(slow_time()).is_infeasible(SLO(ttft=0.12), 100)
-    assert IdleReplica(slow_time(), host_overhead=0.02).is_infeasible(SLO(ttft=0.12), 100)
+    assert not idle_replica(slow_time()).is_infeasible(SLO(ttft=0.12), 100)
+    assert IdleReplica(slow_time(), make_config(host_overhead=0.02)).is_infeasible(SLO(ttft=0.12), 100)
 
 
 def test_it_remembers():
     model = slow_time()
-    idle = IdleReplica(model)
+    idle = idle_replica(model)
     for num_output_tokens in (2, 30, 400):
         idle.is_infeasible(SLO(ttft=1.0, tbt=1.0), 100, num_output_tokens)
     assert model.num_predictions == 2
@@ -92,11 +96,11 @@ def test_no_policy_serves_an_infeasible_request_in_time(prompt, output, ttft, tb
     model = slow_time()
     [record] = simulate(load, config, model).records
     [is_good] = good_requests([record], mode=mode)
-    assert not (is_good and IdleReplica(model, mode=mode)(record))
+    assert not (is_good and idle_replica(model, slo_mode=mode)(record))
 
 
 def test_records_are_asked_about_what_they_wanted():
-    idle = IdleReplica(slow_time())
+    idle = idle_replica(slow_time())
     record = RequestRecord(request_id="r", arrival=0.0, num_prompt_tokens=100)
     assert not idle(record)
     record.slo = SLO(tbt=0.001)

@@ -15,8 +15,7 @@ from onbeat.simulator.resolve import resolve
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.job import Call, Job
-from onbeat.workload.job_kinds import draw_jobs
-from onbeat.workload.job_load import job_load, summarise_calls
+from onbeat.workload.job_kinds import draw_jobs, job_load, summarise_calls
 from onbeat.workload.offered import OfferedLoad
 
 FIRST = Call(input_tokens=320, output_tokens=32)

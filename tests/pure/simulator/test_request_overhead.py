@@ -42,8 +42,8 @@ def test_two_clients_wait_for_their_own_answers() -> None:
 
 def test_an_idle_replica_needs_it_too() -> None:
     slo = SLO(ttft=0.2)
-    assert not IdleReplica.of(linear_time(), make_config()).is_infeasible(slo, 100)
-    assert IdleReplica.of(linear_time(), make_config(request_overhead=0.2)).is_infeasible(slo, 100)
+    assert not IdleReplica(linear_time(), make_config()).is_infeasible(slo, 100)
+    assert IdleReplica(linear_time(), make_config(request_overhead=0.2)).is_infeasible(slo, 100)
 
 
 def test_it_is_a_time() -> None:

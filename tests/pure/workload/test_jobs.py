@@ -9,10 +9,8 @@ import orjson
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.workload.job import Call, Job
-from onbeat.workload.job_file import read_jobs
-from onbeat.workload.job_kinds import JOB_KINDS, draw_jobs, seconds_alone
-from onbeat.workload.job_load import job_load
+from onbeat.workload.job import Call, Job, read_jobs
+from onbeat.workload.job_kinds import JOB_KINDS, draw_jobs, job_load, seconds_alone
 
 CALL = {"input_tokens": 32, "output_tokens": 16}
 

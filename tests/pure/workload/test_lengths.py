@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength
+from onbeat.workload.arrivals import Lengths, LogNormalLength, UniformLength
 
 
 def rng() -> np.random.Generator:

@@ -19,7 +19,7 @@ from onbeat.engine.native.packing import WeightPacker
 from onbeat.engine.native.structures import HEAD_MULTIPLE, NativeOptions
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.weights import Checkpoint
-from onbeat.perfmodel.profile import cache_dir
+from onbeat.files import cache_dir
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
@@ -106,7 +106,7 @@ class NativeBackend(CheckpointBackend):
             instruction_set=self._instruction_set,
             batch_invariant=self._config.batch_invariant,
         )
-        weights = packer.pack()
+        model = NativeModel(self._library, self.model, packer.pack(), options)
         if self._instruction_set is None:
             if self._library.withheld:
                 say(
@@ -114,9 +114,8 @@ class NativeBackend(CheckpointBackend):
                     "processor has; Linux 5.16 or newer grants it, unless a container or sandbox forbids "
                     "the call"
                 )
-            model = NativeModel(self._library, self.model, weights, options)
             processor, directory = device_name(self.device), cache_dir() / "instruction-sets"
             chosen, reason = choose_instruction_set(model, processor=processor, directory=directory)
             say(Detail(f"instruction set {chosen}, {reason}"))
-            options = replace(options, instruction_set=chosen)
-        return NativeForward(self._library, self.model, weights, options), limits
+            model = model._replace(options=replace(options, instruction_set=chosen))
+        return NativeForward(model), limits

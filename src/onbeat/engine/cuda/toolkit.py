@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from onbeat.perfmodel.profile import cache_dir
+from onbeat.files import cache_dir
 
 _DEFAULT_CUDA_HOME = "/usr/local/cuda"
 _DRIVER = "libcuda.so.1"

@@ -26,8 +26,8 @@ from onbeat.engine.native.library import (
     StepStructure,
     address,
 )
+from onbeat.engine.native.packing import NativeWeights
 from onbeat.engine.native.structures import EngineStructures, NativeOptions
-from onbeat.engine.native.weights import NativeWeights
 from onbeat.engine.sampler import BestTokens
 from onbeat.perfmodel.device_spec import ROW_COUNTS
 
@@ -48,30 +48,30 @@ class NativeModel(NamedTuple):
     weights: NativeWeights
     options: NativeOptions
 
+    def first_layers(self, num_layers: int) -> NativeModel:
+        """Return a model of some layers alone, the first of which one attends; it shares their weights."""
+        config = self.config
+        attends = next(index for index in range(config.num_layers) if not config.is_linear(index))
+        first = max(attends + 1 - num_layers, 0)
+        end = first + num_layers
+        layers = [replace(layer, own_input=()) for layer in self.weights.layers[first:end]]
+        weights = replace(self.weights, layers=layers, inputs=None)
+        return self._replace(config=config.some_layers(first, end), weights=weights)
+
 
 class NativeForward(ForwardPass):
     """Runs steps in the library, with a KV cache of its own.
-
-    Parameters
-    ----------
-    library : what runs.
-    config : the model.
-    weights : its weights, packed by the same library.
-    options : precision, KV cache and threads.
 
     Raises
     ------
     ConfigError : the library refuses: memory, sizes or the instruction set.
     """
 
-    def __init__(
-        self, library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions
-    ) -> None:
-        self.library = library
-        self.config = config
-        self.options = options
+    def __init__(self, model: NativeModel) -> None:
+        self._model = model  # of which the library only borrows the weights
+        self.library, self.config, self.weights, self.options = model
+        library, config, weights, options = model
         self.device = CPU
-        self.weights = weights  # the library only borrows them
         self.instruction_set = options.instruction_set or library.instruction_sets[0]
         self.settings = {
             "backend": "native",
@@ -80,8 +80,6 @@ class NativeForward(ForwardPass):
         }
         if options.batch_invariant:
             self.settings["batch_invariant"] = "yes"
-        self._num_threads = options.num_threads
-        self._library, self._options = library, options
         self._functions = library.functions
         self._structures = EngineStructures(config, weights, options)
         error = ctypes.create_string_buffer(ERROR_BYTES)
@@ -158,7 +156,7 @@ class NativeForward(ForwardPass):
 
     def products(self) -> RowProducts:
         """Return those of the model's first layer; see `GivesProducts`."""
-        return _FirstLayer(self._library, self.config, self.weights, self._options)
+        return _FirstLayer(self._model)
 
     def close(self) -> None:
         """Let threads and KV cache go; no step may run any more. Being forgotten does the same."""
@@ -171,36 +169,19 @@ class NativeForward(ForwardPass):
         return self._logits_RV[:num_rows]
 
 
-def first_layers(
-    config: ModelConfig, weights: NativeWeights, num_layers: int
-) -> tuple[ModelConfig, NativeWeights]:
-    """Return a model of some layers alone, the first of which one attends; it shares their weights."""
-    attends = next(index for index in range(config.num_layers) if not config.is_linear(index))
-    first = max(attends + 1 - num_layers, 0)
-    end = first + num_layers
-    layers = [replace(layer, own_input=()) for layer in weights.layers[first:end]]
-    return config.some_layers(first, end), replace(weights, layers=layers, inputs=None)
-
-
 class _FirstLayer:
     """Products of a model's first layer that attends, by an engine that has it alone and computes no logits.
 
     Rows are many short sequences, whose attention takes next to no time.
     """
 
-    def __init__(
-        self, library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions
-    ) -> None:
-        config, weights = first_layers(config, weights, 1)
-        layer = weights.layers[0]
+    def __init__(self, model: NativeModel) -> None:
+        first = model.first_layers(1)
+        layer = first.weights.layers[0]
         self.flops_per_row = 2.0 * layer.numbers_per_token
         self.num_bytes = sum(matrix.num_bytes for matrix in layer.matrices)
-        self._forward = NativeForward(
-            library,
-            config,
-            weights,
-            replace(options, num_blocks=_PRODUCT_SEQUENCES, block_size=_PRODUCT_TOKENS, num_tables=1),
-        )
+        sizes = {"num_blocks": _PRODUCT_SEQUENCES, "block_size": _PRODUCT_TOKENS, "num_tables": 1}
+        self._forward = NativeForward(first._replace(options=replace(first.options, **sizes)))
 
     def run(self, num_rows: int) -> float:
         tokens = np.arange(num_rows)

@@ -19,8 +19,8 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.engine.input_batch import AttentionBatch, StepInputs
-from onbeat.engine.native.forward import NativeForward, NativeModel, first_layers
-from onbeat.engine.native.weights import NativeWeights
+from onbeat.engine.native.forward import NativeForward, NativeModel
+from onbeat.engine.native.packing import NativeWeights
 from onbeat.files import read
 from onbeat.typed import Positive, Table
 
@@ -139,11 +139,9 @@ class InstructionSetTimer:
         """Run a step on a set; return its seconds."""
         key = name, kind.num_layers
         if key not in self._forwards:
-            self._forwards[key] = NativeForward(
-                self._model.library,
-                *first_layers(self._model.config, self._model.weights, kind.num_layers),
-                replace(self._options, instruction_set=name),
-            )
+            options = replace(self._options, instruction_set=name)
+            first = self._model.first_layers(kind.num_layers)
+            self._forwards[key] = NativeForward(first._replace(options=options))
         inputs = _step_inputs(kind, self._block_size, self._model.config.vocab_size)
         seconds = self._forwards[key].run(inputs, wants_logits=False).seconds
         assert seconds is not None

@@ -22,7 +22,7 @@ from onbeat.engine.native.library import (
     PackedMatrix,
     address,
 )
-from onbeat.engine.native.weights import ExpertWeights, FloatArray, GatedWeights, LayerWeights, NativeWeights
+from onbeat.engine.native.packing import ExpertWeights, FloatArray, GatedWeights, LayerWeights, NativeWeights
 
 HEAD_MULTIPLE = 16
 """The KV cache pads values to a multiple of this width."""

@@ -1,9 +1,8 @@
 """vLLM's executor as an engine: onbeat plans each step, vLLM's workers compute it.
 
 ===========  ======================================================================
-`arguments`  what users and requests ask of vLLM, in its words
-`surface`    every other call of vLLM that is used, and its configuration
+`surface`    every call of vLLM that is used, its configuration, and what requests ask of it
 `runner`     a planned step in vLLM's words, launched in order, and what came of it in ours
-`outputs`    tokens and log-probabilities
+`faults`     what its workers may do wrong
 ===========  ======================================================================
 """

@@ -4,6 +4,8 @@ Legend: G rows under a grammar, W words of 32 tokens.
 
 vLLM's workers keep what they are told of a request (prompt, blocks, how it is sampled) until they hear that
 it has finished. `Told` is our copy of that, so that each step says only what is new.
+
+What comes of a step (tokens, log-probabilities, embeddings) is told in onbeat's words.
 """
 
 # ruff: noqa: N806 -- tensor names carry shape suffixes
@@ -16,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from onbeat.core.request import Adapter, Request, TokenLogprobs
+from onbeat.core.request import Adapter, Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, GuidedRows, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine import guided_draw
 from onbeat.engine.device import DeviceConfig
@@ -25,9 +28,9 @@ from onbeat.engine.executor import DoneStep, PendingStep
 from onbeat.engine.forward import Computes, RowProducts
 from onbeat.engine.input_batch import IntArray
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.pooling import Embeddings
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.vllm.faults import failures_end_the_engine, worker_died
-from onbeat.engine.vllm.outputs import embeddings, prompt_logprobs, row_logprobs, sampled
 from onbeat.engine.vllm.surface import VllmExecutor
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
@@ -407,3 +410,55 @@ class _LaunchedStep:
                     theirs = self.future.result()
                 self._output = self._runner.take(self, theirs)
             return self._output
+
+
+def row_logprobs(params: SamplingParams, lists: Any, index: int, num_tokens: int) -> list[TokenLogprobs]:
+    """Return the log-probabilities of a row's tokens.
+
+    Parameters
+    ----------
+    lists : vLLM's: first the sampled token, then the likeliest or those that were asked for.
+    index : of the row among vLLM's.
+    """
+    part = lists.slice_request(index, num_tokens)
+    num = len(params.logprob_token_ids) or params.num_logprobs or 0
+    return [
+        _logprobs(ids, values, num) for ids, values in zip(part.logprob_token_ids, part.logprobs, strict=True)
+    ]
+
+
+def prompt_logprobs(tensors: Any, num: int) -> list[TokenLogprobs]:
+    """Return the log-probabilities of a prompt's tokens but the first."""
+    lists = tensors.tolists()
+    return [
+        _logprobs(ids, values, num, rank=int(rank))
+        for ids, values, rank in zip(
+            lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks, strict=True
+        )
+    ]
+
+
+def _logprobs(
+    ids: NDArray[np.integer[Any]], values: NDArray[np.floating[Any]], num: int, rank: int | None = None
+) -> TokenLogprobs:
+    return TokenLogprobs(
+        int(ids[0]),
+        float(values[0]),
+        tuple(map(int, ids[1 : 1 + num])),
+        tuple(map(float, values[1 : 1 + num])),
+        rank,
+    )
+
+
+def embeddings(theirs: Any) -> Embeddings:
+    """Return the embeddings of prompts that a step has completed."""
+    found = Embeddings({}, {})
+    for name, index in theirs.req_id_to_index.items():
+        if (tensor := theirs.pooler_output[index]) is not None:
+            found.add(name, tensor.float().numpy().astype("<f4").tobytes())
+    return found
+
+
+def sampled(token_ids: Sequence[int]) -> list[int]:
+    """Return a row's tokens as plain integers, without vLLM's placeholders."""
+    return [int(each) for each in token_ids if each >= 0]

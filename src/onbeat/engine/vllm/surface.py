@@ -3,26 +3,29 @@
 Its configuration by `EngineArgs`; memory, KV cache and warm-up by `EngineCore`; steps by `execute_model` and
 `sample_tokens` of its executor; `NewRequestData`, `CachedRequestData`, `SchedulerOutput`, `GrammarOutput` and
 `SamplingParams` for what a step says, `ModelRunnerOutput` for what comes of it; `MambaSpec` for layers.
+
+That includes what users and requests ask of vLLM, in its words.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.request import Adapter, Request
+from onbeat.core.request import Adapter, Request, SamplingParams
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_config.architecture import NO_ROPE, Experts
-from onbeat.engine.vllm.arguments import read_arguments, sampling_params, speculation_of
 from onbeat.engine.vllm.faults import Made, Workers, reason, with_cure
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import DEFAULT_BLOCK_SIZE
+from onbeat.speculative_config import SpeculativeConfig
 
 _CPU_BLOCK = 32
 """Tokens: vLLM's attention on CPUs takes blocks of multiples of this."""
@@ -466,3 +469,78 @@ def model_config_of(settings: Settings) -> ModelConfig:
         has_head=model.runner_type == "generate",
         pooling=None if model.pooler_config is None else str(model.pooler_config.seq_pooling_type).lower(),
     )
+
+
+def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of vLLM's `EngineArgs` that flags of its command line set.
+
+    Raises
+    ------
+    ConfigError : vLLM does not take a flag or its value; with its own reason.
+    """
+    if not arguments:
+        return {}
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Flags(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"vLLM {vllm.__version__} does not take what stands behind `--`: {message}")
+
+    parser = EngineArgs.add_cli_args(Flags(prog="vllm", add_help=False))
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # so that it is known which were given
+    return dict(vars(parser.parse_args(list(arguments))))
+
+
+def speculation_of(speculative: SpeculativeConfig, draft: ModelFiles | None) -> dict[str, Any]:
+    """Return what makes drafts, in vLLM's words.
+
+    Parameters
+    ----------
+    draft : where the weights lie that make them; None where no others than the model's do.
+    """
+    theirs: dict[str, Any] = {
+        "method": speculative.method.replace("-", "_"),
+        "num_speculative_tokens": speculative.num_speculative_tokens,
+    }
+    if draft is not None:
+        theirs["model"] = str(draft.path)
+    if speculative.method == "ngram":
+        theirs["prompt_lookup_max"] = speculative.prompt_lookup_max
+        theirs["prompt_lookup_min"] = speculative.prompt_lookup_min
+    return theirs
+
+
+def sampling_params(
+    params: SamplingParams, num_prompt_logprobs: int | None, *, takes_seeds: bool = True
+) -> Any:
+    """Return how tokens are chosen, in vLLM's words; where a request ends is onbeat's to say.
+
+    Parameters
+    ----------
+    takes_seeds : False where vLLM fails with a seed: on a CPU, at a chunk of a prompt.
+    """
+    from vllm import SamplingParams as Theirs
+
+    theirs = Theirs(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed if takes_seeds else None,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias) or None,
+        allowed_token_ids=list(params.allowed_token_ids) or None,
+        min_tokens=params.min_tokens,
+        max_tokens=params.max_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        logprobs=params.num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
+        logprob_token_ids=list(params.logprob_token_ids) or None,
+    )
+    theirs._bad_words_token_ids = [list(each) for each in params.bad_words] or None
+    return theirs

@@ -161,7 +161,9 @@ class Fleet:
 
     def role(self, replica: ReplicaId) -> str:
         """Return what a replica is for: `prefill` or `decode`; nothing where all are alike."""
-        return self._members.role(replica)
+        if not self._rules.num_prefill:
+            return ""
+        return "prefill" if self._members.is_prefill(replica) else "decode"
 
     def _on_arrival(self, event: events.Arrived, now: float) -> None:
         open_request = RoutedRequest(event.request)

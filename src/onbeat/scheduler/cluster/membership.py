@@ -223,12 +223,6 @@ class Membership:
         num_prefill = self.rules.num_prefill
         return num_prefill > 0 and fleet.replica_number(replica) < num_prefill
 
-    def role(self, replica: ReplicaId) -> str:
-        """Return `prefill` or `decode`; nothing where all replicas are alike."""
-        if not self.rules.num_prefill:
-            return ""
-        return "prefill" if self.is_prefill(replica) else "decode"
-
     def get(self, replica_id: ReplicaId) -> Replica:
         """Return a replica, new or known."""
         replica = self.replicas.get(replica_id)

@@ -92,36 +92,27 @@ class PrefixAffinity(ByLoad):
     """The replica that was last sent the request's longest known prefix, unless it is overloaded.
 
     Overloaded is one with more than `max_imbalance` times the requests of the least loaded replica, and
-    more above it than `min_excess` of its slots; then, and where less than `min_share` of the prompt's
-    blocks are known, the least outstanding replica gets the request (SGLang's cache-aware router works by
+    more above it than `min_excess` of its slots; then, and where less than half of the prompt's blocks are
+    known, the least outstanding replica gets the request (SGLang's cache-aware router works by
     the same rules; Zheng et al., "SGLang", NeurIPS 2024).
 
-    Parameters
+    Attributes
     ----------
     min_excess : share of a replica's `max_num_seqs`; 256 where its limits are not known.
     max_known_blocks : blocks remembered, over all replicas; the least recently seen are forgotten first.
     """
 
-    def __init__(
-        self,
-        *,
-        max_imbalance: float = 1.5,
-        min_excess: float = 0.125,
-        min_share: float = 0.5,
-        max_known_blocks: int = 1_000_000,
-    ) -> None:
+    max_imbalance, min_excess, max_known_blocks = 1.5, 0.125, 1_000_000
+
+    def __init__(self) -> None:
         super().__init__()
-        self._max_imbalance = max_imbalance
-        self._min_excess = min_excess
-        self._min_share = min_share
-        self._max_known_blocks = max_known_blocks
         self._replica_of_block: OrderedDict[BlockHash, int] = OrderedDict()
         self._excess: dict[int, float] = {}
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
         super().join(replica, limits)
         if limits is not None:
-            self._excess[replica] = self._min_excess * limits.max_num_seqs
+            self._excess[replica] = self.min_excess * limits.max_num_seqs
 
     def route(
         self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED
@@ -147,19 +138,19 @@ class PrefixAffinity(ByLoad):
         num_matched = 1
         while num_matched < len(block_hashes) and known.get(block_hashes[num_matched]) == replica:
             num_matched += 1
-        return replica if num_matched >= self._min_share * len(block_hashes) else None
+        return replica if num_matched >= 0.5 * len(block_hashes) else None
 
     def _is_overloaded(self, replica: int, least: int) -> bool:
         load, least_load = self.replicas.loads[replica], self.replicas.loads[least]
-        excess = self._excess.get(replica, self._min_excess * _USUAL_SLOTS)
-        return load > self._max_imbalance * least_load and load - least_load > excess
+        excess = self._excess.get(replica, self.min_excess * _USUAL_SLOTS)
+        return load > self.max_imbalance * least_load and load - least_load > excess
 
     def _remember(self, block_hashes: Sequence[BlockHash], replica: int) -> None:
         known = self._replica_of_block
         for block_hash in block_hashes:
             known[block_hash] = replica
             known.move_to_end(block_hash)
-        while len(known) > self._max_known_blocks:
+        while len(known) > self.max_known_blocks:
             known.popitem(last=False)
 
 

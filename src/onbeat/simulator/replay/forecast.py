@@ -9,14 +9,14 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.core.step import BatchShape, StepStats
+from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import collect_samples
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.simulator.observer import StepsWanted
+from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.replay.history import RecordedRequest, RecordedStep, RunHistory, measured_acceptance
 from onbeat.simulator.replay.model import learning_model
 from onbeat.simulator.result import SimulationResult
@@ -159,7 +159,7 @@ def forecast_with_recorded_times(
     times = RecordedStepTimes(step_cycles(history.steps), lambda: learning_model(recording.header))
     run = _Run(recording, history, lambda request: request.sent)
     # Told of every step, the simulator takes none of them at once, so each is asked for in its turn.
-    result = simulate(run.load, run.settings(config), times, observer=_EveryStep())
+    result = simulate(run.load, run.settings(config), times, observer=SimulationObserver())
     return run.compare(result, history, num_matched_steps=times.num_matched)
 
 
@@ -180,21 +180,6 @@ def forecast_with_model(
     run = _Run(recording, history, lambda request: request.record.arrival)
     settings = replace(run.settings(config), host_overhead=host_overhead)
     return run.compare(simulate(run.load, settings, step_time), history)
-
-
-class _EveryStep:
-    """A `SimulationObserver` that wants every step told by itself, and does nothing with it."""
-
-    wanted_steps: StepsWanted = "all"
-
-    def on_request(self, record: RequestRecord, /) -> None:
-        pass
-
-    def on_step(self, replica: int, stats: StepStats, /) -> None:
-        pass
-
-    def on_finish(self, record: RequestRecord, /) -> None:
-        pass
 
 
 class _Run:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
+from onbeat.files import GZIP_MAGIC
 from onbeat.perfmodel import step_log
 from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.model_spec import find_model_spec
@@ -20,8 +21,6 @@ from onbeat.recording.fleet_log import read_header
 from onbeat.recording.log import FILE_KIND, RecordHeader
 from onbeat.recording.reader import Recording
 from onbeat.simulator.replay.history import read_history
-
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_steps(path: Path) -> step_log.StepStream:
@@ -44,7 +43,7 @@ def read_steps(path: Path) -> step_log.StepStream:
 def _is_own_record(path: Path) -> bool:
     try:
         with path.open("rb") as file:
-            is_packed = file.read(2) == _GZIP_MAGIC
+            is_packed = file.read(2) == GZIP_MAGIC
     except OSError:
         return False  # whose reader says so
     header = read_header(path) if is_packed else None

@@ -219,15 +219,10 @@ def lark_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") if text else ""
 
 
-def lark_pattern(pattern: str) -> str:
-    """Return what stands in a Lark rule for a regular expression, which the whole text must match."""
-    return f"/{''.join(_slashes_escaped(pattern))}/" if pattern else ""
-
-
 def regex_grammar(pattern: str) -> Grammar:
     """Return the grammar of the texts that a regular expression matches as a whole."""
     check_size(pattern)
-    return lark_grammar(f"start: {lark_pattern(pattern)}")
+    return lark_grammar("start: " + (f"/{''.join(_slashes_escaped(pattern))}/" if pattern else ""))
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:

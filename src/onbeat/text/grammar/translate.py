@@ -55,16 +55,6 @@ class _Facts(NamedTuple):
     letters: int
 
 
-def gbnf_to_lark(text: str) -> str:
-    """Return a GBNF grammar as Lark.
-
-    Raises
-    ------
-    InvalidRequest : it is none; names the rule.
-    """
-    return _Writer(_Reader(text).rules).text()
-
-
 def _refuse(why: str) -> InvalidRequest:
     return InvalidRequest(f"the grammar is not valid GBNF: {why}", code="invalid_value")
 
@@ -344,7 +334,7 @@ def lark_of(text: str) -> str:
             end = after
         return "".join((*parts, text[end:]))
     try:
-        return gbnf_to_lark(text)
+        return _Writer(_Reader(text).rules).text()
     except RecursionError as error:
         why = "the grammar is not valid GBNF: it is nested too deep"
         raise InvalidRequest(why, code="invalid_value") from error
