@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,72 +45,57 @@ def record_steps(address: str, path: Path, *, seconds: float, on_step: Callable[
     ConfigError : a wrong address, silence, a message that is not as it must be, or a file that cannot be
         written.
     """
-    import msgspec
     import zmq
 
+    num_steps = 0
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.RCVTIMEO, 200)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     try:
-        try:
-            socket.connect(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot listen to {address}: {error}; give tcp://HOST:PORT") from error
-        decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder().decode
-        return _Recorder(socket, decode, address).record(path, seconds, on_step)
+        socket.connect(address)
+        with path.open("w", encoding="utf-8", buffering=1) as file:
+            for num_steps, line in _messages(socket, address, seconds):
+                file.write(line + "\n")
+                on_step(num_steps)
+    except KeyboardInterrupt:
+        pass
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot listen to {address}: {error}; give tcp://HOST:PORT") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         socket.close(linger=0)
         context.term()
+    return num_steps
 
 
-class _Recorder:
-    def __init__(self, socket: zmq.Socket[bytes], decode: Callable[[bytes], Any], address: str) -> None:
-        self._socket = socket
-        self._decode = decode
-        self._address = address
-        self._num_messages = self._num_steps = 0
+def _messages(socket: zmq.Socket[bytes], address: str, seconds: float) -> Iterator[tuple[int, str]]:
+    """Yield each message as a line, with the number of steps so far."""
+    import msgspec
+    import zmq
 
-    def record(self, path: Path, seconds: float, on_step: Callable[[int], None]) -> int:
+    decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder().decode
+    order, start, num_messages, num_steps = StepOrder(), time.monotonic(), 0, 0
+    while time.monotonic() < start + (seconds if num_messages else min(SILENCE, seconds)):
         try:
-            with path.open("w", encoding="utf-8", buffering=1) as file:
-                order, start = StepOrder(), time.monotonic()
-                try:
-                    while time.monotonic() < start + seconds:
-                        if (line := self._next(order)) is not None:
-                            file.write(line + "\n")
-                            on_step(self._num_steps)
-                        elif not self._num_messages and time.monotonic() >= start + SILENCE:
-                            break
-                    if not self._num_messages:
-                        raise ConfigError(
-                            f"nothing came from {self._address} in {min(SILENCE, seconds):g} s; start the "
-                            "engine with its forward-pass metrics on, send it requests, and give the address "
-                            "that its log names"
-                        )
-                except KeyboardInterrupt:
-                    pass
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-        return self._num_steps
-
-    def _next(self, order: StepOrder) -> str | None:
-        """Return the next message as a line; None where none came for a moment."""
-        import zmq
-
-        try:
-            frames = self._socket.recv_multipart()
+            frames = socket.recv_multipart()
         except zmq.Again:
-            return None
-        received, where = time.monotonic(), f"{self._address}, message {self._num_messages + 1}"
+            continue
+        received, where = time.monotonic(), f"{address}, message {num_messages + 1}"
         try:
-            message = self._decode(frames[-1])
+            message = decode(frames[-1])
         except Exception as error:  # of msgspec, whatever it finds
             raise ConfigError(
                 f"{where} is not msgpack ({error}); is this the port of forward-pass metrics?"
             ) from error
-        self._num_messages += 1
+        num_messages += 1
         step = order.take(read_forward_pass(message, where), received, where)
-        self._num_steps += step is not None
-        return json.dumps({"received": received, "fpm": message})
+        num_steps += step is not None
+        yield num_steps, json.dumps({"received": received, "fpm": message})
+    if not num_messages:
+        raise ConfigError(
+            f"nothing came from {address} in {min(SILENCE, seconds):g} s; start the engine with its "
+            "forward-pass metrics on, send it requests, and give the address that its log names"
+        )

@@ -8,7 +8,6 @@ from functools import partial
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, part
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
-from onbeat.scheduler.cluster.migration import check_move_rule
 
 LAUNCHERS = ("local", "ray")
 TRANSPORTS = ("tcp", "none")
@@ -51,9 +50,7 @@ class FleetOptions:
 
     def __post_init__(self) -> None:
         check(self, FleetOptions)
-        moves = self.kv_transport != "none"
-        check_move_rule(self.fleet.move_rule, moves=moves, cure="give another --kv-transport than none")
-        if self.fleet.disaggregate is not None and not moves:
+        if self.fleet.disaggregate is not None and self.kv_transport == "none":
             raise ConfigError("--disaggregate copies KV between replicas; leave out --kv-transport none")
         if self.launcher != "ray":
             for name, value in (("ray-address", self.ray_address), ("fleet-port", self.fleet_port)):

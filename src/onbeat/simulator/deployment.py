@@ -12,7 +12,6 @@ from onbeat.core.options import option, part
 from onbeat.perfmodel.device_spec import CPU, find_device
 from onbeat.perfmodel.engines import ENGINE_FORM, ENGINES, NO_ENGINE, require_engine
 from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
-from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.simulation_config import FleetTerms
 from onbeat.simulator.speculation import Drafts
@@ -114,7 +113,6 @@ class Deployment(FleetTerms):
     drafts: Drafts = part(Drafts)
 
     def __post_init__(self) -> None:
-        check_move_rule(self.fleet.move_rule, moves=self.hands_over, cure="give --kv-transfer-gbps")
         if self.kv_latency and not self.hands_over:
             raise ConfigError(
                 "--kv-transfer-latency-ms needs a link between replicas; give --kv-transfer-gbps or "

@@ -14,7 +14,6 @@ from onbeat.core.slo import ShedMode, shed_option
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.membership import FleetRules
-from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.scaling import make_policy
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -223,7 +222,6 @@ class SimulationConfig(FleetTerms):
 
     def __post_init__(self) -> None:
         FleetTerms.__post_init__(self)
-        check_move_rule(self.fleet.move_rule, moves=self.kv_link is not None, cure="give a kv_link")
         if not (isfinite(self.request_overhead) and self.request_overhead >= 0):
             raise ConfigError(
                 f"request_overhead is {self.request_overhead:g} s; it must be a finite time, 0 or more"

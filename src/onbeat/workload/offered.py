@@ -21,7 +21,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.workload.job import Job
 from onbeat.workload.slo_classes import SLOClass, check_classes
-from onbeat.workload.trace import read_trace
+from onbeat.workload.trace import read_trace, rows_of
 
 Lengths = NDArray[np.int64]
 ClassIds = NDArray[np.int16] | NDArray[np.int32]
@@ -149,6 +149,13 @@ class JobRows:
         return JobRows(jobs=jobs, firsts=firsts.astype(np.int64))
 
 
+_COLUMNS = (
+    *("num_prompt_tokens", "num_output_tokens", "arrivals", "block_ids", "class_ids", "tenants"),
+    *("priorities", "lines", "texts"),
+)
+"""Of a load: one entry for each request."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedLoad:
     """The requests of a run in order of arrival, one row each.
@@ -229,20 +236,8 @@ class OfferedLoad:
     def take(self, rows: NDArray[np.int64] | Sequence[int]) -> OfferedLoad:
         """Return the given rows, in the given order (arrivals must stay ascending)."""
         chosen = np.asarray(rows, dtype=np.int64)
-        blocks = self.block_ids
-        return replace(
-            self,
-            num_prompt_tokens=self.num_prompt_tokens[chosen],
-            num_output_tokens=self.num_output_tokens[chosen],
-            arrivals=None if self.arrivals is None else self.arrivals[chosen],
-            block_ids=None if blocks is None else tuple(blocks[row] for row in chosen.tolist()),
-            class_ids=None if self.class_ids is None else self.class_ids[chosen],
-            tenants=None if self.tenants is None else tuple(self.tenants[row] for row in chosen.tolist()),
-            priorities=None if self.priorities is None else self.priorities[chosen],
-            lines=None if self.lines is None else self.lines[chosen],
-            texts=None if self.texts is None else tuple(self.texts[row] for row in chosen.tolist()),
-            jobs=None if self.jobs is None else self.jobs.take(chosen),
-        )
+        taken = {name: rows_of(getattr(self, name), chosen) for name in _COLUMNS}
+        return replace(self, **taken, jobs=None if self.jobs is None else self.jobs.take(chosen))
 
     def check_lengths(self, max_model_len: int, *, overlong: Overlong) -> OfferedLoad:
         """Return the requests whose prompt and output fit the context together.
@@ -331,17 +326,8 @@ class OfferedLoad:
         )
 
     def _check_columns(self) -> None:
-        columns = {
-            "num_output_tokens": self.num_output_tokens,
-            "arrivals": self.arrivals,
-            "block_ids": self.block_ids,
-            "class_ids": self.class_ids,
-            "tenants": self.tenants,
-            "priorities": self.priorities,
-            "lines": self.lines,
-            "texts": self.texts,
-        }
-        for column, values in columns.items():
+        for column in _COLUMNS:
+            values = getattr(self, column)
             if values is not None and len(values) != len(self):
                 raise ConfigError(
                     f"the {self.name} load has {len(self)} prompt lengths, but {len(values)} {column}"

@@ -63,14 +63,15 @@ class Trace:
 
     def take(self, rows: NDArray[np.int64]) -> Trace:
         """Return the given rows in the given order."""
-        return replace(
-            self,
-            num_prompt_tokens=self.num_prompt_tokens[rows],
-            num_output_tokens=self.num_output_tokens[rows],
-            times=None if self.times is None else self.times[rows],
-            block_ids=None if self.block_ids is None else tuple(self.block_ids[i] for i in rows.tolist()),
-            lines=None if self.lines is None else self.lines[rows],
-        )
+        columns = ("num_prompt_tokens", "num_output_tokens", "times", "block_ids", "lines")
+        return replace(self, **{name: rows_of(getattr(self, name), rows) for name in columns})
+
+
+def rows_of(column: Any, rows: NDArray[np.int64]) -> Any:
+    """Return the given rows of a column, in the given order: an array, a sequence, or None."""
+    if column is None or isinstance(column, np.ndarray):
+        return None if column is None else column[rows]
+    return tuple(column[row] for row in rows.tolist())
 
 
 Row = tuple[float | None, int, int, tuple[int, ...] | None]

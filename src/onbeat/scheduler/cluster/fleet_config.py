@@ -75,12 +75,7 @@ class FleetConfig:
         scaling.check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None:
             self._check_autoscale(self.autoscale)
-        if self.disaggregate is None:
-            if self.pool_rule != "adaptive":
-                raise ConfigError(
-                    f"--pool-rule {self.pool_rule} is for --disaggregate; give both, or neither"
-                )
-        elif self.replicas not in (1, self.num_replicas):
+        if self.disaggregate is not None and self.replicas not in (1, self.num_replicas):
             raise ConfigError(
                 f"--disaggregate {self.disaggregate} is {self.num_replicas} replicas, but --replicas is "
                 f"{self.replicas}; leave --replicas out"

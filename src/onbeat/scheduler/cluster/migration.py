@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Protocol
 
-from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import Answered, MoveStep
@@ -280,22 +279,6 @@ MOVE_RULES: dict[str, Callable[[Migration], MoveRule]] = {"mend": Mending}
 """What moves streams of replicas that do not drain, and compute no prompts for others."""
 POOL_POLICIES: dict[str, Callable[[Migration], PoolPolicy]] = {"adaptive": PoolPolicy}
 """How prompts and streams share two pools of replicas."""
-
-
-def check_move_rule(rule: str, *, moves: bool, cure: str) -> None:
-    """Check a rule by which streams move.
-
-    Parameters
-    ----------
-    moves : whether streams move at all.
-    cure : what to give so that they do.
-
-    Raises
-    ------
-    ConfigError : there is nothing that it could move.
-    """
-    if rule != "mend" and not moves:
-        raise ConfigError(f"--move-rule {rule} is for streams that move; {cure}, or leave it out")
 
 
 class Migration:
