@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -50,16 +50,18 @@ class OnlineCorrection:
 
     def factor(self, shape: BatchShape) -> float:
         """Return the factor on the prediction for a batch; 1 until enough steps were seen."""
-        if not shape.num_draft_tokens:
-            return self.factor_of(batch_kind(shape))
-        bucket = self._buckets.get(batch_kind(shape))
-        value = self._pace if bucket is None else self._pace + bucket.value
-        return math.exp(value + self._drafts.of(shape).value)
-
-    def factor_of(self, kind: int) -> float:
-        """Return the factor on batches without drafts of a `batch_kind`."""
+        drafts = shape.num_draft_tokens
+        context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens - drafts
+        # `batch_kind`, written out: each question to a model that learns asks it.
+        kind = (shape.num_new_tokens - drafts).bit_length() * _KEY_STRIDE + context_tokens.bit_length()
         bucket = self._buckets.get(kind)
-        return math.exp(self._pace if bucket is None else self._pace + bucket.value)
+        value = self._pace if bucket is None else self._pace + bucket.value
+        return math.exp(value + self._drafts.of(shape).value if drafts else value)
+
+    def factors_of(self, kinds: Iterable[int]) -> list[float]:
+        """Return the factors on batches without drafts of each `batch_kind`."""
+        pace, get, exp = self._pace, self._buckets.get, math.exp
+        return [exp(pace if (bucket := get(kind)) is None else pace + bucket.value) for kind in kinds]
 
     def observe(self, shape: BatchShape, ratio: float) -> float:
         """Learn from one step.

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import mul
 from statistics import NormalDist
 
 from onbeat.core.errors import ConfigError
@@ -200,7 +201,7 @@ class Predictor:
         self._alarm = alarm
         self._recent = recent
         self._guided_row = GUIDED_ROW_SECONDS
-        self._known: dict[int, tuple[tuple[BatchShape, ...], list[tuple[float, int]]]] = {}
+        self._known: dict[int, tuple[tuple[BatchShape, ...], list[float], list[int]]] = {}
         """Of batches that never change, what does not: seconds without what is learnt, and their kind."""
 
     def with_learning(self, alarm: DriftAlarm | None = None) -> Predictor:
@@ -239,12 +240,12 @@ class Predictor:
         known = self._known.get(id(shapes))
         if known is None or known[0] is not shapes:
             inflation = self._inflation or (lambda _: 1.0)
-            times = [(self._seconds(shape) * inflation(shape), batch_kind(shape)) for shape in shapes]
-            known = self._known[id(shapes)] = (shapes, times)
-        correction, factor = self._correction, 1.0 if q is None else self._quantile_factor(q)
-        if correction is None:
-            return [seconds * factor for seconds, _ in known[1]]
-        return [seconds * correction.factor_of(kind) * factor for seconds, kind in known[1]]
+            times = [self._seconds(shape) * inflation(shape) for shape in shapes]
+            known = self._known[id(shapes)] = (shapes, times, [*map(batch_kind, shapes)])
+        times, factor = known[1], 1.0 if q is None else self._quantile_factor(q)
+        if self._correction is not None:
+            times = list(map(mul, times, self._correction.factors_of(known[2])))
+        return times if factor == 1.0 else [seconds * factor for seconds in times]
 
     def step_times(self, shape: BatchShape, contexts: Sequence[int]) -> Sequence[float]:
         """Return the expected times of steps that differ in what decodes read. See `RunTimer`."""

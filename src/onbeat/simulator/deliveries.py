@@ -18,7 +18,7 @@ from onbeat.core.request import RequestOutput, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.metrics.record import RequestRecord
-from onbeat.scheduler.replica.rows import correct_shape
+from onbeat.scheduler.replica.results import correct_shape
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import DraftCounts
 from onbeat.simulator.simulation_config import SimulationConfig
@@ -225,10 +225,6 @@ class VirtualSampler:
     def __init__(self, deliveries: Deliveries, *, may_stop: bool) -> None:
         self._deliveries = deliveries
         self._may_stop = may_stop
-
-    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
-        """Take note of a step that begins; return what the device computes: here, what was planned."""
-        return scheduled.shape
 
     def sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Return the tokens of a step; those of the steps before are written."""

@@ -74,7 +74,7 @@ class PipelineReplica(VirtualReplica):
             step = self._plan(now)
             if step is not None:
                 self._under_way.append((step, self._run(step, now)))
-                self._begin_work(now)
+                self._busy_since = min(self._busy_since, now)
         self.next_time = self._find_next(now)
         return self._expire(now)
 
@@ -116,8 +116,10 @@ class PipelineReplica(VirtualReplica):
         return oldest
 
 
-_STEPS_AT_ONCE = 8
-"""Steps predicted at a time where an arrival may, but need not, come to this replica."""
+_LOOKAHEAD = 8
+"""Steps predicted beyond the next arrival where that may, but need not, come to this replica."""
+_STEPS_AT_ONCE = 32
+"""Steps predicted at a time: to predict some in vain costs less than to ask again."""
 
 
 class SerialReplica(VirtualReplica):
@@ -159,7 +161,7 @@ class SerialReplica(VirtualReplica):
         self._is_alone = is_alone
         self._learns = self.scheduler.step_time_model is not None
         self._is_watched = is_watched
-        self._lookahead = 1 if is_alone else _STEPS_AT_ONCE
+        self._lookahead = 1 if is_alone else _LOOKAHEAD
         self._step: StepUnderWay | None = None
         """The step under way, or the first of the run under way."""
         self._shape = BatchShape()
@@ -222,7 +224,7 @@ class SerialReplica(VirtualReplica):
             if self._num_left and self.next_time <= now:
                 self._look_ahead(self._step, now, next_arrival)
             return []
-        self._begin_work(now)
+        self._busy_since = min(self._busy_since, now)
         refused = self._admit(now, came_before=self._last_step[0]) if self._held else []
         step = self._step = self._plan(now, may_run_on=self._may_run_on and not self._held)
         if step is None and self._held:
@@ -235,7 +237,9 @@ class SerialReplica(VirtualReplica):
             self._shape = step.shape if step.max_steps == 1 else step.shape.copy()
             self._look_ahead(step, now + self._charged, next_arrival)
             self._charged = 0.0
-        return self._expire(now) + refused if refused else self._expire(now)
+        if self.scheduler.planner.relegation.expired:
+            return self._expire(now) + refused
+        return refused
 
     def _admit(self, now: float, *, came_before: float) -> list[OfferedRequest]:
         """Let the scheduler see held requests that came before a time; return those that it refuses."""
@@ -301,23 +305,14 @@ class SerialReplica(VirtualReplica):
         run, shape, noise = step.run, self._shape, self._noise
         overhead, num_before = self._overhead, self._num_steps
         ends, num_left, num_rows = self._ends, self._num_left, shape.num_lm_head_rows
-        is_bound = run is not None and run.is_bound
+        bound = run if run is not None and run.is_bound else None
         # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
-        is_shared = self._is_watched or (is_bound and not self._is_alone)
+        is_shared = self._is_watched or (bound is not None and not self._is_alone)
         num_at_once = 1 if is_shared else _STEPS_AT_ONCE
         num_free = num_left - (1 if is_shared else self._lookahead)
         num_followed = max(len(ends) - 1, 0)
-        is_over = num_left == 0
-        while True:
-            if is_bound and run is not None:
-                asked = ends[num_followed : len(ends) - is_over]
-                num_followed += run.num_followed(asked)
-                if num_followed < len(ends) - is_over:
-                    del ends[num_followed + 1 :]
-                    num_left, end = 0, ends[-1]
-                    break
-            if is_over:
-                break
+        is_over = False
+        while not is_over:
             for seconds in self._next_times(shape, min(num_left, num_at_once)):
                 if not 0.0 < seconds < inf:
                     refuse_prediction(seconds, shape)
@@ -331,6 +326,11 @@ class SerialReplica(VirtualReplica):
                 is_over = not num_left or (num_left <= num_free and (end >= next_arrival or is_shared))
                 if is_over:
                     break
+            if bound is not None:
+                num_followed += bound.num_followed(ends[num_followed : len(ends) - is_over])
+                if num_followed < len(ends) - is_over:
+                    del ends[num_followed + 1 :]
+                    num_left, end, is_over = 0, ends[-1], True
         self._num_left = num_left
         self.next_time = end
 

@@ -21,7 +21,7 @@ from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.steady import SteadyRun, begin_run
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.simulator.deliveries import ORDINARY, Deliveries, make_sampler
+from onbeat.simulator.deliveries import ORDINARY, Deliveries, VerifyingSampler, make_sampler
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.simulation_config import SimulationConfig
@@ -101,6 +101,7 @@ class VirtualReplica(ABC):
         self._measured: ShapeRange | None = getattr(step_time, "shape_range", None)
         self._largest = None if self._measured is None else LargestStep()
         self._busy_since = inf
+        """Since when it runs steps; infinite while it is idle."""
 
     is_over = True
     """Whether what was planned ends with the step that ends next."""
@@ -230,10 +231,13 @@ class VirtualReplica(ABC):
                 break
         if scheduled is None:
             return None
-        shape = self._sampler.begin(scheduled)
+        shape = scheduled.shape
+        if isinstance(self._sampler, VerifyingSampler):
+            shape = self._sampler.begin(scheduled)
         planned = predicted = None
         if self._reporter is not None:
             planned, predicted = self._reporter.take_planned(), self._predict(scheduled)
+        may_run_on = may_run_on and not shape.num_chunks
         run = begin_run(self.scheduler, scheduled, ORDINARY) if may_run_on else None
         max_steps = 1 if run is None else run.max_steps
         if run is not None and self._may_stop:
@@ -248,9 +252,8 @@ class VirtualReplica(ABC):
 
     def _expire(self, now: float) -> list[OfferedRequest]:
         """Return the requests that the last plan has ended."""
-        if not self.scheduler.planner.relegation.expired:
-            return []
-        return self._deliveries.expire(self.scheduler.take_expired(), now)
+        expired = self.scheduler.planner.relegation.expired
+        return self._deliveries.expire(self.scheduler.take_expired(), now) if expired else []
 
     def _end_step(
         self, step: StepUnderWay, ends: array[float], started: list[OfferedRequest] | None
@@ -271,7 +274,7 @@ class VirtualReplica(ABC):
         # The last token of a prompt, alone in its chunk, looks like a decode; it is in no run.
         if started is not None and step.run is None:
             started += self._deliveries.first(outputs)
-        finished = self._deliveries.take(outputs, now)
+        finished = self._deliveries.take(outputs, now) if outputs else []
         if self._observer is not None:
             self._tell(self._observer, step, first_context, ends, self.scheduler.results.drafts)
         return finished
@@ -338,11 +341,6 @@ class VirtualReplica(ABC):
         if observer.wanted_steps == "all":
             stats.scheduler = self.scheduler.state()
         observer.on_step(self._index, stats)
-
-    def _begin_work(self, now: float) -> None:
-        """Count from now on as busy, unless it does already."""
-        if self._busy_since == inf:
-            self._busy_since = now
 
     def _end_work(self, now: float) -> None:
         """Count as idle from now on."""

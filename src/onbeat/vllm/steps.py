@@ -5,6 +5,7 @@ vLLM's own `schedule` is made to carry a plan out (`Imposed`): by order, skips, 
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.planner import Planner
 from onbeat.scheduler.replica.policies import make_policy
-from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
+from onbeat.scheduler.replica.queues import RunningList, WaitingQueue, sort_key
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.tracker import Delivered, SLOTracker
@@ -53,6 +54,11 @@ class EngineTable:
         """Preempted requests of which tokens were in flight when last seen."""
         self._surface, self._tracker = surface, tracker
         self._per_step = 1 + surface.num_drafts
+
+    @property
+    def num_slots_kept(self) -> int:
+        """Places of the batch that other requests of vLLM's have."""
+        return len(self.foreign) + self._surface.num_idle_sessions
 
     def asked(self, request: EngineRequest, terms: RequestObjectives, arrival: float) -> Request:
         """Return a request of vLLM's as one of ours.
@@ -159,7 +165,7 @@ class EngineTable:
             state.scheduled_time = now
             state.num_cached_tokens = min(num_cached, state.num_prompt_tokens)
             self._tracker.on_start(state)
-        self.running.insert_sorted(state)
+        insort(self.running, state, key=sort_key)
 
     def _leave(self, state: RequestState) -> None:
         """Let a request wait that vLLM has preempted, or forget it."""
@@ -231,9 +237,7 @@ class EngineSteps:
         assert policy.admission is not None
         self.slo, self._admission = policy.slo, policy.admission
         self.table = table = EngineTable(surface, policy.slo.tracker)
-        self.planner = Planner(
-            config, policy, table, model, lambda: len(table.foreign) + surface.num_idle_sessions
-        )
+        self.planner = Planner(config, policy, table, model)
         self.in_flight = self.planner.in_flight
         self._steps: deque[NotedStep] = deque()
         """In flight."""
@@ -280,7 +284,7 @@ class EngineSteps:
     def plan(self, now: float) -> StepPlan:
         """Plan the next step; nothing but the plan changes, and what is known of vLLM's requests."""
         self._sync(now)
-        self.in_flight.last_plan = self.in_flight.next_start(now)
+        self.in_flight.last_plan = self._next_start(now)
         plan = self.planner.new_plan(self.in_flight.last_plan)
         num_left = self.surface.scheduler.max_num_scheduled_tokens
         plan.num_tokens_left = max(num_left - self.surface.num_drafts * len(plan.running), 0)
@@ -336,7 +340,7 @@ class EngineSteps:
         shape.num_lm_head_rows = num_sampling
         for before, num_own, samples in chunks:
             shape.add(before, num_own, samples=samples)
-        start = self.in_flight.next_start(now)
+        start = self._next_start(now)
         step = self.planner.launch(shape, states, (), start=start, planned_at=now)
         noted = NotedStep(output, shape, step.seconds)
         self._steps.append(noted)
@@ -387,6 +391,10 @@ class EngineSteps:
         for state in finished:
             self.slo.tracker.on_finish(state)
             table.drop(state)
+
+    def _next_start(self, now: float) -> float:
+        """Return when a step that is planned now may start, seconds."""
+        return max(now, self.in_flight.busy_until) if self.in_flight else now
 
     def _sync(self, now: float) -> None:
         self.table.sync(now)

@@ -11,7 +11,6 @@ from onbeat.core.slo import Fate, ShedMode
 from onbeat.core.step import SchedulerState
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
-from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.fake_runner import FakeRunner, fake_info
@@ -37,7 +36,7 @@ class SheddingScheduler(Scheduler):
         for state in list(self.waiting):
             request = state.request
             if request.shed is ShedMode.REJECT and now > request.arrival + request.slo.ttft:
-                output = last_output(state, FinishReason.EXPIRED)
+                output = state.last_output(FinishReason.EXPIRED)
                 output.fate, output.error = Fate.EXPIRED, "its TTFT objective passed in the queue"
                 self.planner.relegation.expired.append(output)
                 self.table.drop(state)

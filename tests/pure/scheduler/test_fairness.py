@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.scheduler.replica import tracker
-from onbeat.scheduler.replica.tracker import TenantCounters
+from onbeat.scheduler.replica.tracker import OUTPUT_WEIGHT, TenantCounters
 from tests.examples import examples
 
 Length = tuple[int, int]  # prompt tokens, output tokens
@@ -46,14 +46,14 @@ def serve_least_first(
             if sum(reserved for _, reserved, _ in running) + num_prompt + num_output > memory:
                 break
             queues[tenant].popleft()
-            counters.on_prefill(tenant, num_prompt)
+            counters.charge(tenant, num_prompt)
             counters.on_leave(tenant)
             service[tenant] += num_prompt
             running.append((tenant, num_prompt + num_output, num_output))
         if not all(queues.values()):
             return history
         for tenant, _, _ in running:
-            counters.on_output(tenant, 1)
+            counters.charge(tenant, OUTPUT_WEIGHT)
             service[tenant] += 2
         running = [(tenant, reserved, left - 1) for tenant, reserved, left in running if left > 1]
         history.append(dict(service))
@@ -77,15 +77,15 @@ def test_the_bound_is_no_accident() -> None:
     counters = TenantCounters()
     for _ in range(100):
         for tenant, num_output in (("short", 1), ("long", 90)):
-            counters.on_prefill(tenant, 10)
-            counters.on_output(tenant, num_output)
+            counters.charge(tenant, 10)
+            counters.charge(tenant, OUTPUT_WEIGHT * num_output)
     assert counters.counter("long") - counters.counter("short") > 2 * 2.0 * MEMORY
 
 
 def test_counts_input_and_output_by_their_weights() -> None:
     counters = TenantCounters()
-    counters.on_prefill("a", 10)
-    counters.on_output("a", 5)
+    counters.charge("a", 10)
+    counters.charge("a", OUTPUT_WEIGHT * 5)
     assert counters.counter("a") == 20.0
     assert counters.counter("never seen") == 0.0
 
@@ -95,12 +95,12 @@ def test_who_comes_back_has_saved_up_nothing() -> None:
     for tenant in ("a", "b"):
         counters.on_arrival(tenant)
     counters.on_leave("b")
-    counters.on_prefill("a", 1000)
+    counters.charge("a", 1000)
     counters.on_arrival("b")
     assert counters.counter("b") == counters.counter("a") == 1000
-    counters.on_prefill("a", 1)
+    counters.charge("a", 1)
     assert min(["a", "b"], key=counters.counter) == "b"
-    counters.on_prefill("b", 500)
+    counters.charge("b", 500)
     counters.on_arrival("c")
     assert counters.counter("c") == 1001, "the least of those that wait"
 
@@ -109,7 +109,7 @@ def test_who_comes_back_keeps_its_debt() -> None:
     counters = TenantCounters()
     for tenant in ("a", "b"):
         counters.on_arrival(tenant)
-    counters.on_prefill("b", 1000)
+    counters.charge("b", 1000)
     counters.on_leave("b")
     counters.on_arrival("b")
     assert counters.counter("b") == 1000
@@ -119,7 +119,7 @@ def test_after_a_pause_of_all_a_new_tenant_starts_where_the_last_to_leave_stands
     counters = TenantCounters()
     counters.on_arrival("a")
     counters.on_leave("a")
-    counters.on_output("a", 50)  # its request goes on running
+    counters.charge("a", OUTPUT_WEIGHT * 50)  # its request goes on running
     counters.on_arrival("b")
     assert counters.counter("b") == 100
 
@@ -128,7 +128,7 @@ def test_further_requests_of_a_backlogged_tenant_change_nothing() -> None:
     counters = TenantCounters()
     counters.on_arrival("a")
     counters.on_arrival("b")
-    counters.on_prefill("b", 100)
+    counters.charge("b", 100)
     counters.on_arrival("a")
     counters.on_leave("a")
     counters.on_arrival("a")
@@ -140,14 +140,14 @@ def test_share_is_the_excess_over_the_mean_of_those_that_wait(monkeypatch) -> No
     counters = TenantCounters()
     assert counters.share("a") == 0
     counters.on_arrival("a")
-    counters.on_prefill("a", 1000)
+    counters.charge("a", 1000)
     assert counters.share("a") == 0, "nobody to share with"
     counters.on_arrival("b")
     assert counters.share("a") == counters.share("b") == 0
-    counters.on_prefill("b", 50)
+    counters.charge("b", 50)
     assert counters.share("a") == pytest.approx(-0.25)
     assert counters.share("b") == pytest.approx(0.25)
-    counters.on_prefill("b", 10_000)
+    counters.charge("b", 10_000)
     assert (counters.share("a"), counters.share("b")) == (-1, 1)
 
 
@@ -178,9 +178,9 @@ def test_no_counter_falls_and_nobody_who_waits_lies_below_a_new_tenant(calls: li
             counters.on_leave(tenant)
             waiting[index] -= 1
         elif call == "prefill":
-            counters.on_prefill(tenant, 7)
+            counters.charge(tenant, 7)
         elif call == "output":
-            counters.on_output(tenant, 1)
+            counters.charge(tenant, OUTPUT_WEIGHT)
         after = {name: counters.counter(name) for name in before}
         assert all(after[name] >= before[name] for name in before)
         before = after
@@ -197,10 +197,10 @@ def test_remembers_few_of_those_that_are_away(monkeypatch) -> None:
     monkeypatch.setattr(tracker, "MOST_IDLE_TENANTS", 10)
     counters = TenantCounters()
     counters.on_arrival("waits")
-    counters.on_prefill("waits", 100)
+    counters.charge("waits", 100)
     for index in range(1000):
         counters.on_arrival(f"t{index}")
-        counters.on_prefill(f"t{index}", index)
+        counters.charge(f"t{index}", index)
         counters.on_leave(f"t{index}")
         counters.on_arrival("waits")
     assert len(counters) <= 12
@@ -214,10 +214,10 @@ def test_forgetting_who_is_owed_nothing_changes_nothing(monkeypatch) -> None:
         counters = TenantCounters()
         counters.on_arrival("heavy")
         for index in range(100):
-            counters.on_prefill("heavy", 50)
+            counters.charge("heavy", 50)
             counters.on_arrival(f"light{index}")
             counters.on_leave(f"light{index}")
-        counters.on_prefill("heavy", 1)
+        counters.charge("heavy", 1)
         counters.on_arrival("light3")
         found.append((counters.counter("light3"), len(counters)))
     (small, few), (large, many) = found

@@ -69,9 +69,9 @@ def test_ten_thousand_calls_that_nobody_follows_keep_within_the_bound_and_leave_
             pool.register(block_id, name * 1000 + place)
         pool.release(block_ids, ended_at + 60.0)
         assert pool.num_kept_blocks <= pool.most_kept == 300
-        assert len(pool._kept_ends) <= 2 * pool.most_kept
+        assert len(pool.kept_ends) <= 2 * pool.most_kept
     pool.expire(1e9)
-    assert (pool.num_kept_blocks, pool._kept_ends, pool.num_used_blocks) == (0, [], 0)
+    assert (pool.num_kept_blocks, pool.kept_ends, pool.num_used_blocks) == (0, [], 0)
     pool.check_invariants()
 
 

@@ -24,7 +24,7 @@ def check_pure(scheduler: Scheduler, now: float) -> bool:
     """Plan a step twice, if there is one to plan; return whether there is."""
     if not (scheduler.running or len(scheduler.waiting)):
         return False
-    start = scheduler.in_flight.next_start(now)
+    start = max(now, scheduler.in_flight.busy_until) if scheduler.in_flight else now
     before = digest(scheduler)
     first, second = scheduler._compose(start), scheduler._compose(start)
     assert digest(scheduler) == before, "planning has changed something"

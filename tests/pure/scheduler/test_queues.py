@@ -37,16 +37,21 @@ def work_of(states: list[RequestState]) -> tuple[int, float]:
     return num_tokens, num_pairs
 
 
+def work_below(queue: WaitingQueue, rank: float) -> tuple[int, float]:
+    below = queue.below(rank)
+    return below.num_tokens, below.num_pairs
+
+
 def check_alike(queue: WaitingQueue, model: list[RequestState], rank: float, most: int) -> None:
     below = [state for state in model if state.sort_key[0] < rank]
     beyond = model[len(below) :]
     assert list(queue) == model
     assert len(queue) == len(model)
     assert queue.num_prompt_tokens == sum(state.num_prompt_tokens for state in model)
-    assert queue.num_below(rank) == len(below)
+    assert queue.below(rank).num_requests == len(below)
     assert queue.first_below(rank, most) == below[:most]
     assert queue.first_from(rank, most) == beyond[:most]
-    assert queue.work_below(rank) == work_of(below)
+    assert work_below(queue, rank) == work_of(below)
     assert queue.peek(most) is (model[most] if most < len(model) else None)
 
 
@@ -132,7 +137,7 @@ def test_of_one_rank_whoever_came_first_is_first_beyond_a_bucket():
     for state in Random(0).sample(states, len(states)):
         queue.push(state)
     assert list(queue) == states
-    assert queue.num_below(1.0) == 0
+    assert queue.below(1.0).num_requests == 0
     assert queue.first_from(1.0, 2 * BUCKET) == states[: 2 * BUCKET]
 
 
@@ -141,12 +146,12 @@ def test_work_is_that_of_when_it_began_to_wait():
     queue, state = WaitingQueue(), make_waiting(1.0, 0, num_prompt=100, num_hit=30)
     queue.push(state)
     state.num_hit_tokens = 80
-    assert queue.work_below(inf) == (70, 70 * 30 + 70 * 70 / 2)
+    assert work_below(queue, inf) == (70, 70 * 30 + 70 * 70 / 2)
     queue.push(other := make_waiting(2.0, 1))
     queue.remove(state)
-    assert queue.work_below(inf) == work_of([other])
+    assert work_below(queue, inf) == work_of([other])
     queue.push(state)
-    assert queue.work_below(2.0) == (20, 20 * 80 + 20 * 20 / 2)
+    assert work_below(queue, 2.0) == (20, 20 * 80 + 20 * 20 / 2)
 
 
 def test_finding_a_place_takes_a_bisection():

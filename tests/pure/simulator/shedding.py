@@ -7,7 +7,6 @@ from dataclasses import replace
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import Fate, ShedMode
-from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan
 
@@ -49,7 +48,7 @@ class SheddingScheduler(Scheduler):
             and now > state.request.arrival + state.request.slo.ttft
         ]
         for state in late:
-            output = last_output(state, FinishReason.EXPIRED)
+            output = state.last_output(FinishReason.EXPIRED)
             output.fate, output.predicted_ttft = Fate.EXPIRED, 0.25
             self.planner.relegation.expired.append(output)
             self.table.drop(state)

@@ -253,14 +253,14 @@ class Admission:
         own = triage.DueWork(deadline, seconds, state)
         index = bisect_right(jobs, deadline, key=itemgetter(0))
         # By the time that it is served, those ahead of it decode, too.
-        decodes = view.decode_shape([job.state for job in jobs[:index]])
+        decodes = decode_shape([*view.decodes, *[job.state for job in jobs[:index]]])
         limit = rules.limit(view, cost_model.of(decodes), start) if view.streams else inf
         prefill = cost_model.prefill_share(decodes, limit, deadline - state.request.arrival)
         before = sum([job.seconds for job in jobs[:index]])
         is_cut = waiting.ranked.num_requests > MOST_JOBS  # more wait than a plan looks at
         if index == len(jobs) and is_cut:
             running = sum(job.seconds for job in jobs if job.state.block_ids)
-            before = running + cost_model.of_sums(*waiting.work_below(nextafter(state.slo.rank, inf)))
+            before = running + self.bound.seconds(waiting.below(nextafter(state.slo.rank, inf)))
 
         late = rules.split([*jobs[:index], own, *jobs[index:]], prefill, start)[1]
         turn, delays_others = triage.seconds_before(own, late, by_deadline=before), False
@@ -276,7 +276,7 @@ class Admission:
         if plan.running or jobs:  # later arrivals fill the last step
             wait = max(wait, 0.5 * prefill.length + drain_seconds(prefill, until_done))
         ahead = [job for job in jobs[:index] if not job.state.block_ids]
-        wait = max(wait, self._until_capacity(own, ahead, plan, prefill, cost_model.of(view.decode_shape())))
+        wait = max(wait, self._until_capacity(own, ahead, plan, prefill, cost_model.of(view.shape)))
         return start - state.request.arrival + wait, delays_others
 
     def _until_capacity(
@@ -402,7 +402,7 @@ class QueueBound:
             if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
                 begun_best_effort += seconds
                 num_best_effort -= 1
-        self._all.count(plan.now, begun, some_wait=len(plan.waiting) > len(plan.admissions))
+        self._all.count(plan.now, begun, some_wait=plan.waiting.length > len(plan.admissions))
         self._best_effort.count(plan.now, begun_best_effort, some_wait=num_best_effort > 0)
 
     def on_arrival(self, waiting: WaitingQueue, now: float) -> None:
@@ -413,7 +413,7 @@ class QueueBound:
         """
         if not waiting.best_effort.num_requests:
             self._best_effort.forget(now)
-        if not waiting:
+        if not waiting.length:
             self._all.forget(now)
 
     def wait(self, waiting: WaitingQueue, *, is_protected: bool = False) -> float:
@@ -423,14 +423,14 @@ class QueueBound:
         ----------
         is_protected : whether it goes by its deadline even once that has passed; else as best effort.
         """
-        best_effort, ranked = self._seconds(waiting.best_effort), self._seconds(waiting.ranked)
+        best_effort, ranked = self.seconds(waiting.best_effort), self.seconds(waiting.ranked)
         if is_protected:
             return ranked / self._all.rate
         return max(best_effort / self._best_effort.rate, (best_effort + ranked) / self._all.rate)
 
     def refusal(self, waiting: WaitingQueue, *, is_protected: bool = False) -> Overloaded | None:
         """Return why another is not taken that would be late; None where it is."""
-        if len(waiting) < self._num_slots or self._longest == inf:
+        if waiting.length < self._num_slots or self._longest == inf:
             return None
         wait = self.wait(waiting, is_protected=is_protected)
         if wait <= self._longest:
@@ -457,5 +457,6 @@ class QueueBound:
         retry_after = max(min(wait - self._longest, until_short), SHORTEST_RETRY)
         return Overloaded(message, code="server_overloaded", retry_after=retry_after, reason=REFUSED)
 
-    def _seconds(self, queued: QueuedWork) -> float:
+    def seconds(self, queued: QueuedWork) -> float:
+        """Return the work of some that wait."""
         return self._cost_model.of_sums(queued.num_tokens, queued.num_pairs)

@@ -19,10 +19,10 @@ from math import inf
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.handover import Detached
 from onbeat.core.request import Request
+from onbeat.scheduler.replica.planner import StepsInFlight
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
-from onbeat.scheduler.replica.results import StepsInFlight
 
 
 @dataclass(slots=True)
@@ -72,19 +72,11 @@ class Handovers:
         self._release_batch = release_batch
         self._holds: dict[str, _Hold] = {}
         self._reservations: dict[str, _Reservation] = {}
-        self._leaving: dict[str, RequestState] = {}
+        self.leaving: dict[str, RequestState] = {}
         """Requests that are to leave the batch once no step in flight has them."""
-        self._detached: dict[str, RequestState] = {}
+        self.detached: dict[str, RequestState] = {}
+        """Requests that have left the batch, by id."""
         self._answers: list[tuple[str, Detached | None]] = []
-
-    @property
-    def num_slots_kept(self) -> int:
-        """Slots of the batch that no waiting request may have."""
-        return len(self._reservations) + len(self._detached)
-
-    def detached(self, request_id: str) -> RequestState | None:
-        """Return the detached request of an id; None without one."""
-        return self._detached.get(request_id)
 
     # --- the source: KV that others copy --------------------------------------------------------------
 
@@ -158,7 +150,7 @@ class Handovers:
         if self._table.has_no_slot(state):
             self._answers.append((request_id, None))
             return
-        self._leaving[request_id] = state
+        self.leaving[request_id] = state
         self._table.mark_in_flight([state], is_in_flight=True)
         self.settle()
 
@@ -171,18 +163,19 @@ class Handovers:
             for hold in (each for each in self._holds.values() if not unsound.isdisjoint(each.block_ids)):
                 hold.lease_end = -inf
             unsound.clear()
-        if not self._leaving:
+        if not self.leaving:
             return
-        for request_id, state in list(self._leaving.items()):
+        for request_id, state in list(self.leaving.items()):
             if self._in_flight.num_new_tokens(state):
                 self._table.mark_in_flight([state], is_in_flight=True)  # a step that came back has cleared it
                 continue
-            del self._leaving[request_id]
+            del self.leaving[request_id]
             self._table.mark_in_flight([state], is_in_flight=False)
             detached = None
             if state.status is RequestStatus.RUNNING:
                 self._table.take_out(state)
-                self._detached[request_id] = state
+                self.detached[request_id] = state
+                self._table.num_slots_kept += 1
                 detached = self._describe(state)
             self._answers.append((request_id, detached))
         self._release_batch()
@@ -197,15 +190,17 @@ class Handovers:
 
     def reattach(self, request_id: str) -> bool:
         """Let a detached request go on here, as if nothing had been; False where there is none."""
-        state = self._detached.pop(request_id, None)
+        state = self.detached.pop(request_id, None)
         if state is not None:
+            self._table.num_slots_kept -= 1
             self._table.put_in(state, self._next_step_id, is_back=True)
         return state is not None
 
     def free(self, request_id: str) -> RequestState | None:
         """Forget a detached request that goes on elsewhere, or has ended, and return it; None without one."""
-        state = self._detached.pop(request_id, None)
+        state = self.detached.pop(request_id, None)
         if state is not None:
+            self._table.num_slots_kept -= 1
             self._table.let_go(state)
         return state
 
@@ -233,6 +228,7 @@ class Handovers:
         snapshot = self._kv.snapshots.take() if known is None else known.snapshot
         block_ids += self._kv.pool.allocate(num_more)
         self._reservations[handover_id] = _Reservation(lease_end, block_ids, snapshot)
+        self._table.num_slots_kept += known is None
         return tuple(block_ids)
 
     def state_slot(self, handover_id: str) -> int:
@@ -245,6 +241,7 @@ class Handovers:
         """Give a reservation up; an id without one is ignored. Nobody may write to its blocks any more."""
         known = self._reservations.pop(handover_id, None)
         if known is not None:
+            self._table.num_slots_kept -= 1
             self._kv.pool.release(known.block_ids)
             self._kv.snapshots.give_back(known.snapshot)
 
@@ -294,6 +291,7 @@ class Handovers:
         state.num_cached_tokens = detached.num_cached_tokens
         self._table.rank(state)
         del self._reservations[handover_id]
+        self._table.num_slots_kept -= 1
         self._kv.adopt(state, reservation.block_ids, num_external_tokens)
         state.places_to_keep = self._kv.places_to_keep(state)
         self._table.put_in(state, self._next_step_id, snapshot=reservation.snapshot)
@@ -305,22 +303,24 @@ class Handovers:
     def check_invariants(self) -> None:
         """Raise AssertionError unless each request has one owner, and each reference to a block too."""
         states = self._table.states
-        assert not self._detached.keys() & states.keys(), "a detached request runs"
-        assert all(state.status is RequestStatus.DETACHED for state in self._detached.values())
+        assert not self.detached.keys() & states.keys(), "a detached request runs"
+        assert all(state.status is RequestStatus.DETACHED for state in self.detached.values())
         assert all(
-            state.is_in_flight or state.status is RequestStatus.FINISHED for state in self._leaving.values()
+            state.is_in_flight or state.status is RequestStatus.FINISHED for state in self.leaving.values()
         ), "a step may take a request that is to leave"
         kept = [hold.block_ids for hold in self._holds.values()]
         kept += [reservation.block_ids for reservation in self._reservations.values()]
-        kept += [state.held_ids for state in self._detached.values()]
-        self._table.check_invariants(chain.from_iterable(kept), num_slots_kept=self.num_slots_kept)
+        kept += [state.held_ids for state in self.detached.values()]
+        num_kept = len(self._reservations) + len(self.detached)
+        assert self._table.num_slots_kept == num_kept, "a slot is kept for nobody"
+        self._table.check_invariants(chain.from_iterable(kept))
 
     @property
     def _has_slot(self) -> bool:
         """Whether a request may come, with its state where it has one."""
         snapshots = self._kv.snapshots
         has_place = not self._kv.keeps_states or snapshots.num_taken < snapshots.num_places
-        return has_place and len(self._table.running) + self.num_slots_kept < self._table.max_num_seqs
+        return has_place and len(self._table.running) + self._table.num_slots_kept < self._table.max_num_seqs
 
     @property
     def _next_step_id(self) -> int:

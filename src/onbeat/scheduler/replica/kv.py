@@ -30,10 +30,9 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.most_kept = int(KEPT_SHARE * num_blocks)
-        self.num_used_blocks = 0
-        """Blocks in use."""
-        self.peak_used_blocks = 0
-        """Most blocks in use at once so far."""
+        self.num_free_blocks = num_blocks
+        """Blocks that `allocate` could hand out now."""
+        self._fewest_free = num_blocks
         self._free_ids: list[int] = []
         """Free blocks that were in use before; those from `_num_touched` on have never been."""
         self._num_touched = 0
@@ -41,26 +40,31 @@ class BlockPool:
         """Idle blocks that are not kept, the least recently used first."""
         self._kept_until: dict[int, float] = {}
         """The other idle blocks, and until when they are kept, seconds."""
-        self._kept_ends: list[tuple[float, int, int]] = []
+        self.kept_ends: list[tuple[float, int, int]] = []
         """(until when, minus its place in its request, block) of these, as a heap; some are kept no more."""
         self._tenant_of: dict[int, str] = {}
         self._kept_for: dict[str, dict[int, None]] = {}
         """For which tenant they are kept, and each tenant's in the order in which they came to be."""
         self._num_sharers: dict[int, int] = {}
         """References to a block beyond the first; most blocks are not shared and have no entry."""
-        self._id_of_hash: dict[ContentName, int] = {}
+        self.id_of_hash: dict[ContentName, int] = {}
         self._hash_of_id: dict[int, ContentName] = {}
         self.unsound_ids: set[int] = set()
         """Blocks that were unregistered since whoever lends blocks to others looked."""
 
     @property
-    def num_free_blocks(self) -> int:
-        """Blocks that `allocate` could hand out now."""
-        return self.num_blocks - self.num_used_blocks
+    def num_used_blocks(self) -> int:
+        """Blocks in use."""
+        return self.num_blocks - self.num_free_blocks
+
+    @property
+    def peak_used_blocks(self) -> int:
+        """Most blocks in use at once so far, when some were allocated."""
+        return self.num_blocks - self._fewest_free
 
     def find(self, block_hash: ContentName) -> int | None:
         """Return the block that holds this content, if any."""
-        return self._id_of_hash.get(block_hash)
+        return self.id_of_hash.get(block_hash)
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """Count the blocks that `hold` would take out of the free space."""
@@ -82,10 +86,10 @@ class BlockPool:
         for block_id in block_ids:
             if block_id in self._idle_ids:
                 del self._idle_ids[block_id]
-                self.num_used_blocks += 1
+                self.num_free_blocks -= 1
             elif block_id in self._kept_until:
                 self._drop_kept(block_id)
-                self.num_used_blocks += 1
+                self.num_free_blocks -= 1
             else:
                 self._num_sharers[block_id] = self._num_sharers.get(block_id, 0) + 1
 
@@ -95,11 +99,10 @@ class BlockPool:
         Blocks that were in use last come first, then those that never were, then the longest idle, then kept
         ones.
         """
-        num_used = self.num_used_blocks + num_blocks
-        assert num_used <= self.num_blocks, "allocation was not planned for"
-        self.num_used_blocks = num_used
-        if num_used > self.peak_used_blocks:
-            self.peak_used_blocks = num_used
+        self.num_free_blocks = num_free = self.num_free_blocks - num_blocks
+        assert num_free >= 0, "allocation was not planned for"
+        if num_free < self._fewest_free:
+            self._fewest_free = num_free
         if num_blocks == 1 and self._free_ids:
             return [self._free_ids.pop()]
         block_ids = self._free_ids[: -num_blocks - 1 : -1]
@@ -110,7 +113,7 @@ class BlockPool:
             block_ids += range(start, self._num_touched)
         while len(block_ids) < num_blocks:
             block_id = self._idle_ids.popitem(last=False)[0] if self._idle_ids else self._pop_kept()
-            del self._id_of_hash[self._hash_of_id.pop(block_id)]
+            del self.id_of_hash[self._hash_of_id.pop(block_id)]
             block_ids.append(block_id)
         return block_ids
 
@@ -126,7 +129,7 @@ class BlockPool:
         """
         if not self._hash_of_id and not self._num_sharers:  # the usual case without a prefix cache
             self._free_ids += reversed(block_ids)
-            self.num_used_blocks -= len(block_ids)
+            self.num_free_blocks += len(block_ids)
             return
         num_sharers, hash_of_id, free_ids = self._num_sharers, self._hash_of_id, self._free_ids
         for block_id in reversed(block_ids):
@@ -135,7 +138,7 @@ class BlockPool:
                 if not num_sharers[block_id]:
                     del num_sharers[block_id]
                 continue
-            self.num_used_blocks -= 1
+            self.num_free_blocks += 1
             if block_id in hash_of_id:
                 self._idle_ids[block_id] = None
             else:
@@ -156,10 +159,10 @@ class BlockPool:
                 kept[block_id] = until
                 self._tenant_of[block_id] = tenant
                 self._kept_for.setdefault(tenant, {})[block_id] = None
-                heappush(self._kept_ends, (until, -place, block_id))
-        if len(self._kept_ends) > 2 * self.most_kept:
-            self._kept_ends = [each for each in self._kept_ends if kept.get(each[2]) == each[0]]
-            heapify(self._kept_ends)
+                heappush(self.kept_ends, (until, -place, block_id))
+        if len(self.kept_ends) > 2 * self.most_kept:
+            self.kept_ends = [each for each in self.kept_ends if kept.get(each[2]) == each[0]]
+            heapify(self.kept_ends)
 
     def _take_from_the_greediest(self, tenant: str, num_blocks: int) -> None:
         """Keep less for the tenant for which most is kept, but not less than for another."""
@@ -179,14 +182,14 @@ class BlockPool:
     def _pop_kept(self) -> int:
         """Take the kept block whose time ends first."""
         while True:
-            until, _, block_id = heappop(self._kept_ends)
+            until, _, block_id = heappop(self.kept_ends)
             if self._kept_until.get(block_id) == until:
                 self._drop_kept(block_id)
                 return block_id
 
     def expire(self, now: float) -> None:
         """Let blocks be idle like any other whose time to be kept is over."""
-        ends = self._kept_ends
+        ends = self.kept_ends
         while ends and ends[0][0] <= now:
             until, _, block_id = heappop(ends)
             if self._kept_until.get(block_id) == until:
@@ -195,8 +198,8 @@ class BlockPool:
 
     def register(self, block_id: int, block_hash: ContentName) -> None:
         """Make the content of a full block findable; the first block with a content keeps the name."""
-        if block_hash not in self._id_of_hash and block_id not in self._hash_of_id:
-            self._id_of_hash[block_hash] = block_id
+        if block_hash not in self.id_of_hash and block_id not in self._hash_of_id:
+            self.id_of_hash[block_hash] = block_id
             self._hash_of_id[block_id] = block_hash
 
     def unregister(self, block_ids: Sequence[int]) -> None:
@@ -205,7 +208,7 @@ class BlockPool:
         for block_id in block_ids:
             block_hash = self._hash_of_id.pop(block_id, None)
             if block_hash is not None:
-                del self._id_of_hash[block_hash]
+                del self.id_of_hash[block_hash]
 
     def check_references(self, num_references: Mapping[int, int]) -> None:
         """Raise AssertionError unless each block has as many references as its users know of.
@@ -235,8 +238,8 @@ class BlockPool:
         assert min(self._num_sharers.values(), default=1) >= 1
         assert idle <= self._hash_of_id.keys(), "an idle block has no content"
         assert not free & self._hash_of_id.keys(), "a free block is still findable"
-        assert {self._id_of_hash[h] for h in self._id_of_hash} == self._hash_of_id.keys()
-        assert all(self._id_of_hash[h] == block_id for block_id, h in self._hash_of_id.items())
+        assert {self.id_of_hash[h] for h in self.id_of_hash} == self._hash_of_id.keys()
+        assert all(self.id_of_hash[h] == block_id for block_id, h in self._hash_of_id.items())
 
 
 class Snapshots:
@@ -325,7 +328,7 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int, num_requests: int = 1) -> int:
         """Return the blocks that hold so many tokens of requests, and the slots behind them."""
         num_blocks = -(-(num_tokens + self._num_lookahead) // self.block_size)
-        return self._windows.num_blocks(num_blocks, num_requests)
+        return self._windows.num_blocks(num_blocks, num_requests) if self._num_groups else num_blocks
 
     def looks_up(self, state: RequestState) -> bool:
         """Return whether a cached prefix of it may be used."""
@@ -343,10 +346,11 @@ class KVCacheManager:
             return []
         num_usable_blocks = (state.num_tokens - 1) // self.block_size
         block_ids: list[int] = []
+        hashes, id_of_hash = state.block_hashes, self.pool.id_of_hash
         for index in range(num_usable_blocks):
-            if self._extend_hashes(state, index + 1) <= index:
+            if index >= len(hashes) and self._extend_hashes(state, index + 1) <= index:
                 break
-            block_id = self.pool.find(state.block_hashes[index])
+            block_id = id_of_hash.get(hashes[index])
             if block_id is None:
                 break
             block_ids.append(block_id)

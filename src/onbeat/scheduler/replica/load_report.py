@@ -43,19 +43,22 @@ class LoadReporter:
         self._slo = policy.slo
         self._has_deadlines = policy.known.order is not None
         self._budget = config.max_num_batched_tokens
-        self._own_cost_model = None if model is None or policy.slo is not None else CostModel(model, None)
+        self._cost_model = None if model is None else CostModel(model, None)
+        """What prompts cost now."""
+        if policy.slo is not None:
+            self._cost_model = policy.slo.cost_model
 
-    def take(self, now: float, *, num_taken: int, busy: float, num_kept_slots: int = 0) -> ReplicaLoad:
+    def take(self, now: float, *, num_taken: int, busy: float) -> ReplicaLoad:
         """Return how things stand.
 
         Parameters
         ----------
         num_taken : requests that came so far.
         busy : seconds until the step under way is expected to end.
-        num_kept_slots : of the batch, for requests on their way.
         """
-        cost_model = self._cost_model()
-        table = self._table
+        cost_model, table = self._cost_model, self._table
+        if cost_model is not None and self._slo is None:
+            cost_model.count()
         running, waiting, kv = table.running, table.waiting, table.kv
         num_decodes = num_context = 0
         num_free = kv.pool.num_free_blocks
@@ -96,7 +99,7 @@ class LoadReporter:
             busy=busy,
             num_running=len(running),
             num_waiting=len(waiting),
-            num_kept_slots=num_kept_slots,
+            num_kept_slots=table.num_slots_kept,
             num_free_blocks=num_free,
             num_wanted_blocks=num_lacking,
             blocked=blocked,
@@ -112,14 +115,6 @@ class LoadReporter:
             best_effort_work=best_effort,
             costs=None if cost_model is None else cost_model.costs,
         )
-
-    def _cost_model(self) -> CostModel | None:
-        """Return what prompts cost now."""
-        if self._slo is not None:
-            return self._slo.cost_model
-        if self._own_cost_model is not None:
-            self._own_cost_model.count()
-        return self._own_cost_model
 
     def _prompts(
         self, cost_model: CostModel, prefills: list[RequestState], now: float, busy: float
@@ -177,7 +172,7 @@ class LoadReporter:
         left = max(left, 0.0)
         if entries and len(states) == MOST_JOBS:
             until, seconds, num = entries[-1]
-            num_beyond = self._table.waiting.num_below(_NO_DEADLINE) - MOST_JOBS
+            num_beyond = self._table.waiting.below(_NO_DEADLINE).num_requests - MOST_JOBS
             entries[-1] = (until, seconds + left, num + num_beyond)
             left = 0.0
         return entries, left

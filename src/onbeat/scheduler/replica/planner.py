@@ -5,8 +5,9 @@ Requests whose first token can no longer be in time become best effort, or end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections import deque
+from functools import partial
+from typing import NamedTuple
 
 from onbeat.core.errors import Overloaded
 from onbeat.core.request import FinishReason, Request, RequestOutput
@@ -14,44 +15,103 @@ from onbeat.core.slo import Fate, ShedMode
 from onbeat.core.step import BatchShape, ScheduledRequest, SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.admission import Admission
-from onbeat.scheduler.replica.kv_view import KVView
 from onbeat.scheduler.replica.policies import Policy
-from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.results import StepFeedback, StepInFlight, StepsInFlight, last_output
+from onbeat.scheduler.replica.slo.composer import StepRules
 from onbeat.scheduler.replica.slo.deadlines import SLOState
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import StepPlan, Table
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
-class Table(Protocol):
-    """Where the requests are: `RequestTable`, or what follows the queues of another engine."""
+class StepInFlight(NamedTuple):
+    """A step that was planned and has not come back."""
 
-    @property
-    def running(self) -> RunningList: ...
+    step_id: int
+    states: list[RequestState]
+    """Of each row."""
+    rows: tuple[ScheduledRequest, ...]
+    planned_at: float
+    """Seconds."""
+    seconds: float
+    """That it was predicted to take; 0 where nobody asks."""
+    expected_tokens: float
+    """Output tokens that its decode rows should deliver; kept where drafts are planned."""
 
-    @property
-    def waiting(self) -> WaitingQueue: ...
 
-    @property
-    def states(self) -> Mapping[str, RequestState]:
-        """Requests that wait or run and will deliver more, by id."""
-        ...
+class StepsInFlight(deque[StepInFlight]):
+    """Steps that have not come back, the oldest first; they come back in this order.
 
-    @property
-    def kv(self) -> KVView: ...
+    Attributes
+    ----------
+    num_planned : steps so far.
+    last_plan : when the last of them starts, seconds.
+    busy_until : when it is expected to end, seconds; kept for policies that ask.
+    """
 
-    def add(self, state: RequestState) -> None:
-        """Let a new request wait."""
-        ...
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_planned = 0
+        self.last_plan = 0.0
+        self.busy_until = float("-inf")
 
-    def requeue(self, state: RequestState) -> None:
-        """Give a waiting request the place that its deadline, or the loss of it, asks for."""
-        ...
+    def end_oldest(self, now: float) -> StepInFlight:
+        """Take out the oldest step, which has ended; errors of predictions must not add up in the others."""
+        ended = self.popleft()
+        if self:
+            self.busy_until = now + sum([step.seconds for step in self])
+        return ended
 
-    def drop(self, state: RequestState) -> None:
-        """Forget a request."""
-        ...
+    def num_new_tokens(self, state: RequestState) -> int:
+        """Return how many tokens of a request they compute that it was given since it was last admitted."""
+        num_tokens = 0
+        for step_id, states, rows, *_ in self:
+            if step_id >= state.admitted_step_id:
+                for other, row in zip(states, rows, strict=True):
+                    if other is state:
+                        num_tokens += row.num_new_tokens
+                        break
+        return num_tokens
+
+
+class StepFeedback:
+    """Tells whoever plans with step times how long steps took, in the order of their ends.
+
+    Parameters
+    ----------
+    model : told of every step's time; None where nobody predicts.
+    rules : their costs are taken anew from the model now and then, and they hear of steps that took far
+        longer than planned; None where nobody plans with them.
+    run_side_by_side : whether steps of a pipeline do not wait for one another.
+
+    Attributes
+    ----------
+    last_end : when the last step ended, seconds.
+    """
+
+    def __init__(
+        self, model: StepTimeModel | None, rules: StepRules | None, *, run_side_by_side: bool
+    ) -> None:
+        self.last_end = float("-inf")
+        self.model, self.rules = model, rules
+        self._run_side_by_side = run_side_by_side
+
+    def observe(self, shape: BatchShape, planned_at: float, now: float, *, has_run: bool = True) -> None:
+        """Learn from a step; one that took no time, or was told of before, teaches nothing.
+
+        Parameters
+        ----------
+        planned_at, now : when it was planned, and when it ended; seconds.
+        has_run : whether it came to its end; else its time says nothing.
+        """
+        begun, last_end = planned_at, self.last_end
+        if begun < last_end and not self._run_side_by_side:
+            begun = last_end
+        self.last_end = now
+        if self.model is None or not has_run or now <= begun:
+            return
+        self.model.observe(shape, now - begun)
+        if self.rules is not None:
+            self.rules.cost_model.count()
 
 
 class Relegation:
@@ -70,11 +130,6 @@ class Relegation:
         """Last outputs of requests that were ended, until they are taken."""
         self._table = table
         self._admission = admission
-
-    def on_arrival(self, state: RequestState) -> None:
-        """Count a new request that is served as best effort from the start, though it has an objective."""
-        if state.slo.is_best_effort and not state.num_output_tokens:
-            self.num_relegated += 1
 
     def commit(self, plan: StepPlan) -> None:
         """Relegate the infeasible requests of a plan, or end them; end the overdue ones."""
@@ -124,7 +179,7 @@ class Relegation:
     def _end(self, state: RequestState, fate: Fate, error: str, reason: str) -> RequestOutput:
         if self._admission is not None:
             self._admission.num_rejected[reason] += 1
-        output = last_output(state, FinishReason.EXPIRED)
+        output = state.last_output(FinishReason.EXPIRED)
         output.predicted_ttft = state.slo.predicted_ttft
         output.fate, output.error = fate, error
         self._table.drop(state)
@@ -140,7 +195,10 @@ class Planner:
     config : limits.
     policy : decides.
     model : told of every step's time; None where nobody predicts.
-    num_slots_kept : returns the places of the batch that are kept for others than the table's requests.
+
+    Attributes
+    ----------
+    new_plan : returns a plan in which nothing is decided, for a step that starts at a time, seconds.
     """
 
     def __init__(
@@ -149,10 +207,16 @@ class Planner:
         policy: Policy,
         table: Table,
         model: StepTimeModel | None,
-        num_slots_kept: Callable[[], int],
     ) -> None:
         self.config, self.policy, self.model = config, policy, model
-        self._table, self._num_slots_kept = table, num_slots_kept
+        self._table, known = table, policy.known
+        self.new_plan = partial(
+            StepPlan,
+            config,
+            table,
+            whole_prompts=known.whole_prompts,
+            reserves_maximum=known.reserves_maximum,
+        )
         self.relegation = Relegation(table, policy.admission)
         # Steps wait for one another, save for those of a pipeline.
         self.feedback = StepFeedback(
@@ -190,7 +254,8 @@ class Planner:
         if admission is not None:
             plan = self.new_plan(now)
             admission.on_arrival(state, plan, in_flight.busy_until if in_flight else plan.now)
-            self.relegation.on_arrival(state)
+            # It is best effort from the start, though it has an objective.
+            self.relegation.num_relegated += state.slo.is_best_effort and not state.num_output_tokens
         self._table.add(state)
 
     def state(self) -> SchedulerState | None:
@@ -203,33 +268,13 @@ class Planner:
 
     # --- a step ---------------------------------------------------------------------------------------
 
-    def new_plan(self, now: float) -> StepPlan:
-        """Return a plan in which nothing is decided.
-
-        Parameters
-        ----------
-        now : when its step starts, seconds.
-        """
-        table, known = self._table, self.policy.known
-        return StepPlan(
-            self.config,
-            table.kv,
-            table.running,
-            table.waiting,
-            now,
-            num_slots_kept=self._num_slots_kept(),
-            whole_prompts=known.whole_prompts,
-            reserves_maximum=known.reserves_maximum,
-        )
-
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan decides that is carried out."""
         self.policy.composer.commit(plan)
         if self.policy.admission is not None:
             self.policy.admission.on_plan(plan)
-        states = self._table.states
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
-            states[request_id].num_hit_tokens = num_hit_tokens
+            self._table.states[request_id].num_hit_tokens = num_hit_tokens
         if plan.infeasible or plan.overdue:
             self.relegation.commit(plan)
 

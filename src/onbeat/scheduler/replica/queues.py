@@ -15,8 +15,10 @@ _MOST_IN_BUCKET = 512
 100,000 waiting some 300 of each."""
 
 
-_sort_key = attrgetter("sort_key")
+sort_key = attrgetter("sort_key")
 """Of a request. The rank alone, as `(rank,)`, stands before all keys that begin with it."""
+_last_key = attrgetter("last_key")
+"""Of a bucket."""
 
 
 class QueuedWork:
@@ -46,11 +48,12 @@ class QueuedWork:
 class _Bucket(QueuedWork):
     """Some requests in a row, and the sums of their work."""
 
-    __slots__ = ("items",)
+    __slots__ = ("items", "last_key")
 
     def __init__(self, items: list[RequestState]) -> None:
         super().__init__()
         self.items = items
+        self.last_key = items[-1].sort_key
         for state in items:
             self.count(state, 1)
 
@@ -63,6 +66,7 @@ class WaitingQueue:
 
     Attributes
     ----------
+    length : how many they are.
     num_prompt_tokens : of all of them.
     best_effort : the work of best effort (`BEST_EFFORT_RANK`).
     ranked : the work of all others.
@@ -71,13 +75,13 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._buckets: list[_Bucket] = []
         """None of them empty."""
-        self._length = 0
+        self.length = 0
         self.ranked = QueuedWork()
         self.best_effort = QueuedWork()
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[RequestState]:
         return chain.from_iterable([bucket.items for bucket in self._buckets])
@@ -99,34 +103,25 @@ class WaitingQueue:
             found += bucket.items[: most - len(found)]
             if len(found) >= most or found[-1].sort_key[0] >= rank:
                 break
-        return found[: bisect_left(found, (rank,), key=_sort_key)]
+        return found[: bisect_left(found, (rank,), key=sort_key)]
 
     def first_from(self, rank: float, most: int) -> list[RequestState]:
         """Return the first requests of at least this rank, at most so many."""
         if not self._buckets:
             return []
-        index = self._bucket_of_rank(rank)
+        index = bisect_left(self._buckets, (rank,), key=_last_key)
         found: list[RequestState] = []
         for bucket in self._buckets[index:]:
-            start = 0 if found else bisect_left(bucket.items, (rank,), key=_sort_key)
+            start = 0 if found else bisect_left(bucket.items, (rank,), key=sort_key)
             found += bucket.items[start : start + most - len(found)]
             if len(found) >= most:
                 break
         return found
 
-    def num_below(self, rank: float) -> int:
-        """Return how many requests have a lower rank."""
-        return self._below(rank).num_requests
-
-    def work_below(self, rank: float) -> tuple[int, float]:
-        """Return the work of the requests of a lower rank: the sums of `RequestState.queued_work`."""
-        below = self._below(rank)
-        return below.num_tokens, below.num_pairs
-
-    def _below(self, rank: float) -> QueuedWork:
+    def below(self, rank: float) -> QueuedWork:
         """Return the work of the requests of a lower rank, counted from the nearer end."""
         below, buckets = QueuedWork(), self._buckets
-        index = self._bucket_of_rank(rank)
+        index = bisect_left(buckets, (rank,), key=_last_key)
         if 2 * index <= len(buckets):
             for bucket in buckets[:index]:
                 below.add(bucket, 1)
@@ -137,26 +132,27 @@ class WaitingQueue:
                 below.add(bucket, -1)
         if index < len(buckets):
             items = buckets[index].items
-            for state in items[: bisect_left(items, (rank,), key=_sort_key)]:
+            for state in items[: bisect_left(items, (rank,), key=sort_key)]:
                 below.count(state, 1)
         return below
 
     def push(self, state: RequestState) -> None:
         """Let a request wait at its place."""
-        self._length += 1
+        self.length += 1
         buckets, key = self._buckets, state.sort_key
         num_cached = state.num_hit_tokens
         num_tokens = state.num_tokens - num_cached
         state.queued_work = (num_tokens, num_tokens * (num_cached + 0.5 * num_tokens))
         self.num_prompt_tokens += state.num_prompt_tokens
-        self._work_like(state).count(state, 1)
+        (self.ranked if key[0] < BEST_EFFORT_RANK else self.best_effort).count(state, 1)
         if not buckets:
             buckets.append(_Bucket([state]))
             return
         index = min(bisect_left(buckets, key, key=_last_key), len(buckets) - 1)
         bucket = buckets[index]
-        insort(bucket.items, state, key=_sort_key)
+        insort(bucket.items, state, key=sort_key)
         bucket.count(state, 1)
+        bucket.last_key = max(bucket.last_key, key)
         if len(bucket.items) > _MOST_IN_BUCKET:
             middle = len(bucket.items) // 2
             buckets[index : index + 1] = [_Bucket(bucket.items[:middle]), _Bucket(bucket.items[middle:])]
@@ -166,32 +162,18 @@ class WaitingQueue:
         buckets = self._buckets
         index = bisect_left(buckets, state.sort_key, key=_last_key)
         items = buckets[index].items
-        place = bisect_left(items, state.sort_key, key=_sort_key)
+        place = bisect_left(items, state.sort_key, key=sort_key)
         assert items[place] is state, "sort keys are unique"
         del items[place]
-        self._length -= 1
+        self.length -= 1
         self.num_prompt_tokens -= state.num_prompt_tokens
-        self._work_like(state).count(state, -1)
+        (self.ranked if state.sort_key[0] < BEST_EFFORT_RANK else self.best_effort).count(state, -1)
         if items:
             buckets[index].count(state, -1)
+            buckets[index].last_key = items[-1].sort_key
         else:
             del buckets[index]
 
-    def _work_like(self, state: RequestState) -> QueuedWork:
-        return self.ranked if state.sort_key[0] < BEST_EFFORT_RANK else self.best_effort
 
-    def _bucket_of_rank(self, rank: float) -> int:
-        """Return the first bucket that has a request of at least this rank; their number if none has."""
-        before: tuple[float, ...] = (rank,)
-        return bisect_left(self._buckets, before, key=_last_key)
-
-
-def _last_key(bucket: _Bucket) -> tuple[float, ...]:
-    return bucket.items[-1].sort_key
-
-
-class RunningList(list[RequestState]):
-    """Requests in the batch, by ascending `sort_key`; the last one is the first to be preempted."""
-
-    def insert_sorted(self, state: RequestState) -> None:
-        insort(self, state, key=_sort_key)
+RunningList = list[RequestState]
+"""Requests in the batch, by ascending `sort_key`; the last one is the first to be preempted."""

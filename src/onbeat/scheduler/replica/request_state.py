@@ -74,8 +74,8 @@ class RequestState:
         *("num_in_flight_tokens", "num_passed_blocks", "num_preemptions", "num_prompt_tokens"),
         *("num_registered_blocks", "num_shared_blocks", "num_tokens", "num_tokens_to_register"),
         *("output_token_ids", "page_ids", "pause_at", "places_to_keep", "queued_work", "request"),
-        *("request_id", "scheduled_time", "sits_out", "slo", "sort_key", "status", "stop_token_ids"),
-        "times",
+        *("request_id", "scheduled_time", "scores_prompt", "sits_out", "slo", "sort_key", "status"),
+        *("stop_token_ids", "times"),
     )
 
     def __init__(
@@ -89,6 +89,8 @@ class RequestState:
         self.output_token_ids: list[int] = list(request.resumed_token_ids)
         self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
         """Known tokens: prompt and delivered output."""
+        self.scores_prompt = request.num_prompt_logprobs is not None and not self.output_token_ids
+        """Whether log-probabilities of its prompt are to be reported, and were not yet, here or elsewhere."""
         self.pause_at = NEVER
         """Tokens, those in flight included, with which it sits out until more of its output is fetched."""
         self.num_computed_tokens = 0
@@ -163,11 +165,6 @@ class RequestState:
         return self.num_tokens >= self.pause_at
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are to be reported, and were not yet, here or elsewhere."""
-        return self.request.num_prompt_logprobs is not None and self.num_tokens == self.num_prompt_tokens
-
-    @property
     def has_run(self) -> bool:
         """Whether it has been in a batch, here or before it came."""
         return self.admitted_step_id >= 0
@@ -203,6 +200,7 @@ class RequestState:
         num_in_flight : that planned steps will sample for certain.
         """
         self.num_tokens, self.num_computed_tokens = num_tokens, num_computed
+        self.scores_prompt &= num_tokens == self.num_prompt_tokens
         self.num_in_flight_tokens = num_in_flight
 
     def deliver(
@@ -225,6 +223,7 @@ class RequestState:
         elif num_tokens >= self.max_total_tokens:
             finish_reason = FinishReason.LENGTH
         self.num_tokens = num_tokens
+        self.scores_prompt = False
         self.output_token_ids += sampled_ids
         self.num_in_flight_tokens -= 1 + num_drafts
         self.num_in_flight_drafts -= num_drafts
@@ -252,6 +251,15 @@ class RequestState:
             self.scheduled_time,
             num_before - self.num_prompt_tokens,
         )
+
+    def last_output(self, finish_reason: FinishReason) -> RequestOutput:
+        """Return the output that ends the request without another token."""
+        output = self.output([], finish_reason, self.num_tokens)
+        output.num_drafted_tokens, output.num_accepted_tokens = (
+            self.draft.num_drafted,
+            self.draft.num_accepted,
+        )
+        return output
 
     def _cut_at_end(self, sampled_ids: list[int]) -> tuple[list[int], int | None]:
         """Return the tokens up to the one that ends the request, and that one if it is a stop token."""

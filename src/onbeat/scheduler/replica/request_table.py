@@ -1,17 +1,30 @@
-"""The requests of one replica: which wait, which run, and which KV blocks each of them holds."""
+"""The requests of one replica: which wait, which run, which KV blocks each has, and the rows of steps.
+
+Requests are advanced by what they run, and taken back by drafts that were rejected. A request with drafts has
+more tokens to catch up with: the step computes its last token and the drafts behind it, and samples after
+each. What is planned before the result is known counts on all of them, so a later step may be planned
+meanwhile; the result then takes back what was rejected.
+"""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
 
-from onbeat.core.step import AdmittedRequest
+from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest
 from onbeat.scheduler.replica.kv import KVCacheManager
-from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
+from onbeat.scheduler.replica.queues import RunningList, WaitingQueue, sort_key
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 from onbeat.scheduler.replica.tracker import SLOTracker
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+
+DECODE = ScheduledRequest("", 0, 1, (), samples=True)
+"""The row of each plain decode of a step whose rows nobody reads."""
+
+new_tuple = tuple.__new__
+"""Makes a named tuple without the call of its own constructor: `new_tuple(ScheduledRequest, (...))`."""
 
 
 class RequestTable:
@@ -39,8 +52,10 @@ class RequestTable:
         self.num_prefix_hits = 0
         """Of these, tokens found."""
         self.makes_rows = True
-        """Whether somebody reads the rows of decodes; else all have one in common, `rows.DECODE`."""
+        """Whether somebody reads the rows of decodes; else all have one in common, `DECODE`."""
         self.max_num_seqs = config.max_num_seqs
+        self.num_slots_kept = 0
+        """Places of the batch that no waiting request may have; see `Handovers`."""
         self._tracker = tracker
         self._released_ids: list[str] = []
         self._just_preempted_ids: list[str] = []
@@ -62,11 +77,13 @@ class RequestTable:
         """Take what a plan admits out of the waiting queue, and what it preempts out of the running list."""
         for admission in plan.admissions:
             self.waiting.remove(admission.state)
-        for state in plan.preempted:
-            self.preempt(state)
+        if plan.victims or plan.num_kept < len(self.running):
+            for state in plan.preempted:
+                self.preempt(state)
         # Before any allocation: an eviction must not take a prefix that this step has counted on.
         for admission in plan.admissions:
-            self.kv.hold(admission.state, admission.cached_block_ids)
+            if admission.cached_block_ids or self.kv.num_tables > 1:
+                self.kv.hold(admission.state, admission.cached_block_ids)
 
     def admit(self, admission: PlannedAdmission, now: float, step_id: int) -> AdmittedRequest:
         """Take a request that has left the queue into the batch and give it its blocks."""
@@ -79,7 +96,7 @@ class RequestTable:
                 snapshot = self.kv.snapshots.use(state.block_hashes[num_cached - 1])
         self.kv.admit(state, admission.cached_block_ids)
         self.kv.grow(state, admission.num_reserved_tokens)
-        is_first = not state.has_run
+        is_first = state.admitted_step_id < 0
         state.status, state.admitted_step_id = RequestStatus.RUNNING, step_id
         if is_first:
             state.scheduled_time = now
@@ -88,7 +105,7 @@ class RequestTable:
             self.num_prefix_hits += state.num_cached_tokens
             if self._tracker is not None:
                 self._tracker.on_start(state)
-        self.running.insert_sorted(state)
+        insort(self.running, state, key=sort_key)
         outputs, block_ids = tuple(state.output_token_ids), tuple(state.block_ids)
         return AdmittedRequest(state.request, outputs, block_ids, snapshot)
 
@@ -152,22 +169,100 @@ class RequestTable:
         state.status = RequestStatus.RUNNING
         state.admitted_step_id = step_id
         self._remember(state)
-        self.running.insert_sorted(state)
+        insort(self.running, state, key=sort_key)
         if not is_back or not self.kv.keeps_states:
             outputs, block_ids = tuple(state.output_token_ids), tuple(state.block_ids)
             admitted = AdmittedRequest(state.request, outputs, block_ids, snapshot)
             self._unannounced[state.request_id] = admitted
             self.kv.tell_pages(state)
 
-    # --- what others must hear of ---------------------------------------------------------------------
+    # --- the rows of a step: these loops run for each row of each step, and are written flat for it -----
 
-    def take_unannounced(self) -> list[AdmittedRequest]:
-        """Return the admitted requests that the model runner has yet to hear of, for the next step."""
+    def commit_rows(
+        self, plan: StepPlan, *, now: float, step_id: int
+    ) -> tuple[BatchShape, list[ScheduledRequest], list[RequestState], list[AdmittedRequest]]:
+        """Advance the requests of a step, and admit those that join the batch with it.
+
+        Parameters
+        ----------
+        now : when the step is planned, seconds.
+
+        Returns
+        -------
+        What the step costs, its rows, the request of each, and whom the model runner must hear of: those who
+        join, and those who have joined with their KV since the step before.
+        """
         admitted = list(self._unannounced.values())
-        self._unannounced.clear()
-        for each in admitted:
-            self.kv.snapshots.give_back(each.snapshot)
-        return admitted
+        if admitted:
+            self._unannounced.clear()
+            for each in admitted:
+                self.kv.snapshots.give_back(each.snapshot)
+        states = plan.decodes.copy()
+        rows, shape = self._draft_rows(plan) if plan.num_drafts else self._plain_rows(states)
+        for _, num_read, num_tokens in plan.catch_ups:
+            shape.add_catch_up(num_read, num_tokens)
+        for state, num_new in plan.chunks:
+            if self.kv.num_tables > 1:
+                self.kv.slide(state)
+            rows.append(advance_chunk(state, num_new, shape))
+            states.append(state)
+        for admission in plan.admissions:
+            admitted.append(self.admit(admission, now, step_id))
+            rows.append(advance_chunk(admission.state, admission.num_new_tokens, shape))
+            states.append(admission.state)
+        if self.num_guided or self.num_pooled:
+            _mark_rows(states, rows, shape, step_id)
+        return shape, rows, states, admitted
+
+    def _plain_rows(self, states: list[RequestState]) -> tuple[list[ScheduledRequest], BatchShape]:
+        """Advance requests by a token; return their rows, with the KV blocks that these need, and the step.
+
+        A padding row runs its last token again.
+        """
+        rows: list[ScheduledRequest] = []
+        context = num_decodes = len(states)
+        num_sampling = 0
+        running, kv, makes_rows = RequestStatus.RUNNING, self.kv, self.makes_rows
+        for state in states:
+            num_computed = state.num_computed_tokens
+            context += num_computed
+            block_ids: tuple[int, ...] = ()
+            if num_computed >= state.num_allocated_tokens:
+                block_ids = kv.grow(state, num_computed + 1)
+            samples = state.status is running
+            if samples:
+                state.num_computed_tokens = num_computed + 1
+                state.num_in_flight_tokens += 1
+                num_sampling += 1
+            if makes_rows:
+                rows.append(
+                    new_tuple(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0))
+                )
+        shape = BatchShape(num_decodes, num_decodes, num_decodes)
+        shape.decode_context_tokens, shape.num_lm_head_rows = context, num_sampling
+        return (rows if makes_rows else [DECODE] * num_decodes), shape
+
+    def _draft_rows(self, plan: StepPlan) -> tuple[list[ScheduledRequest], BatchShape]:
+        """Return the rows of decodes with drafts, 0 for a padding row; see `_plain_rows`."""
+        rows: list[ScheduledRequest] = []
+        shape = BatchShape(num_draft_passes=plan.num_draft_passes)
+        for state, num in zip(plan.decodes, plan.num_drafts, strict=True):
+            num_computed, num_new = state.num_computed_tokens, 1 + num
+            shape.add_verify(num_computed, num)
+            block_ids: tuple[int, ...] = ()
+            if num_computed + num_new > state.num_allocated_tokens:
+                block_ids = self.kv.grow(state, num_computed + num_new)
+            samples = state.status is RequestStatus.RUNNING
+            if samples:
+                state.num_computed_tokens += num_new
+                state.num_in_flight_tokens += num_new
+                state.num_in_flight_drafts += num
+            else:
+                shape.num_lm_head_rows -= 1
+            rows.append(ScheduledRequest(state.request_id, num_computed, num_new, block_ids, samples, num))
+        return rows, shape
+
+    # --- what others must hear of ---------------------------------------------------------------------
 
     def take_left(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """Return who left, was preempted and comes no more, for the next step; see `SchedulerOutput`."""
@@ -175,13 +270,12 @@ class RequestTable:
         self._released_ids, self._just_preempted_ids, self._forgotten_ids = [], [], []
         return left
 
-    def check_invariants(self, kept_block_ids: Iterable[int] = (), *, num_slots_kept: int = 0) -> None:
+    def check_invariants(self, kept_block_ids: Iterable[int] = ()) -> None:
         """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment.
 
         Parameters
         ----------
         kept_block_ids : held by others than running requests, one for each reference.
-        num_slots_kept : of the batch, for others than these.
         """
         self.kv.pool.check_invariants()
         self.kv.snapshots.check_invariants()
@@ -189,7 +283,7 @@ class RequestTable:
         held.update(kept_block_ids)
         self.kv.pool.check_references(held)
         assert list(self.running) == sorted(self.running, key=lambda state: state.sort_key)
-        assert len(self.running) + num_slots_kept <= self.max_num_seqs, "a slot is given twice"
+        assert len(self.running) + self.num_slots_kept <= self.max_num_seqs, "a slot is given twice"
         waiting = list(self.waiting)
         assert waiting == sorted(waiting, key=lambda state: state.sort_key)
         assert all(state.status is RequestStatus.WAITING and not state.block_ids for state in waiting)
@@ -258,3 +352,28 @@ class RequestTable:
         else:
             self.kv.snapshots.give_back(admitted.snapshot)
         return admitted is None
+
+
+def _mark_rows(
+    states: list[RequestState], rows: list[ScheduledRequest], shape: BatchShape, step_id: int
+) -> None:
+    """Say of the rows of a step which of them sample under a grammar, and which make an embedding."""
+    for place, (state, row) in enumerate(zip(states, rows, strict=True)):
+        if row.samples and state.is_guided:
+            shape.num_guided_rows += 1
+            state.last_step_id = step_id
+        # What completes a prompt that is pooled counts as in flight until its embedding is there, but has no
+        # logits.
+        if row.samples and state.request.pooling is not None:
+            shape.num_lm_head_rows -= 1
+            rows[place] = row._replace(samples=False)
+
+
+def advance_chunk(state: RequestState, num_new: int, shape: BatchShape) -> ScheduledRequest:
+    """Plan a chunk or a new request's row; the blocks were reserved at admission, so it takes none."""
+    num_computed = state.num_computed_tokens
+    samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
+    state.num_computed_tokens += num_new
+    state.num_in_flight_tokens += samples
+    shape.add(num_computed, num_new, samples=num_new if state.scores_prompt else samples)
+    return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)

@@ -1,27 +1,27 @@
-"""Steps in flight, what they give to requests, and what their times teach.
+"""What steps that have come back give to requests.
 
 The drafts of a step are counted for metrics.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from itertools import islice, repeat
 
 from onbeat.core import step as steps
-from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput
-from onbeat.core.step import BatchShape, DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from onbeat.core.step_time import LearnsGuides, StepTimeModel
+from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput, TokenLogprobs
+from onbeat.core.step import DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.core.step_time import LearnsGuides
 from onbeat.scheduler.replica.guides import learn
+from onbeat.scheduler.replica.planner import StepFeedback, StepInFlight
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.request_table import RequestTable
-from onbeat.scheduler.replica.rows import DECODE, SampledRow, correct_shape, sampled_rows
-from onbeat.scheduler.replica.slo.composer import StepRules
+from onbeat.scheduler.replica.request_table import DECODE, RequestTable
 from onbeat.scheduler.replica.speculation.drafting import Drafting
 from onbeat.scheduler.replica.tracker import Delivered
+
+SampledRow = tuple[list[int], list[TokenLogprobs] | None, int, int | None]
+"""Tokens, their log-probabilities, drafts verified, drafts available."""
 
 
 def draft_stats(
@@ -76,104 +76,41 @@ def _count(counts: list[int], index: int) -> None:
     counts[index] += 1
 
 
-_ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
-"""Of requests that get no more tokens."""
-_SHARED_KV = "the request shares KV with one that has failed in this step; send it again"
+def sampled_rows(result: ModelRunnerOutput) -> Iterator[SampledRow]:
+    """Return what each row with `samples` gave."""
+    return zip(
+        result.sampled_token_ids,
+        repeat(None) if result.logprobs is None else result.logprobs,
+        repeat(0) if result.num_drafted is None else result.num_drafted,
+        repeat(None) if result.num_available is None else result.num_available,
+        strict=False,  # some repeat for ever
+    )
 
 
-class StepInFlight(NamedTuple):
-    """A step that was planned and has not come back."""
-
-    step_id: int
-    states: list[RequestState]
-    """Of each row."""
-    rows: tuple[ScheduledRequest, ...]
-    planned_at: float
-    """Seconds."""
-    seconds: float
-    """That it was predicted to take; 0 where nobody asks."""
-    expected_tokens: float
-    """Output tokens that its decode rows should deliver; kept where drafts are planned."""
-
-
-class StepsInFlight(deque[StepInFlight]):
-    """Steps that have not come back, the oldest first; they come back in this order.
-
-    Attributes
-    ----------
-    num_planned : steps so far.
-    last_plan : when the last of them starts, seconds.
-    busy_until : when it is expected to end, seconds; kept for policies that ask.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_planned = 0
-        self.last_plan = 0.0
-        self.busy_until = float("-inf")
-
-    def next_start(self, now: float) -> float:
-        """Return when a step that is planned now may start, seconds."""
-        return max(now, self.busy_until) if self else now
-
-    def end_oldest(self, now: float) -> StepInFlight:
-        """Take out the oldest step, which has ended; errors of predictions must not add up in the others."""
-        ended = self.popleft()
-        if self:
-            self.busy_until = now + sum([step.seconds for step in self])
-        return ended
-
-    def num_new_tokens(self, state: RequestState) -> int:
-        """Return how many tokens of a request they compute that it was given since it was last admitted."""
-        num_tokens = 0
-        for step_id, states, rows, *_ in self:
-            if step_id >= state.admitted_step_id:
-                for other, row in zip(states, rows, strict=True):
-                    if other is state:
-                        num_tokens += row.num_new_tokens
-                        break
-        return num_tokens
-
-
-class StepFeedback:
-    """Tells whoever plans with step times how long steps took, in the order of their ends.
+def correct_shape(scheduled: SchedulerOutput, drafted: list[int]) -> None:
+    """Take the drafts out of a step's shape that were planned but could not be proposed.
 
     Parameters
     ----------
-    model : told of every step's time; None where nobody predicts.
-    rules : their costs are taken anew from the model now and then, and they hear of steps that took far
-        longer than planned; None where nobody plans with them.
-    run_side_by_side : whether steps of a pipeline do not wait for one another.
-
-    Attributes
-    ----------
-    last_end : when the last step ended, seconds.
+    drafted : `ModelRunnerOutput.num_drafted`.
     """
+    if not scheduled.shape.num_draft_tokens:
+        return
+    shape = scheduled.shape
+    sampling = (row for row in scheduled.rows if row.samples)
+    for row, num_drafted in zip(sampling, drafted, strict=True):
+        num_missing = row.num_draft_tokens - num_drafted
+        if num_missing:
+            shape.num_new_tokens -= num_missing
+            shape.num_draft_tokens -= num_missing
+            shape.num_lm_head_rows -= num_missing
+            shape.decode_context_tokens -= num_missing
+            shape.num_verify_rows -= num_drafted == 0
 
-    def __init__(
-        self, model: StepTimeModel | None, rules: StepRules | None, *, run_side_by_side: bool
-    ) -> None:
-        self.last_end = float("-inf")
-        self.model, self.rules = model, rules
-        self._run_side_by_side = run_side_by_side
 
-    def observe(self, shape: BatchShape, planned_at: float, now: float, *, has_run: bool = True) -> None:
-        """Learn from a step; one that took no time, or was told of before, teaches nothing.
-
-        Parameters
-        ----------
-        planned_at, now : when it was planned, and when it ended; seconds.
-        has_run : whether it came to its end; else its time says nothing.
-        """
-        begun, last_end = planned_at, self.last_end
-        if begun < last_end and not self._run_side_by_side:
-            begun = last_end
-        self.last_end = now
-        if self.model is None or not has_run or now <= begun:
-            return
-        self.model.observe(shape, now - begun)
-        if self.rules is not None:
-            self.rules.cost_model.count()
+_ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
+"""Of requests that get no more tokens."""
+_SHARED_KV = "the request shares KV with one that has failed in this step; send it again"
 
 
 class StepResults:
@@ -249,12 +186,12 @@ class StepResults:
         is_plain = self.drafting is None and result.logprobs is None and not (failed or guided.completed)
         keeps_deadlines, step_id = self._policy.known.keeps_deadlines, step.step_id
         delivered: Delivered = []
-        states, rows, sampled = step.states, scheduled.rows, sampled_rows(result)
-        num_plain = 0 if self._table.makes_rows or not is_plain else rows.count(DECODE)
-        if num_plain:
+        states, rows, num_counted = step.states, scheduled.rows, 0
+        if is_plain and not self._table.makes_rows and (num_plain := rows.count(DECODE)):
             left = _count_tokens(states[:num_plain], delivered, result, step_id, now)
-            states = left + states[num_plain:]
-            rows, sampled = rows[num_plain - len(left) :], islice(sampled, num_plain - len(left), None)
+            num_counted = num_plain - len(left)
+            states, rows = left + states[num_plain:], rows[num_counted:]
+        sampled = islice(sampled_rows(result), num_counted, None)
         running = RequestStatus.RUNNING  # to look a member up takes as long as a call
         for state, row in zip(states, rows, strict=False):
             got = next(sampled) if row.samples else None
@@ -395,13 +332,6 @@ def _count_tokens(
     return left
 
 
-def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutput:
-    """Return the output that ends a request without another token."""
-    output = state.output([], finish_reason, state.num_tokens)
-    output.num_drafted_tokens, output.num_accepted_tokens = state.draft.num_drafted, state.draft.num_accepted
-    return output
-
-
 def _fail(state: RequestState, message: str, table: RequestTable, *, at_fault: bool = False) -> RequestOutput:
     """End one request with an error; the others of its step go on.
 
@@ -410,7 +340,7 @@ def _fail(state: RequestState, message: str, table: RequestTable, *, at_fault: b
     at_fault : whether its grammar or parameters leave no token: its KV is as good as any other. Else nobody
         reuses it.
     """
-    output = last_output(state, FinishReason.ERROR)
+    output = state.last_output(FinishReason.ERROR)
     output.error = message
     if at_fault:
         output.error_code = GRAMMAR_FAULT if state.is_guided else "invalid_value"

@@ -11,7 +11,7 @@ from math import inf
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, counted
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.request import FinishReason, Request, RequestOutput, WholeRequest
-from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput, SchedulerState
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.guides import take_turns, trim_prompts
 from onbeat.scheduler.replica.handover import Handovers
@@ -19,9 +19,8 @@ from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.planner import Planner
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.request_table import RequestTable
-from onbeat.scheduler.replica.results import StepResults, last_output
-from onbeat.scheduler.replica.rows import commit_rows
+from onbeat.scheduler.replica.request_table import RequestTable, new_tuple
+from onbeat.scheduler.replica.results import StepResults
 from onbeat.scheduler.replica.speculation.drafting import Drafting, make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -148,9 +147,7 @@ class Scheduler:
         self.table = RequestTable(config, None if slo is None else slo.tracker)
         self._states = self.table.states
         self.kv, self.running, self.waiting = self.table.kv, self.table.running, self.table.waiting
-        self.planner = Planner(
-            config, self.policy, self.table, step_time_model, lambda: self.handover.num_slots_kept
-        )
+        self.planner = Planner(config, self.policy, self.table, step_time_model)
         self.feedback, self.in_flight = self.planner.feedback, self.planner.in_flight
         self.handover = Handovers(
             self.table, self.policy, self.in_flight, accept=self._accept, release_batch=self._release_batch
@@ -215,7 +212,7 @@ class Scheduler:
         kv, waiting = self.kv, self.waiting
         if waiting and kv.num_blocks_for(waiting.num_prompt_tokens) >= kv.pool.num_free_blocks:
             return 0
-        return self.config.max_num_seqs - len(self.running) - self.handover.num_slots_kept
+        return self.config.max_num_seqs - len(self.running) - self.table.num_slots_kept
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of requests that `schedule` gave up since the last call.
@@ -238,9 +235,7 @@ class Scheduler:
         """
         if self._load_reporter is None:
             self._load_reporter = LoadReporter(self.config, self.policy, self.table, self.step_time_model)
-        return self._load_reporter.take(
-            now, num_taken=self._num_taken, busy=busy, num_kept_slots=self.handover.num_slots_kept
-        )
+        return self._load_reporter.take(now, num_taken=self._num_taken, busy=busy)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests and free their blocks; unknown or finished ids are ignored."""
@@ -248,10 +243,10 @@ class Scheduler:
         for request_id in request_ids:
             state = self._states.get(request_id)
             if state is not None:
-                outputs.append(last_output(state, FinishReason.ABORT))
+                outputs.append(state.last_output(FinishReason.ABORT))
                 self.table.drop(state)
             elif (state := self.handover.free(request_id)) is not None:
-                outputs.append(last_output(state, FinishReason.ABORT))
+                outputs.append(state.last_output(FinishReason.ABORT))
         self._release_batch()  # it may have been the last that kept its batch together
         return outputs
 
@@ -271,7 +266,7 @@ class Scheduler:
         """
         window = self.config.window_tokens or 0
         for request_id, num_tokens in num_fetched.items():
-            state = self._states.get(request_id) or self.handover.detached(request_id)
+            state = self._states.get(request_id) or self.handover.detached.get(request_id)
             if state is None:
                 continue
             was_paused = state.is_paused
@@ -283,10 +278,11 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Plan the next step, or return None where nothing can run (yet)."""
-        if not self.running and not self.waiting:
+        has_waiting, in_flight = self.waiting.length > 0, self.in_flight
+        if not (self.running or has_waiting):
             return None
-        start = self.in_flight.last_plan = self.in_flight.next_start(now)
-        if self.waiting and self.config.window_tokens is not None:
+        start = in_flight.last_plan = max(now, in_flight.busy_until) if in_flight else now
+        if has_waiting and self.config.window_tokens is not None:
             self._give_way(start)
         left = take_turns(self.running) if self.table.num_guided else inf
         plan = self._compose(start)
@@ -314,7 +310,8 @@ class Scheduler:
         outputs = self.results.take(step, scheduled, result, now)
         if self.policy.known.holds_finished:
             self._release_batch()
-        self.handover.settle()
+        if self.handover.leaving or self.kv.pool.unsound_ids:
+            self.handover.settle()
         return outputs
 
     def check_invariants(self) -> None:
@@ -350,10 +347,10 @@ class Scheduler:
             self.table.dequeue_and_preempt(plan)
         if not plan.decodes and plan.is_empty:
             return None
-        self.kv.pool.expire(now)
-        shape = BatchShape()
+        if self.kv.pool.kept_ends:
+            self.kv.pool.expire(now)
         step_id = self.in_flight.num_planned
-        rows, states, admitted = commit_rows(plan, self.table, shape, now=now, step_id=step_id)
+        shape, rows, states, admitted = self.table.commit_rows(plan, now=now, step_id=step_id)
         step = self.planner.launch(
             shape,
             states,
@@ -366,18 +363,14 @@ class Scheduler:
             self.table.mark_in_flight(states, is_in_flight=True)
         released_ids, preempted_ids, forgotten_ids = self.table.take_left()
         new_pages, self.kv.new_pages = self.kv.new_pages, []
-        return SchedulerOutput(
-            step_id,
-            step.rows,
-            tuple(admitted),
-            released_ids,
-            shape,
-            plan.budget,
-            plan.budget_request_id,
-            preempted_ids,
-            forgotten_ids,
-            self.kv.kept_states(states, step.rows) if self.kv.keeps_states else (),
-            tuple(new_pages),
+        kept_states = self.kv.kept_states(states, step.rows) if self.kv.keeps_states else ()
+        return new_tuple(
+            SchedulerOutput,
+            (
+                *(step_id, step.rows, tuple(admitted), released_ids, shape),
+                *(plan.budget, plan.budget_request_id, preempted_ids, forgotten_ids),
+                *(kept_states, tuple(new_pages)),
+            ),
         )
 
     def _accept(self, request: Request, now: float) -> RequestState:
@@ -388,7 +381,7 @@ class Scheduler:
     def _check(self, request: Request) -> None:
         """Refuse a request that can never run here; see `add`."""
         request_id = request.request_id
-        if request_id in self._states or self.handover.detached(request_id):
+        if request_id in self._states or request_id in self.handover.detached:
             raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
         check_request(request, self.config)
 

@@ -18,6 +18,7 @@ from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.request_state import NEVER, RequestState, RequestStatus
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.slo.deadlines import TOLERANCE, SLOState
+from onbeat.scheduler.replica.tracker import OUTPUT_WEIGHT
 
 
 def begin_run(scheduler: Scheduler, scheduled: SchedulerOutput, token_id: int) -> SteadyRun | None:
@@ -109,19 +110,38 @@ class SteadyRun:
         self._token_id = token_id
         self._planned_at = scheduler.in_flight[0].planned_at
         self._num_rows = scheduled.shape.num_lm_head_rows
-        self._learnt = scheduled.shape.copy()
-        """The shape of the last step whose time was learnt; before, of the one ahead of the first."""
-        self._learnt.decode_context_tokens -= self._num_rows
+        if (model := scheduler.feedback.model) is not None:
+            self._observe_run = getattr(model, "observe_run", None) or partial(observe_each, model)
+            self._learnt = scheduled.shape.copy()
+            """The shape of the last step whose time was learnt; before, of the one ahead of the first."""
+            self._learnt.decode_context_tokens -= self._num_rows
 
-    def num_followed(self, ends: Sequence[float]) -> int:
+    def num_followed(self, ends: Sequence[float], limit: float | None = None) -> int:
         """Learn from the next steps, up to one that would not be planned once more; return how many would.
+
+        As `StepFeedback.observe` of each; see `observe_each`.
 
         Parameters
         ----------
         ends : when each of them ended, seconds.
+        limit : seconds; None is the run's own.
         """
-        num_learnt, goes_on = self._learn(ends, self._limit)
-        return num_learnt if goes_on else num_learnt - 1
+        feedback, quantile = self._scheduler.feedback, self._scheduler.quantile
+        if feedback.model is None:
+            feedback.last_end = ends[-1] if ends else feedback.last_end
+            return len(ends)
+        limit = self._limit if limit is None else limit
+        rules, num, goes_on = feedback.rules, 0, True
+        while goes_on and num < len(ends):
+            # No more than until costs are taken anew.
+            some = ends[num:] if rules is None else ends[num : num + rules.cost_model.num_left]
+            begun = max(self._planned_at, feedback.last_end)
+            num_learnt, goes_on = self._observe_run(self._learnt, begun, some, limit, quantile)
+            num += num_learnt
+            feedback.last_end = ends[num - 1]
+            if rules is not None:
+                rules.cost_model.count(num_learnt)
+        return num if goes_on else num - 1
 
     def advance(self, ends: Sequence[float]) -> None:
         """Take the results of steps; the next one is under way.
@@ -131,7 +151,7 @@ class SteadyRun:
         ends : when each of them ended, seconds; at least one.
         """
         num_steps, scheduler = len(ends), self._scheduler
-        self._learn(ends[bisect_right(ends, scheduler.feedback.last_end) :], inf)
+        self.num_followed(ends[bisect_right(ends, scheduler.feedback.last_end) :], inf)
         kv, token_ids = scheduler.kv, [self._token_id] * num_steps
         for state in self._states:
             num_computed = state.num_computed_tokens = state.num_computed_tokens + num_steps
@@ -150,25 +170,6 @@ class SteadyRun:
         if scheduler.policy.slo is not None and scheduler.step_time_model is not None:
             in_flight.busy_until = ends[-1] + scheduler.step_time_model.step_time(shape)
 
-    def _learn(self, ends: Sequence[float], limit: float) -> tuple[int, bool]:
-        """Learn from steps, as `StepFeedback.observe` of each; see `observe_each`."""
-        feedback, quantile = self._scheduler.feedback, self._scheduler.quantile
-        if feedback.model is None:
-            feedback.last_end = ends[-1] if ends else feedback.last_end
-            return len(ends), True
-        observe_run = getattr(feedback.model, "observe_run", None) or partial(observe_each, feedback.model)
-        rules, num, goes_on = feedback.rules, 0, True
-        while goes_on and num < len(ends):
-            # No more than until costs are taken anew.
-            some = ends[num:] if rules is None else ends[num : num + rules.cost_model.num_left]
-            begun = max(self._planned_at, feedback.last_end)
-            num_learnt, goes_on = observe_run(self._learnt, begun, some, limit, quantile)
-            num += num_learnt
-            feedback.last_end = ends[num - 1]
-            if rules is not None:
-                rules.cost_model.count(num_learnt)
-        return num, goes_on
-
     def _note_deliveries(self, ends: Sequence[float]) -> None:
         """Hold deliveries against their deadlines; see `SLOTracker.on_deliveries`."""
         policy = self._scheduler.policy.slo
@@ -186,7 +187,7 @@ class SteadyRun:
             if has_missed and tracker is not None:
                 tracker.num_missed += 1
             if has_tenants and tracker is not None:
-                tracker.tenants.on_output(state.request.tenant, len(ends))
+                tracker.tenants.charge(state.request.tenant, OUTPUT_WEIGHT * len(ends))
 
 
 def note_deliveries(slo: SLOState, ends: Sequence[float]) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import attrgetter
+from typing import Any, Protocol
 
-from onbeat.scheduler.replica.kv_view import KVView
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -23,6 +24,92 @@ class PlannedAdmission:
     cached_block_ids: list[int]
     num_reserved_tokens: int
     num_new_tokens: int
+
+
+class PoolView(Protocol):
+    """Blocks: how many there are, and which of them are free or shared."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the cache."""
+        ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that requests could be given now."""
+        ...
+
+    def num_idle(self, block_ids: Iterable[int]) -> int:
+        """Count the blocks that a request with this prefix would take out of the free space."""
+        ...
+
+    def exclusive_ids(self, block_ids: Iterable[Any]) -> list[int]:
+        """Return the blocks that preempting a request would free.
+
+        Parameters
+        ----------
+        block_ids : `RequestState.block_ids`.
+        """
+        ...
+
+
+class KVView(Protocol):
+    """KV memory as a `StepPlan` sees it. Nothing here changes it."""
+
+    @property
+    def pool(self) -> PoolView:
+        """Its blocks."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block holds."""
+        ...
+
+    num_tables: int  # blocks that one more block of tokens takes
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks that hold so many tokens."""
+        ...
+
+    def match(self, state: RequestState) -> list[int]:
+        """Return the longest cached prefix of a waiting request, as block ids."""
+        ...
+
+
+class Table(Protocol):
+    """Where the requests are: `RequestTable`, or what follows the queues of another engine."""
+
+    @property
+    def running(self) -> RunningList: ...
+
+    @property
+    def waiting(self) -> WaitingQueue: ...
+
+    @property
+    def states(self) -> Mapping[str, RequestState]:
+        """Requests that wait or run and will deliver more, by id."""
+        ...
+
+    @property
+    def kv(self) -> KVView: ...
+
+    @property
+    def num_slots_kept(self) -> int:
+        """Places of the batch that are kept for others than these requests."""
+        ...
+
+    def add(self, state: RequestState) -> None:
+        """Let a new request wait."""
+        ...
+
+    def requeue(self, state: RequestState) -> None:
+        """Give a waiting request the place that its deadline, or the loss of it, asks for."""
+        ...
+
+    def drop(self, state: RequestState) -> None:
+        """Forget a request."""
+        ...
 
 
 class StepPlan:
@@ -52,24 +139,23 @@ class StepPlan:
     """Output tokens that `decodes` should deliver; kept where drafts are planned."""
     ran_out_of_blocks = False
 
-    def __init__(  # noqa: PLR0913 (what there is to plan with)
+    def __init__(
         self,
         config: SchedulerConfig,
-        kv: KVView,
-        running: RunningList,
-        waiting: WaitingQueue,
+        table: Table,
         now: float,
         *,
-        num_slots_kept: int,
         whole_prompts: bool,
         reserves_maximum: bool,
     ) -> None:
         self.now = now
         """When the step is planned, seconds."""
-        self.kv, self.waiting, self.running = kv, waiting, running
+        self.kv, self.waiting, self.running = table.kv, table.waiting, table.running
         self._whole_prompts, self._reserves_maximum = whole_prompts, reserves_maximum
+        self._num_reserved = attrgetter("max_total_tokens" if reserves_maximum else "num_tokens")
+        """Of a waiting request, the tokens whose KV slots it is given with its admission."""
         self._by_priority = config.scheduling_policy == "priority"
-        self.num_kept = len(running)
+        self.num_kept = len(self.running)
         """Requests of `running` that stay; those behind are preempted."""
         self.victims: list[RequestState] = []
         """Requests from anywhere in `running` that are preempted, too."""
@@ -89,8 +175,8 @@ class StepPlan:
         """(running request, new tokens); their rows come after the decodes."""
         self.admissions: list[PlannedAdmission] = []
         self.num_tokens_left = config.max_num_batched_tokens
-        self.num_blocks_left = kv.pool.num_free_blocks
-        self.max_num_seqs = config.max_num_seqs - num_slots_kept
+        self.num_blocks_left = self.kv.pool.num_free_blocks
+        self.max_num_seqs = config.max_num_seqs - table.num_slots_kept
         """Requests that may be in the batch: slots that are kept for others left out."""
         self.max_rows = -(-config.max_num_seqs // config.num_micro_batches)
         """Rows that the step may have."""
@@ -122,12 +208,6 @@ class StepPlan:
         cached_block_ids = self.kv.match(state)
         num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
         return num_needed + len(freed_ids.intersection(cached_block_ids)) <= num_left
-
-    def has_blocks_for_all(self, states: Iterable[RequestState]) -> bool:
-        """Whether the prompts of waiting requests fit together, with the prefixes found so far."""
-        num_blocks_for = self.kv.num_blocks_for
-        needed = [num_blocks_for(state.num_tokens - state.num_hit_tokens) for state in states]
-        return sum(needed) <= self.num_blocks_left
 
     def num_blocks_wanted(self, state: RequestState) -> int:
         """Return the free space that admitting a waiting request takes, the watermark left out."""
@@ -171,7 +251,7 @@ class StepPlan:
 
     def continue_prefills(self) -> None:
         """Give running requests that want more than one token a chunk each, first come first."""
-        num_decodes = len(self.decodes)
+        num_decodes, whole_prompts = len(self.decodes), self._whole_prompts
         if num_decodes == self.num_kept:
             return
         for state in self.running[: self.num_kept]:
@@ -180,36 +260,32 @@ class StepPlan:
                 continue
             if num_decodes + len(self.chunks) == self.max_rows:
                 break
-            num_new = self._chunk(num_wanted)
-            if num_new == 0:
+            num_new = min(num_wanted, self.num_tokens_left)
+            if num_new == 0 or (whole_prompts and num_new < num_wanted):
                 break
             self.chunks.append((state, num_new))
             self.num_tokens_left -= num_new
 
     def admit_waiting(self) -> None:
         """Take requests from the head of the queue while they fit; never skip one (no starvation)."""
-        if self.ran_out_of_blocks:
+        if self.ran_out_of_blocks or not self.waiting.length:
             return
-        while (
-            self.num_tokens_left > 0
-            and self.num_kept + len(self.admissions) < self.max_num_seqs
-            and self.num_rows_left > 0
-        ):
+        num_kept = self.num_kept
+        most = min(self.max_rows - len(self.decodes) - len(self.chunks), self.max_num_seqs - num_kept)
+        while self.num_tokens_left > 0 and len(self.admissions) < most:
             state = self.waiting.peek(len(self.admissions))
             # A preempted request may still be in a step in flight; its turn comes when that is back.
             if state is None or state.num_in_flight_tokens or state.is_in_flight:
                 break
-            if self.num_kept < len(self.running) and self.running[self.num_kept].sort_key < state.sort_key:
+            if num_kept < len(self.running) and self.running[num_kept].sort_key < state.sort_key:
                 break  # one that this plan preempts comes before it
             cached_block_ids = self.kv.match(state)
-            num_new = self._chunk(state.num_tokens - len(cached_block_ids) * self.kv.block_size)
-            if not (num_new and self.admit(state, cached_block_ids, num_new)):
+            num_wanted = state.num_tokens - len(cached_block_ids) * self.kv.block_size
+            num_new = min(num_wanted, self.num_tokens_left)
+            if self._whole_prompts and num_new < num_wanted:
                 break
-
-    def _chunk(self, num_wanted: int) -> int:
-        """Return how many of the tokens that a prompt wants may run now; 0 leaves it for a later step."""
-        num_left = self.num_tokens_left
-        return num_wanted if num_wanted <= num_left else 0 if self._whole_prompts else num_left
+            if not self.admit(state, cached_block_ids, num_new):
+                break
 
     def admit(self, state: RequestState, cached_block_ids: list[int], num_new: int) -> bool:
         """Plan to take a waiting request in with `num_new` tokens; False where its blocks do not fit."""
@@ -290,13 +366,11 @@ class StepPlan:
 
         Cached blocks of a request that this plan preempts lie idle by then, too.
         """
-        num_new = self.kv.num_blocks_for(num_reserved_tokens) - len(cached_block_ids)
+        num_new = self.kv.num_blocks_for(num_reserved_tokens)
+        if not cached_block_ids:
+            return num_new
         num_freed = len(self._freed_block_ids.intersection(cached_block_ids))
-        return num_new + self.kv.pool.num_idle(cached_block_ids) + num_freed
-
-    def _num_reserved(self, state: RequestState) -> int:
-        """Return the tokens whose KV slots a waiting request is given with its admission."""
-        return state.max_total_tokens if self._reserves_maximum else state.num_tokens
+        return num_new - len(cached_block_ids) + self.kv.pool.num_idle(cached_block_ids) + num_freed
 
     def _num_spare_blocks(self, num_gone: int = 0) -> int:
         """Return the watermark; an empty batch waives it, or a large request could never start.

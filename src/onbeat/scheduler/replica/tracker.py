@@ -204,14 +204,6 @@ class TenantCounters:
             # Sums of floats do not come back to 0 by themselves.
             self._backlogged_sum = self._backlogged_sum - self._counters[tenant] if self._num_waiting else 0.0
 
-    def on_prefill(self, tenant: str | None, num_tokens: int) -> None:
-        """Charge prompt tokens that are computed for the tenant."""
-        self._charge(tenant, INPUT_WEIGHT * num_tokens)
-
-    def on_output(self, tenant: str | None, num_tokens: int) -> None:
-        """Charge output tokens."""
-        self._charge(tenant, OUTPUT_WEIGHT * num_tokens)
-
     def counter(self, tenant: str | None) -> float:
         """Return the weighted tokens that stand against the tenant."""
         return self._counters.get(tenant, self._level)
@@ -227,8 +219,9 @@ class TenantCounters:
         excess = self.counter(tenant) - self._backlogged_sum / num_backlogged
         return max(-1.0, min(1.0, excess / FULL_EXCESS))
 
-    def _charge(self, tenant: str | None, service: float) -> None:
-        self._counters[tenant] = self.counter(tenant) + service
+    def charge(self, tenant: str | None, service: float) -> None:
+        """Charge weighted tokens: `INPUT_WEIGHT` for each of a prompt that is computed, `OUTPUT_WEIGHT`."""
+        self._counters[tenant] = self._counters.get(tenant, self._level) + service
         if tenant in self._num_waiting:
             self._backlogged_sum += service
 
@@ -265,7 +258,7 @@ class SLOTracker:
     def on_start(self, state: RequestState) -> None:
         """Count a request that runs for the first time, and its prompt."""
         self.tenants.on_leave(state.request.tenant)
-        self.tenants.on_prefill(state.request.tenant, state.num_tokens - state.num_cached_tokens)
+        self.tenants.charge(state.request.tenant, INPUT_WEIGHT * (state.num_tokens - state.num_cached_tokens))
 
     def on_adopt(self, state: RequestState) -> None:
         """Count a request that comes from another replica, which has charged its prompt."""
@@ -296,7 +289,7 @@ class SLOTracker:
                 if slo.predicted_ttft is not None and output is not None:
                     output.predicted_ttft, slo.predicted_ttft = slo.predicted_ttft, None  # told once
             if has_tenants:
-                self.tenants.on_output(state.request.tenant, num_tokens)
+                self.tenants.charge(state.request.tenant, OUTPUT_WEIGHT * num_tokens)
             if slo.is_best_effort and output is not None:
                 output.fate = Fate.RELEGATED
 

@@ -238,15 +238,16 @@ class StepComposition:
 
     def compose(self) -> None:
         plan, rules, view, jobs = self._plan, self._rules, self._view, self._jobs
-        left_over = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
-        best_effort = self._best_effort(left_over)
-        rows, shape = view.decodes, view.decode_shape()
+        left_over = best_effort = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
+        if plan.infeasible or view.prefills:
+            best_effort = self._best_effort(left_over)
+        rows, shape = view.decodes, view.shape
         plan.tightest = view.tightest
         limit, seconds = inf, 0.0
         if view.urgent is not None:  # else nothing is due, and nobody asks how long the decodes take
             seconds = self._cost_model.of(shape)
             # Those who never had an objective wait for as long as it takes: they say nothing of the load.
-            is_short = any(state.slo.has_objective for state in best_effort)
+            is_short = bool(best_effort) and any(state.slo.has_objective for state in best_effort)
             are_first = bool(view.paces) and (is_short or view.has_lost_job) and self._nearly_all_paced()
             limit = rules.limit(view, seconds, plan.now, queue_grows=is_short, streams_first=are_first)
             plan.budget, plan.budget_request_id = limit, view.urgent.request_id
@@ -299,7 +300,8 @@ class StepComposition:
             if sitting_out or plan.victims:
                 shape = decode_shape(rows)
         shape = self._decode(rows, shape)
-        starved = sorted(filter(self._is_starved, best_effort), key=_has_sent_nothing)[:1]
+        starved = [state for state in best_effort if rules.is_starved(state, plan.now)]
+        starved = sorted(starved, key=_has_sent_nothing)[:1]
         others = [state for state in best_effort if state not in starved]
         # A client that reads waits for what lacks memory; a prompt lacks time, which is not the kept ones'.
         place = num_kept if starved and _has_sent_nothing(starved[0]) else 0
@@ -322,8 +324,6 @@ class StepComposition:
         left_over : those that wait as best effort already.
         """
         plan = self._plan
-        if not (plan.infeasible or self._view.prefills):
-            return left_over
         late = {id(state) for state in plan.infeasible}
         running = [
             state for state in self._view.prefills if state.slo.next_deadline == inf or id(state) in late
@@ -357,12 +357,13 @@ class StepComposition:
             and not (plan.num_slots_left > 0 and plan.has_blocks_for(first))
             and self._rules.is_late_if_it_waits(kept, prefill, plan.now)
         ):
-            preempt_for(plan, first, pool, self._loss)
+            preempt_for(plan, first, pool, partial(self._rules.loss, start=plan.now))
 
     def _can_admit_all(self, jobs: list[PromptJob]) -> bool:
         """Whether there are slots and memory for all prompts: who sits out keeps its own for longer."""
-        waiting = [job.state for job in jobs if not job.state.block_ids]
-        return len(waiting) <= self._plan.num_slots_left and self._plan.has_blocks_for_all(waiting)
+        plan, waiting = self._plan, [job.state for job in jobs if not job.state.block_ids]
+        needed = [plan.kv.num_blocks_for(state.num_tokens - state.num_hit_tokens) for state in waiting]
+        return len(waiting) <= plan.num_slots_left and sum(needed) <= plan.num_blocks_left
 
     def _split(
         self, rows: list[RequestState], prefill: PrefillShare
@@ -385,7 +386,8 @@ class StepComposition:
     def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
         """Return the rows that fit a limit, those with the most slack left out, and their shape."""
         view, plan = self._view, self._plan
-        due = [-inf if self._is_starved(state) else inf for state in view.best_effort_decodes]
+        is_starved = self._rules.is_starved
+        due = [-inf if is_starved(state, plan.now) else inf for state in view.best_effort_decodes]
         by_need = sorted(zip([*view.deadlines, *due], view.decodes, strict=True), key=itemgetter(0))
         rows = [state for _, state in by_need][: plan.max_rows]
         num = bisect_right(
@@ -396,23 +398,18 @@ class StepComposition:
 
     def _decode(self, rows: list[RequestState], shape: BatchShape) -> BatchShape:
         """Give each request one token; where blocks run short, preempt. Returns the shape."""
-        plan = self._plan
-        num_growing = plan.num_growing(rows)
+        plan, view = self._plan, self._view
+        is_whole = rows is view.decodes
+        num_growing = view.num_growing * plan.kv.num_tables if is_whole else plan.num_growing(rows)
         if num_growing > plan.num_blocks_left:
             plan.ran_out_of_blocks = True
-            rows = free_blocks(plan, rows, self._loss)
+            rows = free_blocks(plan, rows, partial(self._rules.loss, start=plan.now))
             shape = decode_shape(rows)
             num_growing = plan.num_growing(rows)
         plan.num_blocks_left -= num_growing
         plan.decodes += rows
         plan.num_tokens_left -= len(rows)
         return shape
-
-    def _loss(self, state: RequestState) -> tuple[float, ...]:
-        return self._rules.loss(state, self._plan.now)
-
-    def _is_starved(self, state: RequestState) -> bool:
-        return self._rules.is_starved(state, self._plan.now)
 
     def _not_victims(self, states: list[RequestState]) -> list[RequestState]:
         if not self._plan.victims:
@@ -486,7 +483,7 @@ class SLOComposer(Composer):
 
     def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
         """Return what the last plan's TBT objectives allow a step, if none waits."""
-        return 0.0 if waiting else self.rules.tightest_limit(self.rules.tightest)
+        return 0.0 if waiting.length else self.rules.tightest_limit(self.rules.tightest)
 
     def on_arrival(self, state: RequestState, plan: StepPlan) -> None:
         """Set the deadlines of an arrival, by how long answers have been of late.

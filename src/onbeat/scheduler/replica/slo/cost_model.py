@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import partial
 from math import inf, sqrt
 
 from onbeat.core.errors import ConfigError
@@ -33,7 +34,9 @@ class CostModel:
 
     Attributes
     ----------
+    of : returns the time of a step, seconds.
     costs : the coefficients, of which `step` is what a step takes beside its tokens.
+    seconds : returns the work of so many tokens after so many cached ones.
     efficient_chunk : the shortest chunk at which a token costs next to the least; longer ones gain nothing.
     alone_seconds : of a step of one decode of a usual context; no step with a token takes less.
     slowdown : how many times as long such a step takes as it once did, as far as the model knew then.
@@ -42,6 +45,7 @@ class CostModel:
 
     def __init__(self, model: StepTimeModel, quantile: float | None, most_step_tokens: float = inf) -> None:
         self._model = model
+        self.of = partial(model.step_time, q=quantile)
         self._quantile = quantile
         self._most_step_tokens = most_step_tokens
         self._least_alone = inf
@@ -90,6 +94,7 @@ class CostModel:
             context=min(context, decode / USUAL_CONTEXT),
             decode_base=max(0.0, few - 16 * decode),
         )
+        self.seconds = self.costs.seconds
         self.alone_seconds = self.costs.decode_base + decode
         self._least_alone = min(self._least_alone, self.alone_seconds)
         self.slowdown = self.alone_seconds / self._least_alone
@@ -102,10 +107,6 @@ class CostModel:
             return max(1.0, self._model.step_time(chunk, CERTAIN) / self.of(chunk))
         except ConfigError:  # its error was never measured; it may learn of it from steps
             return 1.0
-
-    def of(self, shape: BatchShape) -> float:
-        """Return the time of a step, seconds."""
-        return self._model.step_time(shape, self._quantile)
 
     def max_chunk(self, shape: BatchShape, num_cached: int, limit: float, *, scores: bool = False) -> int:
         """Return the longest chunk that may join within a limit, tokens.
@@ -124,10 +125,6 @@ class CostModel:
             return self.of(trial) > limit
 
         return bisect_left(range(1, longest + 1), x=True, key=is_too_long)
-
-    def seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
-        """Return the work of `num_tokens` after `num_cached_tokens`."""
-        return self.costs.seconds(num_tokens, num_cached_tokens)
 
     def of_sums(self, num_tokens: float, num_pairs: float) -> float:
         """Return the work of several prompts, from the sums of their `RequestState.queued_work`."""

@@ -41,6 +41,9 @@ class RunningView:
     deadlines : that deadline of each stream.
     best_effort_decodes : requests that want one token and have none: no objective, one that was missed, or
         one that cannot be kept.
+    decodes : both.
+    shape : of a step of these alone.
+    num_growing : of these, those whose next token has no slot yet.
     prefills : requests in the middle of their prompt.
     deadline : the earliest of `streams` with a TBT objective, even a passed one; infinite without any.
     urgent : the stream that is due first, by its pace or its objective.
@@ -57,6 +60,7 @@ class RunningView:
         self.urgent: RequestState | None = None
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
         earliest = tightest = first = inf
+        context = num_guided = num_growing = 0
         deadlines, paces = self.deadlines, self.paces
         for state in running:
             num_in_flight = state.num_in_flight_tokens
@@ -64,11 +68,15 @@ class RunningView:
             is_full = num_in_flight and num_tokens >= state.max_total_tokens
             if is_full or num_tokens >= state.pause_at or state.is_in_flight or state.sits_out:
                 continue  # full with what is in flight, paused, held, or not its turn
-            wanted = num_tokens - state.num_computed_tokens
+            num_computed = state.num_computed_tokens
+            wanted = num_tokens - num_computed
             if wanted != 1:
                 if wanted > 1:
                     self.prefills.append(state)
                 continue
+            context += num_computed + 1
+            num_guided += state.is_guided
+            num_growing += num_computed >= state.num_allocated_tokens
             slo = state.slo
             deadline = slo.next_deadline
             if num_in_flight:
@@ -87,21 +95,15 @@ class RunningView:
             if shortest <= objective < tightest:
                 tightest = objective
         self.deadline, self.tightest = earliest, tightest
-
-    @property
-    def decodes(self) -> list[RequestState]:
-        """Requests that want one token."""
-        return [*self.streams, *self.best_effort_decodes]
+        self.decodes, self.num_growing = streams + best_effort_decodes, num_growing
+        self.shape = BatchShape.of_decodes(len(self.decodes), context)
+        self.shape.num_guided_rows = num_guided
 
     @property
     def has_lost_job(self) -> bool:
         """Whether a stream runs that has missed its e2e objective, and that another request goes on from."""
         lost = (state for state in self.best_effort_decodes if state.slo.is_best_effort)
         return any(state.slo.end < inf and state.request.kept_for > 0 for state in lost)
-
-    def decode_shape(self, others: Sequence[RequestState] = ()) -> BatchShape:
-        """Return the shape of a step with one token for each that wants one, and for others."""
-        return decode_shape([*self.streams, *self.best_effort_decodes, *others])
 
 
 def decode_shape(states: Collection[RequestState]) -> BatchShape:
@@ -110,9 +112,10 @@ def decode_shape(states: Collection[RequestState]) -> BatchShape:
     for state in states:
         context += state.num_computed_tokens
         guided += state.is_guided
-    shape = BatchShape.of_decodes(len(states), context)
-    shape.num_guided_rows = guided
-    return shape
+    num = len(states)
+    return BatchShape(
+        num, num, num, decode_context_tokens=context, num_lm_head_rows=num, num_guided_rows=guided
+    )
 
 
 def prefill_jobs(
@@ -132,7 +135,7 @@ def prefill_jobs(
     waiting = plan.waiting
     jobs: list[PromptJob] = []
     late: list[RequestState] = []
-    if not (prefills or len(waiting)):
+    if not (prefills or waiting.length):
         return jobs, late
     token, pair = cost_model.costs.token, cost_model.costs.pair
     earliest = now + cost_model.costs.step
@@ -179,7 +182,7 @@ class StepFiller:
     ) -> None:
         self._plan = plan
         self._cost_model = cost_model
-        self._shape = shape.copy()
+        self._shape = shape
         self._limit = limit
         self._ends_by = ends_by or {}
         self._due = inf
@@ -196,9 +199,8 @@ class StepFiller:
         for state in states:
             if self._num_left < 1 or self._plan.num_rows_left < 1:
                 return False
-            if state.status is not RequestStatus.WAITING:
-                is_through = self._continue(state)
-            elif (
+            is_waiting = state.status is RequestStatus.WAITING
+            if is_waiting and (
                 self._is_blocked
                 or self._plan.num_slots_left <= 0
                 # A preempted request may still be in a step in flight; its turn comes when that is back.
@@ -206,10 +208,7 @@ class StepFiller:
                 or state.is_in_flight
             ):
                 self._is_blocked = True
-                continue
-            else:
-                is_through = self._admit(state)
-            if not is_through:
+            elif not self._add(state, is_waiting=is_waiting):
                 return False
         return True
 
@@ -222,53 +221,44 @@ class StepFiller:
         if certain < self._limit:
             self._limit = min(self._limit, max(certain, self._cost_model.of(self._shape)))
 
-    def _continue(self, state: RequestState) -> bool:
-        """Add a chunk of a running request; False where the time is used up."""
-        num_cached, num_wanted = state.num_computed_tokens, state.num_wanted_tokens
-        num_new = self._chunk(state, num_cached, num_wanted)
-        if num_new:
-            self._plan.chunks.append((state, num_new))
-            self._plan.num_tokens_left -= num_new
-            self._count(state, num_cached, num_new)
-        return num_new == num_wanted
-
-    def _admit(self, state: RequestState) -> bool:
-        """Take a waiting request in; False where the time is used up."""
-        plan = self._plan
-        cached_block_ids = plan.kv.match(state)
-        num_cached = len(cached_block_ids) * plan.kv.block_size
-        plan.num_hit_tokens[state.request_id] = num_cached
-        num_wanted = state.num_tokens - num_cached
-        num_new = self._chunk(state, num_cached, num_wanted)
+    def _add(self, state: RequestState, *, is_waiting: bool) -> bool:
+        """Add a chunk of a prompt, which is taken in if it waits; False where the time is used up."""
+        plan, num_cached = self._plan, state.num_computed_tokens
+        cached_block_ids: list[int] = []
+        if is_waiting:
+            cached_block_ids = plan.kv.match(state)
+            num_cached = len(cached_block_ids) * plan.kv.block_size
+            plan.num_hit_tokens[state.request_id] = num_cached
+        num_wanted = state.num_tokens + state.num_in_flight_tokens - num_cached
+        num_new, shape = self._chunk(num_cached, min(num_wanted, self._num_left), scores=state.scores_prompt)
         if num_new == 0:
             return False
-        if not plan.admit(state, cached_block_ids, num_new):
+        if not is_waiting:
+            plan.chunks.append((state, num_new))
+            plan.num_tokens_left -= num_new
+        elif not plan.admit(state, cached_block_ids, num_new):
             self._is_blocked = True
             return True
-        self._count(state, num_cached, num_new)
-        return num_new == num_wanted
-
-    def _chunk(self, state: RequestState, num_cached: int, num_wanted: int) -> int:
-        """Return how much of a prompt fits."""
-        most = min(num_wanted, self._num_left)
-        if self._limit < inf:
-            scores = state.scores_prompt
-            trial = self._shape.copy()
-            trial.add(num_cached, most, samples=most if scores else 1)
-            if self._cost_model.of(trial) > self._limit:
-                longest = self._cost_model.max_chunk(self._shape, num_cached, self._limit, scores=scores)
-                most = min(most, longest)
-        return most
-
-    def _count(self, state: RequestState, num_cached: int, num_new: int) -> None:
-        self._shape.add(num_cached, num_new, samples=num_new if state.scores_prompt else 1)
+        self._shape = shape
         self._num_left -= num_new
-        ends_by = self._ends_by.get(state.request_id, inf)
         if num_cached + num_new == state.num_tokens:
             # Its token comes with the step's end: what else goes into the step must not make it late.
+            ends_by = self._ends_by.get(state.request_id, inf)
             self._due = min(self._due, ends_by)
             if ends_by < self._limit:
-                self._limit = max(ends_by, self._cost_model.of(self._shape))
+                self._limit = max(ends_by, self._cost_model.of(shape))
+        return num_new == num_wanted
+
+    def _chunk(self, num_cached: int, most: int, *, scores: bool) -> tuple[int, BatchShape]:
+        """Return how much of a prompt fits, and the shape of the step with it."""
+        shape, limit = self._shape.copy(), self._limit
+        shape.add(num_cached, most, samples=most if scores else 1)
+        if limit < inf and self._cost_model.of(shape) > limit:
+            longest = self._cost_model.max_chunk(self._shape, num_cached, limit, scores=scores)
+            most, shape = min(most, longest), self._shape.copy()
+            if most:
+                shape.add(num_cached, most, samples=most if scores else 1)
+        return most, shape
 
 
 Loss = Callable[[RequestState], tuple[float, ...]]
