@@ -35,15 +35,12 @@ class Keeper(Protocol):
 
     def ask(self, request: Request, block_hashes: Sequence[bytes]) -> None:
         """Have a request served; deliveries come to the gate, the last has a finish reason, or a refusal."""
-        ...
 
     def abort(self, request_id: str) -> None:
         """Let go of a request; nothing happens where it has ended."""
-        ...
 
     def fetched(self, num_tokens: Mapping[str, int]) -> None:
         """Hear how many output tokens of requests have been taken by their clients."""
-        ...
 
 
 class GatePort(Protocol):
@@ -51,15 +48,12 @@ class GatePort(Protocol):
 
     def deliver(self, now: float, outputs: list[RequestOutput], replica: int) -> None:
         """Take what a step that ended at `now` brought the gate's requests, on the replica of that number."""
-        ...
 
     def refuse(self, request_id: str, error: OnbeatError) -> None:
         """Hear that a request has ended by an error."""
-        ...
 
     def hear(self, made: float, now: float) -> None:
         """Hear how long a message of a replica has been on its way; there are two a second at least."""
-        ...
 
 
 @dataclass(slots=True)

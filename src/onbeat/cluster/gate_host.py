@@ -43,7 +43,6 @@ class GateDesk(Protocol):
 
     def close(self) -> None:
         """Hear that the gate is gone."""
-        ...
 
 
 class RemoteGate:

@@ -84,7 +84,6 @@ class Launcher(Protocol):
 
     def watch(self, on_lost: OnLost) -> None:
         """Call back, in the event loop, for each process that ends, whatever ended it; to be called first."""
-        ...
 
     async def open(self, folder: Path) -> str:
         """Prepare to start processes; return the ZeroMQ endpoint at which they can reach the fleet.
@@ -114,11 +113,9 @@ class Launcher(Protocol):
 
     def kill(self, replica: ReplicaId, life: int) -> None:
         """End a process at once, however it is; nothing happens where it has ended."""
-        ...
 
     async def wait(self, replica: ReplicaId, life: int, *, seconds: float) -> None:
         """Return once a process has ended; kill it after a while."""
-        ...
 
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         """Return whether a process is stopped (SIGSTOP) or out of reach: it will not speak by itself."""
@@ -134,4 +131,3 @@ class Launcher(Protocol):
 
     async def close(self) -> None:
         """End whatever still runs."""
-        ...

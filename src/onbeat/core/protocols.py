@@ -23,7 +23,6 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Wait for running work and let go of threads and memory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +119,6 @@ class StepObserver(Protocol):
 
     def on_step(self, message: StepOutputs, replica: int = 0) -> None:
         """Hear what a step delivered, and the number of its replica."""
-        ...
 
 
 class EngineClient(Protocol):
@@ -193,11 +191,9 @@ class FleetView(Protocol):
         ------
         InvalidRequest : it cannot be loaded, there is no room for it, or its name is in use.
         """
-        ...
 
     async def unload_adapter(self, name: str) -> None:
         """Let no further request ask for a LoRA adapter that is loaded; those that have it go on."""
-        ...
 
     def replicas(self) -> Sequence[ReplicaView]:
         """Return how each replica stands, those that have been stopped left out."""
@@ -215,7 +211,6 @@ class FleetView(Protocol):
         ------
         InvalidRequest : there is no such replica, or it neither serves nor starts.
         """
-        ...
 
     async def scale(self, num_replicas: int) -> None:
         """Start replicas, or let some end without loss, until there are so many.
@@ -226,7 +221,6 @@ class FleetView(Protocol):
         ------
         InvalidRequest : there cannot be as many.
         """
-        ...
 
     async def autoscale(self, least: int, most: int) -> None:
         """Let the fleet decide on the number of replicas, between two.
@@ -235,7 +229,6 @@ class FleetView(Protocol):
         ------
         InvalidRequest : it was not started with a policy for that, or no number is between them.
         """
-        ...
 
     async def restart(self) -> None:
         """Start all replicas again, one after another, without loss; each waits for the one before.
@@ -244,11 +237,9 @@ class FleetView(Protocol):
         ------
         InvalidRequest : the round before is under way.
         """
-        ...
 
     def expect_end(self) -> None:
         """Hear that the server ends soon: replicas that are told to end as well stay until then."""
-        ...
 
 
 class Tokenizer(Protocol):

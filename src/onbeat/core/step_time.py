@@ -50,7 +50,6 @@ class StepTimeModel(Protocol):
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn from a measured step. `Scheduler.update` calls it, so that a replay sees the same model."""
-        ...
 
 
 @runtime_checkable
@@ -59,7 +58,6 @@ class LearnsGuides(Protocol):
 
     def observe_guides(self, num_rows: int, seconds: float) -> None:
         """Learn from the part of a measured step that grammars took."""
-        ...
 
 
 @runtime_checkable

@@ -33,7 +33,6 @@ class StepJudge(Protocol):
 
     def judge(self, stats: StepStats) -> None:
         """Look at a step, of which the step-time model has been told; what is found may be set in `stats`."""
-        ...
 
 
 @dataclass(slots=True)

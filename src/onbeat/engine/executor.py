@@ -94,7 +94,6 @@ class Runner(StepRunner, Protocol):
 
     def close(self) -> None:
         """Let go of what steps ran on; none may run any more."""
-        ...
 
 
 @runtime_checkable
@@ -115,7 +114,6 @@ class TakesAdapters(Protocol):
         ------
         ConfigError : it cannot be loaded; the others are as they were.
         """
-        ...
 
 
 class ThreadExecutor:

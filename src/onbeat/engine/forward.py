@@ -52,7 +52,6 @@ class RowProducts(Protocol):
 
     def close(self) -> None:
         """Let go of threads and memory."""
-        ...
 
 
 class Computes(Protocol):
@@ -69,7 +68,6 @@ class Computes(Protocol):
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored values of KV blocks finite."""
-        ...
 
     def state_regions(self) -> list[KVRegion]:
         """Return where the parts of states lie, slot after slot; nothing where the model keeps none."""
@@ -127,7 +125,6 @@ class Mark(Protocol):
 
     def wait(self) -> None:
         """Return when it is."""
-        ...
 
     def seconds_since(self, earlier: Any) -> float:
         """Return the device's time from a mark of the same queue to this one; both are passed."""

@@ -73,11 +73,9 @@ class Graphs(Protocol):
         ------
         ConfigError : naming what cannot be captured.
         """
-        ...
 
     def replay(self, key: GraphKey) -> None:
         """Queue the function for a key."""
-        ...
 
 
 class EagerGraphs:

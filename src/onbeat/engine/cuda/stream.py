@@ -17,7 +17,6 @@ class DeviceStream(Protocol):
 
     def run(self, work: Callable[[], object]) -> None:
         """Queue what `work` computes on the device; who calls may go on at once."""
-        ...
 
     def mark(self) -> Mark:
         """Return the present end of the queue."""

@@ -195,7 +195,6 @@ class Kernels(Protocol):
             `out_TD` may be `x_TD`; it may be `residual_TD` only where there is no `x_TD`. The sum is rounded
             to the model's type before it is normalised.
         """
-        ...
 
     def rope_store(
         self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
@@ -214,7 +213,6 @@ class Kernels(Protocol):
         product is taken in float32 (float64 in a float64 model) and rounded once. Pairs are (i, i + H/2):
         out[i] = x[i] cos - x[i + H/2] sin, out[i + H/2] = x[i + H/2] cos + x[i] sin.
         """
-        ...
 
     def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
         """Write `activation(gate) * up`, or `activation(up)` where there is nothing else.
@@ -224,7 +222,6 @@ class Kernels(Protocol):
         gate_up_TF2 : [T, 2 F], the model's type: all of the gate, then all of up; or [T, F].
         out_TF : [T, F], the model's type.
         """
-        ...
 
     def in_fp8(self, x_TD: Tensor) -> Fp8Matrix:
         """Return tokens as `Fp8Matrix.of` does: they meet such matrices."""
@@ -252,7 +249,6 @@ class Kernels(Protocol):
         ----------
         q_TNH, out_TNH : [T, N, H], the model's type: tokens of the planned rows alone.
         """
-        ...
 
     def best(self, logits_RV: Tensor, out: BestBuffers) -> None:
         """Find each row's most likely token.
@@ -261,7 +257,6 @@ class Kernels(Protocol):
         ----------
         logits_RV : [R, V], float32 (float64 in a float64 model).
         """
-        ...
 
 
 class GraphKernels(Kernels, Protocol):
@@ -277,11 +272,9 @@ class GraphKernels(Kernels, Protocol):
         lens_R, width : what those of `DecodeRows` will be.
         layers : one of each window.
         """
-        ...
 
     def start_decodes(self, rows: DecodeRows) -> None:
         """Do what all layers need, once a step, before the first `attend_decodes`; part of a graph."""
-        ...
 
     def attend_decodes(
         self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
@@ -292,7 +285,6 @@ class GraphKernels(Kernels, Protocol):
         ----------
         q_RNH, out_RNH : [R * width, N, H], the model's type: row after row.
         """
-        ...
 
     def draw(self, logits_RV: Tensor, params: DrawParams, best: BestBuffers, ids_R: Tensor) -> None:
         """Choose each row's token: by its number where its temperature is not 0, else the most likely one.
@@ -311,4 +303,3 @@ class GraphKernels(Kernels, Protocol):
         inverts the cumulative weights exp((logit - peak) / temperature). A row that none of the three cuts is
         drawn in the order of ids instead.
         """
-        ...

@@ -108,7 +108,6 @@ class MoveRule(Protocol):
 
         It is ready, and its streams may move.
         """
-        ...
 
 
 class Mending:

@@ -47,11 +47,9 @@ class KVPort(Protocol[LentT]):
 
     def unhold(self, request_id: str, /) -> None:
         """Lend it no longer."""
-        ...
 
     def detach(self, request_id: str, /) -> None:
         """Take a request out of the batch at the end of the steps under way; `take_departures` answers."""
-        ...
 
     def take_departures(self) -> list[Departure[LentT]]:
         """Return what became of those who were to leave since the last call."""
@@ -63,7 +61,6 @@ class KVPort(Protocol[LentT]):
 
     def free(self, request_id: str, /) -> None:
         """Forget a request that has left, and lend its KV no longer."""
-        ...
 
     def reserve(self, move: str, num_tokens: int, /) -> bool:
         """Keep a slot and blocks, or more of them; False where they lack."""
@@ -75,11 +72,9 @@ class KVPort(Protocol[LentT]):
 
     def adopt(self, move: str, request: Request, detached: Detached, /) -> None:
         """Go on with a request whose KV has been copied. Raises KVUnavailable, RequestRejected."""
-        ...
 
     def release(self, move: str, /) -> None:
         """Give a reservation back, once no copy writes there."""
-        ...
 
 
 @dataclass(slots=True)
