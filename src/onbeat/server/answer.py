@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 
@@ -31,7 +31,7 @@ from onbeat.server.services import Services
 
 logger = logging.getLogger("onbeat.server")
 
-_EVENT_STREAM_HEADERS = {
+EVENT_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     # nginx would collect events otherwise
@@ -102,6 +102,8 @@ class AnswerResponse(Response):
         self._caller = ""
         self.repeated_size = 0
         """Characters that take as long to be encoded as what a stream repeats of its request."""
+        self.keep: Callable[[bytes], Awaitable[None]] | None = None
+        """Is given the whole answer, or the last event of its stream, before that is sent."""
 
     @property
     def name(self) -> str:
@@ -138,6 +140,8 @@ class AnswerResponse(Response):
                         last = await self._send_events(deltas, send, context)
                     else:
                         pieces = await self._collect(deltas)
+            if self.keep is not None:
+                await self.keep(last if self._is_streamed else b"".join(pieces))
             if self._is_streamed:
                 await send({"type": "http.response.body", "body": last, "more_body": False})
             else:
@@ -158,7 +162,7 @@ class AnswerResponse(Response):
     ) -> bytes:
         """Send the events of all deltas and return the last bytes of the stream."""
         first = await anext(deltas)
-        own = {**_EVENT_STREAM_HEADERS, **self._prediction()}
+        own = {**EVENT_STREAM_HEADERS, **self._prediction()}
         headers = [(name.encode(), value.encode()) for name, value in own.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         turns = Turns()

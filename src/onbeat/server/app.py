@@ -30,7 +30,7 @@ from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.rate_limits import RATE_HEADERS
 from onbeat.server.reply import reply_style
-from onbeat.server.responses import response_routes
+from onbeat.server.response_routes import response_routes
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.status import health_routes, home_routes, model_routes
@@ -44,7 +44,8 @@ from onbeat.version import __version__
 
 ENDPOINTS = middleware.OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
-    *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
+    *("/v1/responses/{response_id}/cancel", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/v1/embeddings", *RERANK_PATHS, *SCORE_PATHS),
@@ -184,7 +185,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )

@@ -6,6 +6,7 @@ bugs), `Checks` (host, path, key), `RateLimits`.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import math
@@ -14,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -92,6 +94,8 @@ class HttpContext:
     error_code: str | None = None
     ignored_fields: list[str] = field(default_factory=list)
     """Paths of fields that nobody knows and the answer does not depend on, and headers without effect."""
+    work: asyncio.Task[None] | None = None
+    """What goes on behind the answer: the request ends with it."""
 
     @property
     def caller(self) -> str:
@@ -102,6 +106,13 @@ class HttpContext:
     def elapsed(self) -> float:
         """Seconds since the request's first byte."""
         return time.monotonic() - self.started
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Call something once the request has ended: now, or when its work has."""
+        if self.work is None:
+            call()
+        else:
+            self.work.add_done_callback(lambda _: call())
 
 
 def context_of(scope: Scope) -> HttpContext:
@@ -186,11 +197,14 @@ class RequestLog:
             else:
                 raise  # half an answer is out: only closing the connection tells the client
         finally:
-            self._finish(scope, context)
+            context.at_end(partial(self._finish, scope, context))
 
     def _endpoint(self, path: str) -> str:
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
+        if path.startswith("/v1/responses/") and path not in self._endpoints:
+            cancels = path.endswith("/cancel")
+            return f"/v1/responses/{{response_id}}{'/cancel' * cancels}"
         if path.startswith("/docs/"):  # scripts and styles of the page
             return "/docs"
         return path if path in self._endpoints else "unmatched"
@@ -402,4 +416,4 @@ class RateLimits:
         try:
             await self._app(scope, receive, send_told)
         finally:
-            allowance.end(context)
+            context.at_end(partial(allowance.end, context))

@@ -191,7 +191,7 @@ _MEANINGS = {
     400: "The request is malformed, asks for something unsupported, or does not fit the context",
     401: "The API key is missing or wrong",
     403: "The caller may not do that",
-    404: "There is no such model",
+    404: "There is no such model, or no such response",
     413: "The body is over the limit",
     429: "The server sheds this request; see Retry-After",
     500: "The engine failed on this request",

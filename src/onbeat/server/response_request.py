@@ -32,7 +32,6 @@ _NAMES = {
     "tools[].function": "tools[]",
 }
 """Of fields, in place of a chat's."""
-NO_STATE = "this server keeps no responses; send the earlier items again in input"
 
 
 class TextSettings(Closed):
@@ -64,10 +63,14 @@ class ResponseRequest(GenerationRequest):
     metadata: dict[str, str] | None = None
     """Kept in the answer; `slo_ttft_ms` and the like state objectives."""
     chat_template_kwargs: dict[str, Any] | None = None
+    store: Flag | None = None
+    """False: the response is not kept."""
     previous_response_id: str | None = None
-    """Refused: nothing is stored. So are the next three."""
-    conversation: str | dict[str, Any] | None = None
+    """Of a response that is kept: its input and output come before `input`."""
     background: Flag | None = None
+    """The response is made whether or not somebody is connected."""
+    conversation: str | dict[str, Any] | None = None
+    """Refused, and so is the next one."""
     prompt: dict[str, Any] | None = None
     truncation: str | None = None
     """Only `disabled`."""
@@ -86,16 +89,20 @@ class ResponseRequest(GenerationRequest):
     def wants_logprobs(self) -> bool:
         return _LOGPROBS in (self.include or ())
 
-    def check_stateless(self) -> None:
-        """Refuse what asks for state, and what chat completions do otherwise.
+    def check_response(self) -> None:
+        """Refuse what asks for things that are not kept here, and what chat completions do otherwise.
 
         Raises
         ------
         InvalidRequest : a field asks for what this server lacks.
         """
-        for name in ("previous_response_id", "conversation", "prompt", "background"):
+        for name in ("conversation", "prompt"):
             if getattr(self, name):
-                raise unsupported(f"{name} is not supported: {NO_STATE}", name)
+                raise unsupported(f"{name} is not supported; send the items of it in input", name)
+        if self.background and self.store is False:
+            raise InvalidRequest(
+                "background needs a response that is kept; leave out store, or background", param="background"
+            )
         if self.truncation not in (None, "disabled"):
             raise unsupported(
                 f"truncation is {quoted(self.truncation)}; this server never drops items. Leave it out",
@@ -138,14 +145,25 @@ class ResponseRequest(GenerationRequest):
         }
 
 
-def chat_of(body: ResponseRequest, request: Request) -> AbstractAsyncContextManager[ChatCompletionRequest]:
-    body.check_stateless()
-    messages = messages_of(body.input, body.instructions)
+Items = Sequence[dict[str, Any]]
+
+
+def chat_of(
+    body: ResponseRequest, before: Items, request: Request
+) -> AbstractAsyncContextManager[ChatCompletionRequest]:
+    """Return the chat that a response stands for, see `as_chat`, with the items before its input."""
+    body.check_response()
+    messages = messages_of(body.input, body.instructions, before)
     return as_chat(body, body.chat_fields(), messages, body.metadata, _NAMES, request)
 
 
-def messages_of(items: str | Sequence[dict[str, Any]], instructions: str | None) -> PlacedMessages:
-    """Return the items of a response's input as the messages of a chat.
+def items_of(given: str | Items) -> Items:
+    """Return the items of a response's input."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def messages_of(given: str | Items, instructions: str | None, before: Items = ()) -> PlacedMessages:
+    """Return the items of a response's input, and those before them, as the messages of a chat.
 
     Reasoning, text and calls of the model that stand beside one another are one message.
 
@@ -156,11 +174,13 @@ def messages_of(items: str | Sequence[dict[str, Any]], instructions: str | None)
     messages: PlacedMessages = []
     if instructions:
         messages.append(("instructions", {"role": "system", "content": instructions}))
-    if isinstance(items, str):
-        return [*messages, ("input", {"role": "user", "content": items})]
+    placed = [("previous_response_id", item) for item in before]
+    placed += [
+        ("input" if isinstance(given, str) else f"input[{index}]", item)
+        for index, item in enumerate(items_of(given))
+    ]
     own: dict[str, Any] | None = None  # the model's message that the next item may belong to
-    for index, item in enumerate(items):
-        where = f"input[{index}]"
+    for where, item in placed:
         added = _message_of(item, where)
         if added["role"] != "assistant":
             own = None

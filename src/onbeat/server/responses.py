@@ -1,4 +1,4 @@
-"""POST /v1/responses, without state, and how its answers look, whole and streamed."""
+"""How the answers of POST /v1/responses look, whole and streamed."""
 
 from __future__ import annotations
 
@@ -6,25 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 
-from onbeat.server.answer import AnswerResponse
 from onbeat.server.answer_report import AnswerTokens, SLOReport
-from onbeat.server.body import read_body
-from onbeat.server.chat import chat_prompt, chat_requests
 from onbeat.server.choices import ChoiceDelta, ShownToken
-from onbeat.server.errors import ApiError, ErrorReply
-from onbeat.server.generation_request import read_request
+from onbeat.server.errors import ErrorReply
 from onbeat.server.logprobs import LogprobWriter, TokenLogprob
-from onbeat.server.middleware import context_of
-from onbeat.server.openapi import Routes
 from onbeat.server.pen import AnswerHead, Extras, Part, StreamedParts, WholeChoice
-from onbeat.server.pieces import Piece, json_response, list_of, written
-from onbeat.server.response_request import NO_STATE, ResponseRequest, chat_of
-from onbeat.server.services import Services
+from onbeat.server.pieces import Piece, list_of, written
+from onbeat.server.response_request import ResponseRequest
 
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _ID_PREFIX = {"reasoning": "rs", "content": "msg", "call": "fc"}
 
 
@@ -75,16 +66,16 @@ class ModelResponse(Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Literal["completed", "incomplete", "in_progress", "failed"] = "in_progress"
+    status: Status = "in_progress"
     model: str
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None
     reasoning: dict[str, Any]
-    background: bool = False
-    store: bool = False
+    background: bool
+    store: bool
     temperature: float | None
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -149,7 +140,8 @@ class ResponsePen:
         if self._parts is None:
             self._parts = StreamedParts(delta.choice, len(columns), self)
             response = self._response()
-            yield self._event("created", response=response)
+            if not self._num_events:
+                yield self._event("created", response=response)
             yield self._event("in_progress", response=response)
         yield from self._parts.take(delta, columns)
 
@@ -159,9 +151,17 @@ class ResponsePen:
         yield self._event(response.status, response=response)
 
     def failed(self, reply: ErrorReply) -> Iterator[Struct]:
-        response = self._response(None if self._parts is None else self._parts.whole, "failed")
+        response = self._so_far("failed")
         response.error = {"code": reply.code, "message": reply.error.message}
         yield self._event("failed", response=response)
+
+    def begin(self) -> Struct:
+        """Return the first event of a response that has yet to be begun."""
+        return self._event("created", response=self._response(status="queued"))
+
+    def cancelled(self) -> Iterator[Struct]:
+        """Return the last events of a stream that its client has ended."""
+        yield self._event("cancelled", response=self._so_far("cancelled"))
 
     def part_begins(self, index: int, part: Part) -> Iterator[Struct]:
         empty = Part(part.kind, bytearray(), part.call)
@@ -215,11 +215,10 @@ class ResponsePen:
         response.usage, response.slo = _usage(extras.counts), extras.slo
         return response
 
-    def _response(
-        self,
-        choice: WholeChoice | None = None,
-        status: Literal["completed", "incomplete", "in_progress", "failed"] = "in_progress",
-    ) -> ModelResponse:
+    def _so_far(self, status: Status) -> ModelResponse:
+        return self._response(None if self._parts is None else self._parts.whole, status)
+
+    def _response(self, choice: WholeChoice | None = None, status: Status = "in_progress") -> ModelResponse:
         """Return a response with what there is of its answer."""
         head, body = self._head, self._body
         response = ModelResponse(
@@ -231,6 +230,9 @@ class ResponsePen:
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            background=bool(body.background),
+            store=body.store is not False,
             reasoning={"effort": (body.reasoning or {}).get("effort"), "summary": None},
             temperature=body.temperature,
             text={
@@ -289,43 +291,3 @@ def _usage(counts: AnswerTokens) -> ResponseUsage:
         OutputDetails(counts.reasoning),
         counts.prompt + counts.output,
     )
-
-
-class InputTokens(Struct):
-    input_tokens: int
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-
-
-def response_routes(services: Services) -> Routes:
-    """Return the routes of the Responses API."""
-    router = Routes()
-
-    @router.post("/v1/responses", **router.generating(ResponseRequest, ModelResponse, ResponseEvent))
-    async def responses(request: Request) -> Response:
-        """Answer with a response, which is not stored."""
-        body, head = await read_request(request, ResponseRequest, services, "resp", joint="_")
-        async with chat_of(body, request) as chat:
-            requests, options = await chat_requests(chat, request, services)
-        pen = ResponsePen(head, body, services.logprobs[bool(body.return_tokens_as_token_ids)])
-        answer = AnswerResponse(chat, requests, options, pen, services)
-        answer.prompt_field = body.prompt_field
-        answer.repeated_size = context_of(request.scope).num_body_bytes // 64
-        return answer
-
-    @router.post("/v1/responses/input_tokens", **router.taking(ResponseRequest, InputTokens))
-    async def input_tokens(request: Request) -> Response:
-        """Return how many tokens the prompt of a response has."""
-        body = await read_body(request, ResponseRequest)
-        services.check_model(body.model)
-        async with chat_of(body, request) as chat:
-            num_tokens = len(await chat_prompt(chat, request, services))
-        return json_response(InputTokens(num_tokens))
-
-    @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
-    async def stored(rest: str) -> Response:
-        """Say that nothing is stored."""
-        if rest == "input_tokens":
-            raise HTTPException(405, headers={"allow": "POST"})
-        raise ApiError(404, NO_STATE, code="response_not_stored")
-
-    return router

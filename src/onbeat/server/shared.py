@@ -1,4 +1,4 @@
-"""What all front ends of a server share: the limits of API keys, and open jobs.
+"""What all front ends of a server share: the limits of API keys, open jobs, and answers that are kept.
 
 Whoever decides for all front ends has the books. A front end asks at a `Desk`, here or in another process.
 """
@@ -21,6 +21,7 @@ from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport
 from onbeat.jobs.table import JobTable, OpenCall
 from onbeat.metrics.counts import JobCounts
 from onbeat.server.errors import ApiError, job_unattainable
+from onbeat.server.kept_answers import AnswerShelf, KeptAnswers
 from onbeat.server.rate_limits import KeyAllowance, KeyMeter
 from onbeat.server.slo_defaults import KeyLimits
 
@@ -67,6 +68,7 @@ class Books:
         self.meters = {key: KeyMeter(each, clock(), on_limited) for key, each in limits.items()}
         self.job_counts = jobs
         self.table = JobTable(on_end=jobs.end)
+        self.answers = KeptAnswers()
         self.since_1970 = 0.0
 
 
@@ -76,16 +78,22 @@ class Desk:
     Parameters
     ----------
     show : returns the text of `metrics` and of `state` for all front ends.
+
+    Attributes
+    ----------
+    answers : where it has answers kept.
     """
 
     def __init__(self, books: Books, show: Callable[[str], Awaitable[bytes]]) -> None:
         self._books, self._show = books, show
+        self.answers = AnswerShelf(books.answers)
         self._numbers = count()
         self._keys: dict[int, KeyAllowance] = {}
         self._calls: dict[int, OpenCall] = {}
 
     def close(self) -> None:
         """Close what a front end had open that has died: answers that nobody got."""
+        self.answers.close()
         for number in list(self._keys):
             self.end_key(number, _LOST, 0, 0)
         for number in list(self._calls):
@@ -172,20 +180,24 @@ class Desk:
         """Do what a `remote_desk` asks for."""
         if verb == "show":
             return await self.show(arguments["what"])
-        if verb not in _VERBS:
+        if verb not in _VERBS - {"answer", "close"}:
             raise InvalidRequest(f"nobody is asked for {verb!r}")
-        method = getattr(self, verb)
+        method = getattr(self if hasattr(self, verb) else self.answers, verb)
         hints = get_type_hints(method)
         try:
             found = method(**{name: msgspec.convert(value, hints[name]) for name, value in arguments.items()})
-            return {"value": msgspec.to_builtins(await found if inspect.isawaitable(found) else found)}
+            return {"value": _plain(await found if inspect.isawaitable(found) else found)}
         except ApiError as error:  # whose status only HTTP knows
             return {
                 "error": [error.status, str(error), error.code, error.param, error.headers, error.details]
             }
 
 
-_VERBS = frozenset(name for name in vars(Desk) if name[0] != "_") - {"answer", "close"}
+def _plain(value: Any) -> Any:
+    return msgspec.to_builtins(value, builtin_types=(bytes,))
+
+
+_VERBS = frozenset(name for kind in (Desk, AnswerShelf) for name in vars(kind) if name[0] != "_")
 _LOST = 500
 """The status of an answer that was lost with its front end."""
 
@@ -202,10 +214,10 @@ def remote_desk(wish: Callable[..., Awaitable[Any]], tell_counts: Callable[[], N
 
 
 class _RemoteDesk:
-    """Has the methods of a `Desk`. Those that return nothing to await are told, and not waited for."""
+    """Has the methods of a `Desk` and its shelf. Those that return nothing to await are not waited for."""
 
     def __init__(self, wish: Callable[..., Awaitable[Any]], tell_counts: Callable[[], None]) -> None:
-        self._wish, self._tell_counts = wish, tell_counts
+        self._wish, self._tell_counts, self.answers = wish, tell_counts, self
         self._told: set[asyncio.Future[Any]] = set()
 
     async def show(self, what: str) -> bytes:
@@ -214,13 +226,13 @@ class _RemoteDesk:
         return shown
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
-        method = getattr(Desk, verb)
+        method = getattr(Desk if hasattr(Desk, verb) else AnswerShelf, verb)
         signature, kind = inspect.signature(method), get_type_hints(method)["return"]
 
         async def ask(*values: Any, **named: Any) -> Any:
             arguments = signature.bind(self, *values, **named).arguments
             del arguments["self"]
-            answer = await self._wish(verb, **msgspec.to_builtins(arguments))
+            answer = await self._wish(verb, **_plain(arguments))
             if "error" in answer:
                 status, message, code, param, headers, details = answer["error"]
                 raise ApiError(status, message, code=code, param=param, headers=headers, details=details)
