@@ -163,7 +163,7 @@ async def keep(
 
     started = asyncio.create_task(say_started())
     try:
-        async with telemetry.watched_loop():
+        async with telemetry.watched_loop(of_keeper=True):
             with on_signals(END_SIGNALS, end), on_signals([signal.SIGHUP], front_ends.roll):
                 await front_ends.run()
     finally:

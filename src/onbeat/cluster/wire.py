@@ -84,6 +84,7 @@ class AccessControl:
 _TURN_SECONDS = 0.002
 """How long messages are read before others of the event loop have their turn."""
 
+LINGER_MS = 500
 MessageT = TypeVar("MessageT")
 
 
@@ -254,6 +255,6 @@ class Line(Generic[MessageT]):
         self._reader.after_send()
 
     def close(self) -> None:
-        """Close the socket; what was not sent is dropped."""
+        """Close the socket once what was said last is sent, or nobody takes it."""
         self._reader.close()
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=LINGER_MS)

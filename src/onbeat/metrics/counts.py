@@ -162,6 +162,9 @@ class ServerCounts:
     loop_lag: Histogram = histogram(
         "event_loop_lag_seconds", "how late the server's event loop is, looked at every 50 ms", LAG_SECONDS
     )
+    keeper_lag: Histogram = histogram(
+        "keeper_loop_lag_seconds", "the same of the keeper of several front ends", LAG_SECONDS
+    )
     num_choices: Histogram = histogram("vllm:request_params_n", "choices asked for of each prompt", ROWS)
     max_tokens: Histogram = histogram("vllm:request_params_max_tokens", "asked for, of each choice", TOKENS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from onbeat.core.request import FinishReason
 from onbeat.metrics.declare import Labels, Metric, by_label
 from onbeat.metrics.histogram import Histogram
 
@@ -65,9 +66,15 @@ class Others:
         """Take what a process has counted since its start."""
         self._latest[name] = counted
 
-    def end(self, name: str) -> None:
-        """Keep what a process had counted that has ended: counters never fall."""
-        _add(self._ended, self._latest.pop(name, ()))
+    def end(self, name: str, num_asked: int) -> None:
+        """Keep what a process had counted that has ended: counters never fall.
+
+        Of the requests that it had asked for, those whose ends it had not told count as aborted with it.
+        """
+        counted = self._latest.pop(name, [])
+        num_ended = sum(value for metric, _, _, value in counted if metric == "requests_total")
+        aborted = "requests_total", (), (FinishReason.ABORT.value,), max(num_asked - num_ended, 0)
+        _add(self._ended, [*counted, aborted])
 
     def added_to(self, samples: Iterable[Sample]) -> Iterator[Sample]:
         """Yield samples with what others have counted, and then what they alone have."""
@@ -82,7 +89,7 @@ class Others:
             yield Sample(self._metrics[name], outer, words, _sum(value, None))
 
 
-def _add(totals: dict[_Key, Any], counted: Snapshot | tuple[()]) -> None:
+def _add(totals: dict[_Key, Any], counted: Snapshot) -> None:
     for name, outer, words, value in counted:
         key = name, outer, words
         totals[key] = _plain(_sum(value, totals.get(key)))

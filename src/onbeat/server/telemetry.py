@@ -24,6 +24,7 @@ from onbeat.metrics.attainment import good_requests, has_objectives
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter, state_schema
 from onbeat.metrics.fleet_counts import FleetCounts
+from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RequestTracker, RunListener
 from onbeat.server.middleware import HttpContext
@@ -227,9 +228,10 @@ class Telemetry:
             counts.stream_errors[context.error_code] += 1
 
     @asynccontextmanager
-    async def watched_loop(self) -> AsyncIterator[None]:
+    async def watched_loop(self, *, of_keeper: bool = False) -> AsyncIterator[None]:
         """Measure how late the event loop is while the block runs."""
-        task = asyncio.create_task(self._watch_loop())
+        counts = self.exporter.server
+        task = asyncio.create_task(self._watch_loop(counts.keeper_lag if of_keeper else counts.loop_lag))
         try:
             yield
         finally:
@@ -237,11 +239,11 @@ class Telemetry:
             with suppress(asyncio.CancelledError):
                 await task
 
-    async def _watch_loop(self) -> None:
+    async def _watch_loop(self, lag: Histogram) -> None:
         while True:
             due = time.monotonic() + LAG_INTERVAL
             await asyncio.sleep(LAG_INTERVAL)
-            self.exporter.server.loop_lag.observe(max(time.monotonic() - due, 0.0))
+            lag.observe(max(time.monotonic() - due, 0.0))
 
     def routes(self) -> APIRouter:
         """Return the routes of the metrics, open to everybody."""

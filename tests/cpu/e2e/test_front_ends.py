@@ -9,12 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import openai
 import pytest
+from openai.resources.responses import Responses
 
 from tests.cpu.e2e.program import ServerProgram, is_running, serving
 from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, replicas, text_of
@@ -39,16 +42,25 @@ def front_ends(server: ServerProgram) -> list[int]:
     return [pid for pid in server.engine_pids if pid not in engines]
 
 
-def num_connections(server: ServerProgram, pid: int) -> int:
-    """Return how many clients a front end is connected with."""
+def connections(server: ServerProgram, pid: int) -> set[int]:
+    """Return the ports of the clients that a front end is connected with."""
     port = f":{urlsplit(server.url).port:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    inodes = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port) and row[3] == "01"}
-    found = 0
+    ports = {
+        f"socket:[{row[9]}]": int(row[2].rpartition(":")[2], 16)
+        for row in rows
+        if row[1].endswith(port) and row[3] == "01"
+    }
+    found = set()
     for each in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since
-            found += os.readlink(each) in inodes
-    return found
+            found.add(ports.get(os.readlink(each), 0))
+    return found - {0}
+
+
+def num_connections(server: ServerProgram, pid: int) -> int:
+    """Return how many clients a front end is connected with."""
+    return len(connections(server, pid))
 
 
 def streams_on_both(server: ServerProgram, **fields: object) -> list[Stream]:
@@ -82,6 +94,78 @@ def test_a_front_ends_death_breaks_its_own_streams_alone(server: ServerProgram) 
     wait_for(lambda: not any(each["num_outstanding"] for each in replicas(server)))
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 4}, timeout=60)
     assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+@contextmanager
+def responses_of(server: ServerProgram, pid: int) -> Iterator[Responses]:
+    """Give the block a client that is connected with a front end: its first request goes there."""
+    with ExitStack() as stack:
+        for _ in range(64):
+            http = stack.enter_context(openai.DefaultHttpxClient(timeout=60))
+            connection = http.get(f"{server.url}/health").extensions["network_stream"]
+            if connection.get_extra_info("client_addr")[1] in connections(server, pid):
+                url = f"{server.url}/v1"
+                yield openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http).responses
+                return
+    raise AssertionError("a front end gets no connection")
+
+
+RESPONSE: dict[str, Any] = {
+    "model": "smollm2-135m-instruct",
+    "max_output_tokens": 800,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+def test_a_response_is_read_on_and_gone_on_from_at_any_front_end(server: ServerProgram) -> None:
+    one, other = front_ends(server)
+    read: list[Any] = []
+    with (
+        responses_of(server, one) as client,
+        client.create(input="a", background=True, stream=True, **RESPONSE) as stream,
+    ):
+        for event in stream:
+            read.append(event)
+            if len(read) == 20:
+                break
+    response_id = read[0].response.id
+    with responses_of(server, other) as client:
+        after = read[-1].sequence_number
+        with client.retrieve(response_id, stream=True, starting_after=after) as stream:
+            read += stream
+    assert [event.sequence_number for event in read] == list(range(len(read)))
+    assert read[-1].type == "response.incomplete"
+    text = "".join(event.delta for event in read if event.type == "response.output_text.delta")
+    for pid in (one, other):
+        with responses_of(server, pid) as client:
+            assert client.retrieve(response_id).output_text == text == read[-1].response.output_text
+    with responses_of(server, other) as client:
+        asked = {"model": RESPONSE["model"], "input": "b", "previous_response_id": response_id}
+        assert client.input_tokens.count(**asked).input_tokens > 500
+    with responses_of(server, one) as client:
+        begun = client.create(input="b", background=True, **RESPONSE)
+    with responses_of(server, other) as client:
+        assert client.cancel(begun.id).status in ("cancelled", "incomplete")
+    with responses_of(server, other) as client:
+        client.delete(response_id)
+    with responses_of(server, one) as client, pytest.raises(openai.NotFoundError):
+        client.retrieve(response_id)
+
+
+def test_what_a_dead_front_end_was_making_is_gone_and_counted(server: ServerProgram) -> None:
+    victim, other = front_ends(server)
+    with responses_of(server, victim) as client:
+        kept = client.create(input="a", **RESPONSE)
+    before = settled(server)["onbeat_requests_total{abort}"]  # a front end tells its ends every second
+    with responses_of(server, victim) as client:
+        lost = client.create(input="a", background=True, **RESPONSE | {"max_output_tokens": 3500})
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: len(set(front_ends(server)) - {victim}) == 2, 30)
+    with responses_of(server, other) as client:
+        assert client.retrieve(kept.id).output_text == kept.output_text
+    with responses_of(server, other) as client, pytest.raises(openai.NotFoundError):
+        client.retrieve(lost.id)
+    assert settled(server)["onbeat_requests_total{abort}"] == before + 1
 
 
 def settled(server: ServerProgram) -> dict[str, float]:
