@@ -31,7 +31,6 @@ class Keeper(Protocol):
     @property
     def hashed_block_size(self) -> int:
         """Tokens of a block by which a router looks at prompts; 0 where none does."""
-        ...
 
     def ask(self, request: Request, block_hashes: Sequence[bytes]) -> None:
         """Have a request served; deliveries come to the gate, the last has a finish reason, or a refusal."""

@@ -39,7 +39,6 @@ class GateDesk(Protocol):
         ------
         OnbeatError : which the gate raises.
         """
-        ...
 
     def close(self) -> None:
         """Hear that the gate is gone."""

@@ -96,7 +96,6 @@ class Launcher(Protocol):
         ------
         ConfigError : nothing can be started here.
         """
-        ...
 
     async def start(self, spec: ReplicaSpec) -> ReplicaPlace:
         """Start a process, and return once there is one; whether its engine is ready it says itself.
@@ -105,11 +104,9 @@ class Launcher(Protocol):
         ------
         OnbeatError : there is no place for it, or it cannot be started.
         """
-        ...
 
     def capacity(self) -> ReplicaBound:
         """Return how many replicas what is there can hold, by what those that run take."""
-        ...
 
     def kill(self, replica: ReplicaId, life: int) -> None:
         """End a process at once, however it is; nothing happens where it has ended."""
@@ -119,15 +116,12 @@ class Launcher(Protocol):
 
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         """Return whether a process is stopped (SIGSTOP) or out of reach: it will not speak by itself."""
-        ...
 
     def processor_time(self, replica: ReplicaId, life: int) -> ProcessorTime | None:
         """Return what a process has got of the processors; None where that cannot be seen from here."""
-        ...
 
     def clock_offset(self, replica: ReplicaId, life: int) -> float:
         """Return by how many seconds a process's monotonic clock is behind this one's."""
-        ...
 
     async def close(self) -> None:
         """End whatever still runs."""

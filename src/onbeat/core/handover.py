@@ -81,7 +81,6 @@ class Lent(Protocol):
     @property
     def block_ids(self) -> tuple[int, ...]:
         """Of the replica that lends them, in the order of the request's tokens."""
-        ...
 
 
 LentT = TypeVar("LentT", bound=Lent)

@@ -19,7 +19,6 @@ class Executor(Protocol):
 
     def submit(self, scheduled: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Start a step; steps run one after another in the order of submission."""
-        ...
 
     def shutdown(self) -> None:
         """Wait for running work and let go of threads and memory."""
@@ -130,12 +129,10 @@ class EngineClient(Protocol):
     @property
     def is_alive(self) -> bool:
         """False while no engine process lives."""
-        ...
 
     @property
     def pulse(self) -> EnginePulse:
         """The last sign of life; an engine gives one a second at least, also while a step runs."""
-        ...
 
     def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
         """Stream a request's deliveries; the last one carries a finish reason.
@@ -149,7 +146,6 @@ class EngineClient(Protocol):
         EngineDead : the engine process ended.
         EngineError : this request failed inside the engine.
         """
-        ...
 
 
 class FleetView(Protocol):
@@ -158,27 +154,22 @@ class FleetView(Protocol):
     @property
     def num_waiting(self) -> int:
         """Requests that no replica has: they wait for one to get ready."""
-        ...
 
     @property
     def is_ready(self) -> bool:
         """Whether a replica takes requests."""
-        ...
 
     @property
     def seconds_to_ready(self) -> float | None:
         """Seconds until a replica is expected to be ready; None where none is coming."""
-        ...
 
     @property
     def scaling(self) -> ScalingView | None:
         """How a fleet that changes its own size stands; None of any other."""
-        ...
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The LoRA adapters that requests may ask for, by their names."""
-        ...
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
         """Load a LoRA adapter on every replica.
@@ -197,7 +188,6 @@ class FleetView(Protocol):
 
     def replicas(self) -> Sequence[ReplicaView]:
         """Return how each replica stands, those that have been stopped left out."""
-        ...
 
     async def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
         """Let a replica end without loss.
@@ -257,17 +247,14 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens after which the model has said all it wants to say."""
-        ...
 
     @property
     def special_token_ids(self) -> frozenset[int]:
         """Tokens that decoding leaves out with `skip_special_tokens`."""
-        ...
 
     @property
     def strips_leading_space(self) -> bool:
         """Whether one space at the very start of a decoded text is not part of it."""
-        ...
 
     @property
     def chat_template(self) -> str | None: ...
@@ -278,12 +265,9 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for (special tokens: their name in UTF-8)."""
-        ...
 
     def token_entry(self, token_id: int) -> str:
         """Return a token as the vocabulary spells it, such as `Ġis`; empty where it has no such token."""
-        ...
 
     def token_text(self, token_id: int) -> str:
         """Return a token as shown in logprobs: its bytes as UTF-8, undecodable bytes replaced."""
-        ...

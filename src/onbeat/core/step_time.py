@@ -28,7 +28,6 @@ class StepTimeModel(Protocol):
         -------
         Seconds, above 0 for any batch with a row.
         """
-        ...
 
     def max_chunk_tokens(
         self, shape: BatchShape, cached_tokens: int, budget: float, q: float | None = None
@@ -46,7 +45,6 @@ class StepTimeModel(Protocol):
         -------
         Tokens; 0 where even one is too many.
         """
-        ...
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn from a measured step. `Scheduler.update` calls it, so that a replay sees the same model."""
@@ -66,7 +64,6 @@ class TimesOfShapes(Protocol):
 
     def times_of(self, shapes: tuple[BatchShape, ...], q: float | None = None) -> list[float]:
         """Return `step_time` of batches that never change, seconds."""
-        ...
 
 
 def predict_step(model: StepTimeModel, shape: BatchShape) -> float:

@@ -43,11 +43,9 @@ class PendingStep(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether `result` returns at once."""
-        ...
 
     def result(self) -> ModelRunnerOutput:
         """Return what came of it, once it is done; any thread may ask, more than once."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,6 @@ class StepRunner(Protocol):
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Run a step, or see to it that it runs; called by one thread."""
-        ...
 
 
 class Runner(StepRunner, Protocol):
@@ -81,16 +78,13 @@ class Runner(StepRunner, Protocol):
     @property
     def overlaps(self) -> bool:
         """Whether it takes steps while one runs, so that to plan ahead keeps the device busy."""
-        ...
 
     @property
     def forward(self) -> Computes:
         """What its steps are computed on."""
-        ...
 
     def touch_ahead(self) -> bool:
         """Take a little of the memory that later steps will need; return whether there was any to take."""
-        ...
 
     def close(self) -> None:
         """Let go of what steps ran on; none may run any more."""

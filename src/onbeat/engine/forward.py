@@ -48,7 +48,6 @@ class RowProducts(Protocol):
 
     def run(self, num_rows: int) -> float:
         """Multiply so many rows, and return the seconds that it took."""
-        ...
 
     def close(self) -> None:
         """Let go of threads and memory."""
@@ -104,7 +103,6 @@ class ForwardPass(Computes, Protocol):
         wants_logits : False where each row's most likely token suffices; the logits may be returned all the
             same.
         """
-        ...
 
 
 @runtime_checkable
@@ -113,7 +111,6 @@ class GivesProducts(Protocol):
 
     def products(self) -> RowProducts:
         """Return products of its kind; no step may run until they are closed."""
-        ...
 
 
 class Mark(Protocol):
@@ -121,14 +118,12 @@ class Mark(Protocol):
 
     def is_passed(self) -> bool:
         """Whether all work before it is done."""
-        ...
 
     def wait(self) -> None:
         """Return when it is."""
 
     def seconds_since(self, earlier: Any) -> float:
         """Return the device's time from a mark of the same queue to this one; both are passed."""
-        ...
 
 
 class ChosenTokens(Protocol):
@@ -143,7 +138,6 @@ class ChosenTokens(Protocol):
         ------
         EngineDead : no step can run any more.
         """
-        ...
 
 
 @runtime_checkable
@@ -159,8 +153,6 @@ class LaunchesSteps(Protocol):
         settle : waits until the tokens are known that decide how those of this step are chosen; called once
             the device has what it needs to compute the step. None where all rows are plain.
         """
-        ...
 
     def mark(self) -> Mark:
         """Return the present end of the queue; called by the thread that launches."""
-        ...

@@ -264,7 +264,6 @@ class Guides(Protocol):
         ------
         RequestRejected : the grammar cannot be enforced.
         """
-        ...
 
 
 def begin_guide(row: SamplingRow, guides: Guides | None) -> None:

@@ -39,7 +39,6 @@ class GivesKV(Protocol):
         ------
         ConfigError : it does not lie in host memory.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ class RunTimer(Protocol):
 
     def step_times(self, shape: BatchShape, contexts: Sequence[int]) -> Sequence[float]:
         """Return what `seconds_of_each` does with `step_time`: expected times, seconds."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

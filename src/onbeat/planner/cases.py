@@ -59,7 +59,6 @@ class Case(Protocol):
         ------
         ConfigError : they do not fit together, or the model does not fit the devices.
         """
-        ...
 
 
 def short_name(setting: str) -> str:

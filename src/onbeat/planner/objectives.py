@@ -133,11 +133,9 @@ class Objective(Protocol):
     @property
     def name(self) -> str:
         """As the command line spells it."""
-        ...
 
     def judge(self, result: SimulationResult) -> Verdict:
         """Say whether the run kept the objective; one that was not finished did not."""
-        ...
 
     def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
         """Return what the objective allows of a run of this load; beyond that it is missed for certain.
@@ -146,7 +144,6 @@ class Objective(Protocol):
         ------
         ConfigError : it cannot judge this load.
         """
-        ...
 
 
 def unfinished(result: SimulationResult) -> Verdict | None:

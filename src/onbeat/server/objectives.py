@@ -109,12 +109,10 @@ class Caller(Protocol):
     @property
     def key_digest(self) -> str | None:
         """SHA-256 of the API key that let it in, hexadecimal; None where none was asked for."""
-        ...
 
     @property
     def ignored_fields(self) -> list[str]:
         """Gets the names of headers without effect."""
-        ...
 
 
 def request_objectives(

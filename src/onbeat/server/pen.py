@@ -160,11 +160,9 @@ class Pen(Protocol):
 
         Those of more tokens are joined by commas.
         """
-        ...
 
     def events(self, delta: ChoiceDelta, extras: Extras) -> Iterable[Struct]:
         """Return the events of one delta. One with a field `type` has that for its name."""
-        ...
 
     def end(self, extras: Extras) -> Iterable[Struct]:
         """Return the events behind those of all deltas.
@@ -173,15 +171,12 @@ class Pen(Protocol):
         ----------
         extras : of the whole answer.
         """
-        ...
 
     def failed(self, reply: ErrorReply) -> Iterable[Struct]:
         """Return the last events of a stream that an error ends."""
-        ...
 
     def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Struct:
         """Return the whole answer; what may be long in it is a `Long` value, no piece of which takes long."""
-        ...
 
 
 def event_bytes(events: Iterable[Struct]) -> bytes:
@@ -199,15 +194,12 @@ class PartPen(Protocol):
 
     def part_begins(self, index: int, part: Part) -> Iterable[Struct]:
         """Return what tells that a part begins."""
-        ...
 
     def part_grows(self, index: int, part: Part, text: str, columns: Sequence[bytes]) -> Struct:
         """Return what tells that a part grows; the columns of its delta go with the delta's first text."""
-        ...
 
     def part_ends(self, index: int, part: Part, *, is_whole: bool) -> Iterable[Struct]:
         """Return what tells that a part ends; it is not whole where the answer was cut off in it."""
-        ...
 
 
 class StreamedParts:

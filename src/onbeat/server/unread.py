@@ -21,12 +21,10 @@ class UnreadAnswer(Protocol):
     @property
     def name(self) -> str:
         """What the log calls it."""
-        ...
 
     @property
     def num_unread_bytes(self) -> int:
         """What it holds until its client reads on, roughly."""
-        ...
 
 
 class SlowReaders:

@@ -390,7 +390,6 @@ class Learner(Protocol):
 
     def with_learning(self) -> StepTimeModel:
         """Return the same model as it was before any step."""
-        ...
 
 
 def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predicts: bool = False) -> Scheduler:

@@ -95,7 +95,6 @@ class Backend(Protocol):
         ------
         ConfigError : a weight cannot be read, or memory is short.
         """
-        ...
 
     def headline(self) -> str:
         """Say what is about to be loaded."""
@@ -122,7 +121,6 @@ class Backend(Protocol):
         ------
         ConfigError : what the user gave cannot be kept.
         """
-        ...
 
     def remarks(self, config: EngineConfig) -> Iterator[str]:  # noqa: ARG002
         """Yield lines on what is rounded or left out, and on options that change nothing here."""

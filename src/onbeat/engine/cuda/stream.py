@@ -20,14 +20,12 @@ class DeviceStream(Protocol):
 
     def mark(self) -> Mark:
         """Return the present end of the queue."""
-        ...
 
     def pinned(self, num_words: int) -> Tensor:
         """Return int32 host memory that the device copies from and to, while the host does other things.
 
         Nothing is written there yet.
         """
-        ...
 
 
 class CpuStream:

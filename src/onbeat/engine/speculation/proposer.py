@@ -47,7 +47,6 @@ class Proposer(Protocol):
 
     def propose(self, batch: InputBatch, rows: list[DraftRow]) -> list[list[int]]:
         """Return the drafts of each row: what should follow its last token; possibly fewer, or none."""
-        ...
 
     def num_available(
         self,

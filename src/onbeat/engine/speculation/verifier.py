@@ -42,11 +42,9 @@ class TokenSampler(Protocol):
     @property
     def trusts_device(self) -> bool:
         """Whether a forward pass that chooses tokens may do so for it."""
-        ...
 
     def needs_logits(self, rows: list[SamplingRow]) -> bool:
         """Whether more than each row's most likely token is needed to choose."""
-        ...
 
     def sample(
         self, logits_RV: Logits | None, rows: list[SamplingRow], best: BestTokens | None = None
@@ -56,7 +54,6 @@ class TokenSampler(Protocol):
         self, logits_RV: Logits | None, token_ids: Sequence[int], num_alternatives: Sequence[int]
     ) -> list[TokenLogprobs]:
         """Report tokens of prompts, with their ranks: one for each row of logits that nobody has changed."""
-        ...
 
 
 @dataclass(slots=True)

@@ -184,7 +184,6 @@ class Kernels(Protocol):
     @property
     def name(self) -> str:
         """For readers of measurements: `triton, flashinfer 0.6.14 (fa2)`."""
-        ...
 
     def add_norm(self, x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor) -> None:
         """Add `x_TD` to `residual_TD` in place, and write the norm of the sum.
@@ -225,7 +224,6 @@ class Kernels(Protocol):
 
     def in_fp8(self, x_TD: Tensor) -> Fp8Matrix:
         """Return tokens as `Fp8Matrix.of` does: they meet such matrices."""
-        ...
 
     def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> Any:
         """Do a step's host work for `attend_chunks`, for all layers that have this layer's window.
@@ -238,7 +236,6 @@ class Kernels(Protocol):
         -------
         What `attend_chunks` of the same kernels needs; valid for this step.
         """
-        ...
 
     def attend_chunks(
         self, q_TNH: Tensor, kv: LayerKVCache, plan: Any, layer: LayerSpec, out_TNH: Tensor

@@ -176,7 +176,6 @@ class DeviceSource(Protocol):
 
     def get_on(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a parameter on a device; see `Checkpoint.get`."""
-        ...
 
 
 def parameter_on(checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -35,15 +35,12 @@ class KVPort(Protocol[LentT]):
 
     def num_full_tokens(self, request_id: str, /) -> int:
         """Return the tokens of the blocks of a request that `hold` would lend by now."""
-        ...
 
     def hold(self, request_id: str, /) -> LentT | None:
         """Lend the full blocks of a request; None where it has none. Raises KVUnavailable."""
-        ...
 
     def summed(self, source: LentT, /) -> Future[LentT]:
         """Return what is lent once others may copy it."""
-        ...
 
     def unhold(self, request_id: str, /) -> None:
         """Lend it no longer."""
@@ -53,22 +50,18 @@ class KVPort(Protocol[LentT]):
 
     def take_departures(self) -> list[Departure[LentT]]:
         """Return what became of those who were to leave since the last call."""
-        ...
 
     def reattach(self, request_id: str, /) -> bool:
         """Let a request go on that has left; False where there is none."""
-        ...
 
     def free(self, request_id: str, /) -> None:
         """Forget a request that has left, and lend its KV no longer."""
 
     def reserve(self, move: str, num_tokens: int, /) -> bool:
         """Keep a slot and blocks, or more of them; False where they lack."""
-        ...
 
     def pull(self, move: str, source: LentT, first_block: int, /) -> Future[int]:
         """Copy lent blocks, from one of them on, into those that are kept; return the bytes, once copied."""
-        ...
 
     def adopt(self, move: str, request: Request, detached: Detached, /) -> None:
         """Go on with a request whose KV has been copied. Raises KVUnavailable, RequestRejected."""

@@ -32,16 +32,13 @@ class PoolView(Protocol):
     @property
     def num_blocks(self) -> int:
         """Blocks in the cache."""
-        ...
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that requests could be given now."""
-        ...
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """Count the blocks that a request with this prefix would take out of the free space."""
-        ...
 
     def exclusive_ids(self, block_ids: Iterable[Any]) -> list[int]:
         """Return the blocks that preempting a request would free.
@@ -50,7 +47,6 @@ class PoolView(Protocol):
         ----------
         block_ids : `RequestState.block_ids`.
         """
-        ...
 
 
 class KVView(Protocol):
@@ -59,22 +55,18 @@ class KVView(Protocol):
     @property
     def pool(self) -> PoolView:
         """Its blocks."""
-        ...
 
     @property
     def block_size(self) -> int:
         """Tokens a block holds."""
-        ...
 
     num_tables: int  # blocks that one more block of tokens takes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold so many tokens."""
-        ...
 
     def match(self, state: RequestState) -> list[int]:
         """Return the longest cached prefix of a waiting request, as block ids."""
-        ...
 
 
 class Table(Protocol):
@@ -89,7 +81,6 @@ class Table(Protocol):
     @property
     def states(self) -> Mapping[str, RequestState]:
         """Requests that wait or run and will deliver more, by id."""
-        ...
 
     @property
     def kv(self) -> KVView: ...
@@ -97,19 +88,15 @@ class Table(Protocol):
     @property
     def num_slots_kept(self) -> int:
         """Places of the batch that are kept for others than these requests."""
-        ...
 
     def add(self, state: RequestState) -> None:
         """Let a new request wait."""
-        ...
 
     def requeue(self, state: RequestState) -> None:
         """Give a waiting request the place that its deadline, or the loss of it, asks for."""
-        ...
 
     def drop(self, state: RequestState) -> None:
         """Forget a request."""
-        ...
 
 
 class StepPlan:
