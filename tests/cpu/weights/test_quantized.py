@@ -17,14 +17,16 @@ from safetensors.torch import load_file, save_file
 from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import ActivationQuantization
+from onbeat.engine.native import packing
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, Store
 from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import Checkpoint, open_checkpoint
 from onbeat.engine.weights.checkpoint import loading_remarks
-from onbeat.engine.weights.quantized import Settings, Stored, gather
+from onbeat.engine.weights.open import SafetensorsCheckpoint
+from onbeat.engine.weights.quantized import Codes, Settings, Stored, gather
 from onbeat.hub.files import ModelFiles
-from tests.cpu.engine.forwards import on_native, on_torch, pack
+from tests.cpu.engine.forwards import on_native, on_torch, pack, rows_of
 from tests.cpu.engine.tiny_models import random_prompt
 from tests.cpu.native.test_forward import first_logits, relative_error
 from tests.cpu.weights.tiny_models import COMMON, FAMILIES, parameters
@@ -353,6 +355,35 @@ def test_experts_of_gpt_oss_are_in_mxfp4(native_library: NativeLibrary, tmp_path
     expected = model.eval()(torch.tensor([random_prompt(20)])).logits[0, -1].detach()[None]
     native = on_native(native_library, checkpoint, quantization="auto", activation_quantization="none")
     assert relative_error(first_logits(native, (20,)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["w8a8", "GPTQ 8 bits", "AWQ", "fp8 by channel"])
+def test_a_quantized_vocabulary_is_packed_in_pieces(
+    native_library: NativeLibrary, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wanted of a file is a few rows at once, whatever holds them."""
+    write(tmp_path, WAYS[name], tiny(transformers.LlamaConfig(**SIZES | {"vocab_size": 224})))
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = {"lm_head.weight": "lm_head", "model.embed_tokens.weight": "model.embed_tokens"}
+    for parameter, stem in head.items():
+        parts, _ = WAYS[name].write(tensors.pop(parameter))
+        tensors |= {f"{stem}.{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint, read = open_directory(tmp_path), list[int]()
+    assert isinstance(checkpoint, SafetensorsCheckpoint)
+    expected = [checkpoint.get(parameter, FLOAT32) for parameter in head]
+    for weight in (checkpoint._quantized[parameter] for parameter in head):
+
+        def watch(rows: slice, get: Callable[[slice], Codes] = weight.read) -> Codes:
+            read.append(rows.stop - rows.start)
+            return get(rows)
+
+        object.__setattr__(weight, "read", watch)
+    monkeypatch.setattr(packing, "_VOCABULARY_ROWS", 32)
+    weights = pack(native_library, checkpoint, quantization="auto")
+    assert set(read) == {32}
+    for matrix, rows in zip((weights.lm_head, weights.embedding), expected, strict=True):
+        assert relative_error(torch.tensor(rows_of(matrix)), torch.tensor(rows)) < 2e-3
 
 
 def test_a_weight_may_have_three_dimensions() -> None:

@@ -357,22 +357,21 @@ class WeightPacker:
             raise ModelLoadError(f"{', '.join(names)}: {error}{cure}") from error
 
     def _pack_part(self, matrix: PackedMatrix, part: MatrixPart) -> bool:
+        num_rows = len(part.to_outputs)
+        step = _VOCABULARY_ROWS if part.name in LOOKED_UP else num_rows
+        pieces = [slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
         quantized = None
         if matrix.layout != self._layouts.plain:
             quantized = self._layouts.quantized_rows(part.name)
         if quantized is not None:
-            is_packed = matrix.pack(
-                quantized.read(),
-                Source[quantized.type_name],
-                part.to_outputs[quantized.to_rows],
-                num_threads=self._num_threads,
+            source, to_outputs = Source[quantized.type_name], part.to_outputs[quantized.to_rows]
+            is_packed = all(
+                matrix.pack(quantized.read(rows), source, to_outputs[rows], num_threads=self._num_threads)
+                for rows in pieces
             )
             if is_packed or self._layouts.quantization != "int4":
                 return is_packed
-        num_rows = len(part.to_outputs)
-        step = _VOCABULARY_ROWS if part.name in LOOKED_UP else num_rows
-        for first in range(0, num_rows, step):
-            rows = slice(first, first + step)
+        for rows in pieces:
             values = self._checkpoint.get(part.name, _dtype(matrix), rows)
             if num_missing := matrix.num_inputs - values.shape[1]:
                 values = np.pad(values, ((0, 0), (0, num_missing)))

@@ -22,8 +22,8 @@ class QuantizedRows:
 
     type_name: str
     """GGUF's, such as `Q4_1`, or `E2M1_16`: 16 floats of 4 bits with a scale."""
-    read: Callable[[], NDArray[np.uint8]]
-    """Returns [rows, bytes of a row], which may be in the mapped file."""
+    read: Callable[[slice], NDArray[np.uint8]]
+    """Returns some rows of the file, which may lie in its map: [rows, bytes of a row]."""
     to_rows: NDArray[np.int64]
     """For each row of the file, which one of the parameter it is."""
 

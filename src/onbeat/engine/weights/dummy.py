@@ -46,7 +46,7 @@ class DummyCheckpoint(Checkpoint):
         """Return a parameter; see `Checkpoint.get`."""
         shape = self.shape_of(name)
         if self._form is not None and (blocks := self.quantized_rows(name)) is not None:
-            return decoded(self._form, blocks.read()).reshape(shape).astype(dtype)[rows]
+            return decoded(self._form, blocks.read(ALL_ROWS)).reshape(shape).astype(dtype)[rows]
         first, end, _ = rows.indices(shape[0])
         low, width = self._range(name)
         values = np.empty((end - first, *shape[1:]), dtype)
@@ -70,7 +70,7 @@ class DummyCheckpoint(Checkpoint):
             return None
         size = shape[0], shape[1]
         return QuantizedRows(
-            form, lambda: random_blocks(form, size, self._seed_of(name)), np.arange(shape[0])
+            form, lambda rows: random_blocks(form, size, self._seed_of(name))[rows], np.arange(shape[0])
         )
 
     def get_on(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,7 +123,12 @@ class SafetensorsCheckpoint(Checkpoint):
         weight = self._quantized.get(tensor)
         if weight is None or weight.form is None:
             return None
-        return QuantizedRows(weight.form, partial(weight.blocks, slice(first, end)), np.arange(end - first))
+
+        def read(rows: slice) -> NDArray[np.uint8]:
+            start, stop, _ = rows.indices(end - first)
+            return weight.blocks(slice(first + start, first + stop))
+
+        return QuantizedRows(weight.form, read, np.arange(end - first))
 
     def remarks(self, plain: Iterable[str], dtype: np.dtype[Any]) -> Iterator[str]:
         """Yield how quantized weights are read; see `Checkpoint.remarks`."""
@@ -422,7 +426,7 @@ class GgufCheckpoint(Checkpoint):
         if kind in PLAIN_TYPES or len(shape) != 2:
             return None
         from_rows = unpermute_rows(name, np.arange(shape[0]), self.config)
-        return QuantizedRows(kind.name, lambda: data, np.argsort(from_rows))
+        return QuantizedRows(kind.name, data.__getitem__, np.argsort(from_rows))
 
     def _stored(self, name: str, some: slice = ALL_ROWS) -> tuple[NDArray[np.uint8], GGMLQuantizationType]:
         """Return some of a parameter's rows as the file has them, and their type."""
