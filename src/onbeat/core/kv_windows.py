@@ -16,24 +16,33 @@ class KVGroups(NamedTuple):
     """How a model's layers share KV blocks, each of which belongs to one group."""
 
     size: int
-    """Layers, or what they keep of a token, whose KV one block has."""
+    """Numbers of a token that one block has room for."""
     num_windowed: int
     """Groups whose windows give KV back, beside the first, which keeps all."""
+    num_layers: int
+    """Layers with a window in one group."""
 
     @classmethod
-    def of(cls, full: int, sliding: int) -> KVGroups:
+    def of(cls, full: int, sliding: int, layer: int) -> KVGroups:
         """Return the groups of a model.
 
-        What lacks in the last group is memory for nothing: at most a seventh of all, or there are no groups.
+        A block has room for all layers that attend to everything. As many with a window go in a group as fit
+        there; one more, with blocks as large, where the room that they leave is too much. What no group fills
+        is memory for nothing: at most a seventh of all, or there are no groups.
 
         Parameters
         ----------
-        full, sliding : layers that attend to everything and that have a window, or what they keep of a token.
+        full, sliding : numbers that layers which attend to everything, and those with a window, keep of a
+            token.
+        layer : that one of the latter keeps.
         """
-        size = full or -(-sliding // _LEAST_SHARE)
-        num_groups = -(-(full + sliding) // size)
-        is_worth_it = 7 * (full + sliding) >= 6 * size * num_groups
-        return cls(size, num_groups - 1) if is_worth_it else cls(full + sliding, 0)
+        num_sliding = sliding // layer
+        fewest = full // layer if full else -(-num_sliding // _LEAST_SHARE)
+        for num_layers in range(max(fewest, 1), max(fewest, -(-full // layer)) + 1):
+            size, num_windowed = max(full, num_layers * layer), -(-num_sliding // num_layers) - (not full)
+            if 7 * (full + sliding) >= 6 * size * (1 + num_windowed):
+                return cls(size, num_windowed, num_layers)
+        return cls(full + sliding, 0, num_sliding)
 
     def windows(self, window: int | None, longest: int) -> dict[str, int]:
         """Return the fields of `SchedulerConfig` that say so; none where nothing would be given back.

@@ -231,7 +231,8 @@ class EngineConfig:
         at_least=1,
         metavar="BYTES",
         help="memory of the KV cache, such as 2G; default on a CPU: a quarter of the free memory, at most "
-        "4G; default on a GPU: what --gpu-memory-utilization leaves",
+        "4G; or what a request of --max-model-len takes (else one of 4096 tokens, if that fits), if that is "
+        "more; default on a GPU: what --gpu-memory-utilization leaves",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = _engine(
         "auto",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.kv_windows import KVWindows
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import Device, free_memory
 from onbeat.engine.engine_config import MemoryShare
@@ -24,6 +25,8 @@ _DEFAULT_SHARE = 0.25
 """Share of the free memory that the KV cache takes where the user gives no size."""
 _DEFAULT_LIMIT_BYTES = 4 * 2**30
 """But no more than this."""
+USUAL_TOKENS = 4096
+"""Of a request that the KV cache holds where the user gives neither size nor length, and memory permits."""
 
 
 def modest_kv_bytes(spare_bytes: int) -> int:
@@ -89,6 +92,14 @@ def num_blocks_in(budget_bytes: int, block_bytes: int, block_size: int) -> int:
 _START_BYTES = 160 * 2**20
 """What the engine takes while it starts, then gives back: most of it an array that no cache holds."""
 _FLOAT_BYTES = 4
+
+
+def _most_tokens(limits: SchedulerLimits) -> int:
+    """Return the tokens of the largest step, before a budget is chosen."""
+    given = limits.max_num_batched_tokens
+    return given if isinstance(given, int) else LARGEST_BUDGET
+
+
 _SIGNS_OF_SHORT_MEMORY = ("can't allocate memory", "out of memory", "can't start new thread")
 """In what torch and Python say; NumPy raises `MemoryError`."""
 
@@ -180,9 +191,32 @@ class Footprint:
 
     def step_bytes(self, limits: SchedulerLimits) -> int:
         """Return about what the largest steps take, before it is known how many tokens these have."""
-        given = limits.max_num_batched_tokens
-        num_tokens = given if isinstance(given, int) else LARGEST_BUDGET
-        return self._work_bytes(num_tokens, limits.max_num_seqs)
+        return self._work_bytes(_most_tokens(limits), limits.max_num_seqs)
+
+    def kv_bytes_of(self, num_tokens: int, limits: SchedulerLimits, windows: Mapping[str, int]) -> int:
+        """Return a KV cache that holds a request of so many tokens, and a block more for drafts.
+
+        Parameters
+        ----------
+        windows : see `KVGroups.windows`; `block_bytes` are of blocks of all tables.
+        """
+        block_size, num_tables = self.kv_cache.block_size, windows.get("num_tables", 1)
+        num_seen = windows.get("window_length", 0) + _most_tokens(limits)
+        held = KVWindows.of(num_tables, num_seen, block_size).num_blocks(num_tokens // block_size + 2)
+        return -(-held // num_tables) * self.block_bytes
+
+    def most_kv_bytes(self, spare_bytes: int, limits: SchedulerLimits) -> int:
+        """Return the largest KV cache that goes with the largest steps: these have no more tokens than it.
+
+        Parameters
+        ----------
+        spare_bytes : that the weights leave.
+        """
+        slot_bytes = self.block_bytes / self.kv_cache.block_size
+        beside_rows = spare_bytes - limits.max_num_seqs * self.row_bytes
+        num_slots = min(int(beside_rows / (slot_bytes + self.token_bytes)), _most_tokens(limits))
+        few = min(int(num_slots * slot_bytes), spare_bytes - self._work_bytes(0, 0))
+        return max(few, spare_bytes - self.step_bytes(limits))
 
     def check_weights(
         self, free: FreeMemory, *, kv_cache_bytes: int = 0, savings: Iterable[tuple[str, int]] = ()

@@ -221,9 +221,12 @@ class ModelLoader:
                 f"{4 * backend.model.state_numbers / 2**20:.1f} MiB of each, and states take half of the KV "
                 "cache's memory; --kv-cache-memory-bytes allows more"
             )
+        longest = backend.model.max_position_embeddings
+        cut = f" of the model's {longest:,}: --kv-cache-memory-bytes and --max-model-len allow more"
+        is_cut = self.config.limits.max_model_len is None and limits.max_model_len < longest
         say(
             f"KV cache: room for {limits.num_blocks * limits.block_size:,} tokens; one request may have "
-            f"{limits.max_model_len:,}"
+            f"{limits.max_model_len:,}{cut if is_cut else ''}"
         )
         if limits.num_tables > 1:
             num_requests = limits.num_requests(limits.max_model_len)
@@ -258,7 +261,8 @@ def prepare(config: EngineConfig) -> ModelLoader:
         speculation = config.speculative.for_scheduler(is_ahead=backend.drafts_ahead)
     asked = config
     if isinstance(backend, CheckpointBackend):
-        config = replace(config, limits=backend.bounded(config))
+        draft = None if proposer is None else proposer.backend
+        config = replace(config, limits=backend.bounded(config, draft))
     settle = partial(
         _settle, config.limits, backend.model.max_position_embeddings, backend.ahead(), speculation
     )

@@ -48,14 +48,15 @@ class KVCapacity:
 
 
 def kv_groups(model: ModelSpec) -> KVGroups:
-    """Return how layers, or what they keep of a token, share KV blocks where windows give KV back."""
-    sliding = model.sliding_kv_width if model.kv_width else model.num_sliding_layers
-    return KVGroups.of((model.kv_width or model.num_layers) - sliding, sliding)
+    """Return how layers share KV blocks where windows give KV back."""
+    layer = 2 * model.num_kv_heads * model.head_dim
+    sliding = model.sliding_kv_width if model.kv_width else model.num_sliding_layers * layer
+    return KVGroups.of((model.kv_width or model.num_layers * layer) - sliding, sliding, layer)
 
 
 def held_bytes_per_token(model: ModelSpec, precision: Precision, num_tables: int = 1) -> float:
     """Return what KV blocks of so many tables, and a state, take for each of their tokens."""
-    whole = model.kv_width or model.num_layers
+    whole = model.kv_width or 2 * model.num_layers * model.num_kv_heads * model.head_dim
     share = kv_groups(model).size * num_tables / whole if num_tables > 1 else 1
     return model.kv_bytes_per_token(precision) * share + model.state_bytes / SPREAD_OVER
 

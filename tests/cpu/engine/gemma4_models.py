@@ -45,6 +45,31 @@ GEMMA4: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
 }
+WINDOWED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gemma4-windows": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4["gemma4"][2]
+        | {
+            "num_hidden_layers": 8,
+            "layer_types": ["sliding_attention"] * 4 + ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+        },
+    ),
+    "gemma4-wide-windows": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4["gemma4-moe"][2]
+        | {
+            "num_hidden_layers": 7,
+            "head_dim": 32,
+            "layer_types": ["sliding_attention"] + ["sliding_attention", "full_attention"] * 3,
+            "enable_moe_block": False,
+        },
+    ),
+}
+"""Two whose windows give KV back. A layer with one keeps half as much as a layer without, or twice as much: a
+block of the one layer without has room for two, and two take more room than the three without."""
 
 
 def _exact_scale(norm: Any, x: torch.Tensor) -> torch.Tensor:

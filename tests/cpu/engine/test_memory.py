@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 import transformers
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.backends import base
 from onbeat.engine.backends.native import NativeBackend
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import CPU, DeviceConfig
@@ -21,6 +25,8 @@ from onbeat.engine.native.library import NativeLibrary, load_library
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.model_spec import packaged_configs
+from onbeat.scheduler.replica.policies import settle
+from onbeat.scheduler.scheduler_config import SchedulerConfig, SchedulerLimits
 
 MIB = 2**20
 SPEC = KVCacheSpec(heads=(KVHeads(4, 64),) * 4, dtype=FLOAT32, block_size=16)
@@ -99,6 +105,46 @@ def test_large_models_in_24_gib(
         return
     with pytest.raises(ConfigError, match=says):
         footprint.check_weights(memory, savings=backend.savings())
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "asked", "fits"),
+    [
+        ("gemma-3-27b-pt", "Gemma3ForCausalLM", 131_072, False),
+        ("gemma-4-26B-A4B", "Gemma4ForCausalLM", 131_072, True),
+        ("gemma-4-31B", "Gemma4ForCausalLM", 32_768, False),
+        ("Qwen3-32B", "Qwen3ForCausalLM", 32_768, False),
+    ],
+)
+def test_a_large_model_serves_the_usual_length_by_default(
+    name: str, architecture: str, asked: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a quarter of what the weights leave would not hold it, nor all of it beside the largest steps.
+
+    What is asked for is refused only where smaller steps do not help.
+    """
+    monkeypatch.setattr(base, "free_for", lambda *_: FreeMemory(int(22.5 * 2**30), "the sandbox"))
+    model = model_config_from_hf({**packaged_configs()[name], "architectures": [architecture]})
+    library = load_library()
+    assert isinstance(library, NativeLibrary)
+    config = EngineConfig(
+        model=ModelFiles(kind="hf", path=tmp_path, name=name),
+        limits=SchedulerLimits(max_num_seqs=32),
+        quantization="int4",
+    )
+    backend = NativeBackend(library, DummyCheckpoint(model), DeviceConfig(CPU, BFLOAT16, 2), config)
+    limits = backend.bounded(config)
+
+    def fitted(limits: SchedulerLimits) -> SchedulerConfig:
+        settled = partial(settle, limits, model_len=model.max_position_embeddings)
+        return backend.fit(
+            replace(config, limits=limits), lambda num, **more: settled(num_blocks=num, **more)
+        )
+
+    assert fitted(limits).max_model_len >= 4096
+    longer = replace(config, limits=replace(config.limits, max_model_len=asked))
+    with nullcontext() if fits else pytest.raises(ConfigError, match=str(asked)):
+        assert fitted(backend.bounded(longer)).max_model_len == asked
 
 
 def test_what_is_too_much_names_need_limit_and_what_fits() -> None:

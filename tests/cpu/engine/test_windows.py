@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from onbeat.engine.engine_config import EngineConfig, MemoryShare
 from onbeat.engine.start import build_engine, prepare
 from onbeat.engine.step_time_spec import model_spec_of
+from onbeat.engine.weights.open import read_model_config
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.memory import held_bytes_per_token, kv_groups
 from onbeat.perfmodel.precision import Precision
+from onbeat.scheduler.replica.policies import settle
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
-from tests.cpu.engine.tiny_models import tiny_model
+from tests.cpu.engine.gemma4_models import WINDOWED
+from tests.cpu.engine.tiny_models import hf_tiny_model, tiny_model
 
 GEMMA3: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -92,12 +97,38 @@ def test_the_default_cache_holds_the_longest_request_that_was_asked_for(tmp_path
     assert prepare(more).limits.max_model_len < 65536
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "olmo3", "mistral-sliding", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gpt-oss", "olmo3", "mistral-sliding", "qwen2", "gemma4", *WINDOWED]
+)
 def test_an_engine_and_a_simulation_share_one_rule(name: str) -> None:
     """Of how layers go in groups, and of what a block of all groups takes."""
     model = tiny_model(name).weights.config
     spec, num_tables = model_spec_of(model, name), 1 + model.kv_groups.num_windowed
     assert kv_groups(spec) == model.kv_groups
     held = held_bytes_per_token(spec, Precision("fp32", "fp32", "fp32"), num_tables)
-    layer_bytes = 2 * model.num_kv_heads * model.head_dim * 4
-    assert held == layer_bytes * model.layers_of_block(num_tables) * num_tables
+    kept = [2 * num * width * 4 for num, width in model.kept_heads]
+    assert held == sum(kept[number] for number in model.layers_of_block(num_tables)) * num_tables
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_live_engine_has_the_blocks_that_a_simulation_counts(
+    name: str, backend: Any, tmp_path: Path
+) -> None:
+    """Of models with two head sizes; and it keeps no more of them than it counts."""
+    values = json.loads(json.dumps(hf_tiny_model(name, torch.float32).config.to_dict()))
+    values |= {"architectures": ["Gemma4ForCausalLM"], "max_position_embeddings": 8192, "dtype": "float32"}
+    values |= {"vocab_size": 259, "vocab_size_per_layer_input": 259}
+    files = ModelFiles(kind="hf", path=write_tiny_directory(tmp_path, **values), name="tiny")
+    limits = SchedulerLimits(max_num_seqs=32, max_num_batched_tokens=512)
+    common: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "threads": 1, "backend": backend}
+    asked = EngineConfig(model=files, limits=limits, kv_cache_memory_bytes=3 << 20, **common)
+    core, info = build_engine(asked, lambda _: None)
+    core.shutdown()
+    spec = model_spec_of(read_model_config(files), name)
+    windows: dict[str, Any] = kv_groups(spec).windows(spec.sliding_window, 8192)
+    held = held_bytes_per_token(spec, Precision("fp32", "fp32", "fp32"), windows["num_tables"])
+    num_blocks = int((3 << 20) // (held * 16))
+    simulated = settle(limits, num_blocks=num_blocks, model_len=8192, **windows)
+    assert simulated.max_model_len > 1.5 * num_blocks * 16
+    assert (info.limits.num_blocks, info.max_model_len) == (simulated.num_pages, simulated.max_model_len)

@@ -70,7 +70,7 @@ from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.checkpoint import ALL_ROWS
 from onbeat.engine.weights.parameters import find_rows
-from tests.cpu.engine.gemma4_models import GEMMA4
+from tests.cpu.engine.gemma4_models import GEMMA4, WINDOWED
 from tests.cpu.engine.stateful_models import STATEFUL
 
 SIZES: dict[str, Any] = {
@@ -379,7 +379,7 @@ class TinyModel:
 
 def hf_tiny_model(name: str, dtype: torch.dtype) -> Any:
     """Return a random reference model, the same for the same name."""
-    model_class, config_class, options = (ON_TORCH | KIN | STATEFUL)[name]
+    model_class, config_class, options = (ON_TORCH | KIN | STATEFUL | WINDOWED)[name]
     options = {**SIZES, "attn_implementation": "eager" if name == "gemma2" else "sdpa", **options}
     config = config_class(**options, experts_implementation="eager")
     config.architectures = [model_class.__name__]

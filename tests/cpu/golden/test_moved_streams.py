@@ -19,6 +19,7 @@ from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.engine.gemma4_models import WINDOWED
 from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, tiny_model
 from tests.cpu.golden.moving import MOST_STEPS, Pair, Streams, make_core, undisturbed
@@ -73,16 +74,24 @@ def test_every_family(name: str) -> None:
     check_moves(exact(name), make_requests(temperature=0.8, repetition_penalty=1.1))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "olmo3"])
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("name", ["gemma3", "olmo3", *WINDOWED])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_windows_that_give_kv_back(name: str, drafts: bool) -> None:
+def test_windows_that_give_kv_back(
+    name: str, drafts: bool, backend: str, request: pytest.FixtureRequest
+) -> None:
+    make_forward = exact(name)
+    if backend == "native":
+        library = request.getfixturevalue("native_library")
+        checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float64))
+        make_forward = on_native(library, checkpoint, dtype=torch.bfloat16, batch_invariant=True)
     config = tiny_model(name).weights.config
     windows: dict[str, Any] = {
         "num_tables": 1 + config.kv_groups.num_windowed,
         "window_length": config.sliding_window,
     }
     more: dict[str, Any] = {"speculation": fixed(3), "make_proposer": lambda: ngram(3)} if drafts else {}
-    check_moves(exact(name), make_requests(temperature=0.8), **windows, **more)
+    check_moves(make_forward, make_requests(temperature=0.8), **windows, **more)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

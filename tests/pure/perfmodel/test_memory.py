@@ -88,20 +88,23 @@ def test_degrees_below_one():
 def test_windows_share_the_same_memory_out_in_groups() -> None:
     """Ten of Gemma 3's 62 layers attend to everything, half of gpt-oss', and of Mistral 7B v0.1's none."""
     for name, groups, share in (
-        ("gemma-3-27b-pt", (10, 6), 70 / 62),
-        ("gpt-oss-20b", (12, 1), 1),
-        ("Mistral-7B-v0.1", (4, 7), 1),
-        ("Llama-3.1-8B", (32, 0), 1),
+        ("gemma-3-27b-pt", (6, 10), 70 / 62),
+        ("gpt-oss-20b", (1, 12), 1),
+        ("Mistral-7B-v0.1", (7, 4), 1),
+        ("Llama-3.1-8B", (0, 32), 1),
+        # Two head sizes: layers with a window keep half as much as others, twice as much, half, half.
+        ("gemma-4-E4B", (3, 8), 32 / 28),
+        ("gemma-4-26B-A4B", (9, 3), 12 / 11),
+        ("gemma-4-31B", (10, 5), 1),
+        ("gemma-4-E2B", (2, 6), 1),
     ):
         model = find_model_spec(name)
-        assert kv_groups(model) == groups
+        assert kv_groups(model)[1:] == groups
         windows = kv_groups(model).windows(model.sliding_window, model.max_position_embeddings)
-        assert windows.get("num_tables", 1) == 1 + groups[1]
+        assert windows.get("num_tables", 1) == 1 + groups[0]
         assert kv_groups(model).windows(model.sliding_window, 128) == {}, "nothing would be given back"
         held = held_bytes_per_token(model, Precision(), windows.get("num_tables", 1))
         assert held == pytest.approx(model.kv_bytes_per_token(Precision()) * share)
-    # two head sizes: what layers keep counts, not how many they are
-    assert kv_groups(find_model_spec("gemma-4-E4B")) == (8192, 3)
 
 
 def test_a_request_may_be_longer_than_the_blocks_of_all_tables() -> None:

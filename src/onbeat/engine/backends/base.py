@@ -16,7 +16,7 @@ from onbeat.engine.device import DeviceConfig, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.executor import Runner
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.memory import Footprint, free_for, modest_kv_bytes
+from onbeat.engine.memory import USUAL_TOKENS, Footprint, free_for, modest_kv_bytes
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.pooling import OWN_POOLINGS
@@ -30,6 +30,8 @@ from onbeat.engine.weights.checkpoint import loading_remarks
 from onbeat.perfmodel.models import StepTimeDescription
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler import scheduler_config
+from onbeat.scheduler.replica.policies import composition
+from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
 
 Propose = Callable[[ForwardPass, scheduler_config.SchedulerConfig], Proposer]
 SettleLimits = Callable[..., scheduler_config.SchedulerConfig]
@@ -176,22 +178,12 @@ class CheckpointBackend(ForwardBackend):
         self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None
     ) -> scheduler_config.SchedulerConfig:
         """Calculate them from `needs`; see `Backend.fit`."""
-        block_size = config.limits.block_size or self.block_size
-        footprint = self.needs(block_size)
-        windows: dict[str, int] = {}
-        if draft is not None:
-            footprint = footprint.beside(draft.needs(block_size))
-        elif self.frees_windows:
-            longest = config.limits.max_model_len or self.model.max_position_embeddings
-            windows = self.model.kv_groups.windows(self.model.sliding_window, longest)
-        if windows:
-            heads = footprint.kv_cache.heads[: self.model.layers_of_block(2)] * windows["num_tables"]
-            footprint = replace(footprint, kv_cache=replace(footprint.kv_cache, heads=heads))
+        footprint, windows = self._sized(config.limits, draft)
         free = free_for(config.memory_share, self.device.device)
         kv_cache_bytes = config.kv_cache_memory_bytes or 0
         footprint.check_weights(free, kv_cache_bytes=kv_cache_bytes, savings=self.savings())
         state_bytes = config.limits.max_num_seqs * footprint.state_bytes
-        budget = self._kv_bytes(config, footprint, free)
+        budget = self._kv_bytes(config, footprint, free, windows)
         num_snapshots = None
         if footprint.state_bytes:
             num_snapshots = scheduler_config.with_states(config.limits, footprint.most_states(budget))[1]
@@ -211,23 +203,52 @@ class CheckpointBackend(ForwardBackend):
         """Yield flags with which the weights would take less memory, and by how much: the least first."""
         return iter(())
 
-    def _kv_bytes(self, config: EngineConfig, footprint: Footprint, free: FreeMemory) -> int:
-        """Return what KV blocks and states take together."""
-        spare_bytes = free.num_bytes - footprint.weight_bytes
-        step_bytes, longest = footprint.step_bytes(config.limits), config.limits.max_model_len or 0
-        default = self.default_kv_bytes(spare_bytes, step_bytes)
-        # What was asked for must fit, as far as there is room; drafts take slots of one more block.
-        needed = (longest // footprint.kv_cache.block_size + 2) * footprint.block_bytes * bool(longest)
-        return config.kv_cache_memory_bytes or max(default, min(needed, spare_bytes - step_bytes))
+    def _sized(
+        self, limits: scheduler_config.SchedulerLimits, draft: CheckpointBackend | None
+    ) -> tuple[Footprint, dict[str, int]]:
+        """Return what models take whose blocks are those of all tables, and `KVGroups.windows`."""
+        block_size = limits.block_size or self.block_size
+        footprint = self.needs(block_size)
+        if draft is not None:
+            return footprint.beside(draft.needs(block_size)), {}
+        longest = limits.max_model_len or self.model.max_position_embeddings
+        windows = self.model.kv_groups.windows(self.model.sliding_window, longest)
+        if not windows or not self.frees_windows:
+            return footprint, {}
+        num_tables, heads = windows["num_tables"], footprint.kv_cache.heads
+        heads = tuple(heads[number] for number in self.model.layers_of_block(num_tables)) * num_tables
+        return replace(footprint, kv_cache=replace(footprint.kv_cache, heads=heads)), windows
 
-    def bounded(self, config: EngineConfig) -> scheduler_config.SchedulerLimits:
-        """Return the limits of a configuration, within what a model that keeps states allows.
+    def _kv_bytes(
+        self, config: EngineConfig, footprint: Footprint, free: FreeMemory, windows: Mapping[str, int]
+    ) -> int:
+        """Return what KV blocks and states take together."""
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes
+        limits, spare_bytes = config.limits, free.num_bytes - footprint.weight_bytes
+        default = self.default_kv_bytes(spare_bytes, footprint.step_bytes(limits))
+        needed = footprint.kv_bytes_of(self._wanted_len(limits), limits, windows)
+        if needed > (most := footprint.most_kv_bytes(spare_bytes, limits)):
+            # What was asked for is served as far as there is room, what is usual only where there is.
+            needed = most if limits.max_model_len else 0
+        return max(default, needed)
+
+    def _wanted_len(self, limits: scheduler_config.SchedulerLimits) -> int:
+        return limits.max_model_len or min(USUAL_TOKENS, self.model.max_position_embeddings)
+
+    def bounded(
+        self, config: EngineConfig, draft: CheckpointBackend | None = None
+    ) -> scheduler_config.SchedulerLimits:
+        """Return the limits of a configuration, within what memory and a model that keeps states allow.
 
         Raises
         ------
         ConfigError : drafts, which it does not go with, or not even one state fits.
         """
-        limits, footprint = config.limits, self.needs(config.limits.block_size or self.block_size)
+        footprint, windows = self._sized(config.limits, draft)
+        free = free_for(config.memory_share, self.device.device)
+        spare_bytes = free.num_bytes - footprint.weight_bytes
+        limits = self._with_steps_that_fit(config, footprint, spare_bytes, windows)
         if not footprint.state_bytes:
             return limits
         if config.speculative is not None:
@@ -235,11 +256,25 @@ class CheckpointBackend(ForwardBackend):
                 f"{self.name} keeps a state of each request, which cannot go back behind a draft that is not "
                 "accepted; leave --speculative-config out"
             )
-        free = free_for(config.memory_share, self.device.device)
         footprint.check_weights(free, savings=self.savings())  # or nothing would be left for states
-        budget = self._kv_bytes(config, footprint, free)
+        budget = self._kv_bytes(replace(config, limits=limits), footprint, free, windows)
         most = footprint.most_states(budget)
         return scheduler_config.with_states(limits, most)[0]
+
+    def _with_steps_that_fit(
+        self, config: EngineConfig, footprint: Footprint, spare_bytes: int, windows: Mapping[str, int]
+    ) -> scheduler_config.SchedulerLimits:
+        """Return limits whose largest steps, where the user leaves these open, leave room for a request."""
+        limits, policy = config.limits, composition(config.limits.policy or scheduler_config.DEFAULT_POLICY)
+        is_open = limits.max_num_batched_tokens is None and config.kv_cache_memory_bytes is None
+        if is_open and policy.is_bound_by_time and self.ahead() is None:
+            for halvings in range(5):
+                num_tokens = max(LARGEST_BUDGET >> halvings, limits.max_num_seqs)
+                tried = replace(limits, max_num_batched_tokens=num_tokens)
+                needed = footprint.kv_bytes_of(self._wanted_len(limits), tried, windows)
+                if needed <= footprint.most_kv_bytes(spare_bytes, tried):
+                    return tried if halvings else limits
+        return limits
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
         """Return what the KV cache takes where the user gives no size.

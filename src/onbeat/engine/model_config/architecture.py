@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -388,14 +389,19 @@ class ModelConfig:
     @property
     def kv_groups(self) -> KVGroups:
         """How its layers share KV blocks where windows give KV back; one group of all where none can."""
-        if self.linear is not None or self.full_heads is not None or self.num_kv_sharers:
-            return KVGroups(self.num_kv_layers, 0)
-        num_sliding = sum(self.sliding_layers)
-        return KVGroups.of(self.num_kv_layers - num_sliding, num_sliding)
+        sizes = [2 * num * width for num, width in self.kept_heads]
+        if self.linear is not None:
+            return KVGroups(sum(sizes), 0, 0)
+        sliding = sum(itertools.compress(sizes, self.sliding_layers))
+        return KVGroups.of(sum(sizes) - sliding, sliding, 2 * math.prod(self.heads))
 
-    def layers_of_block(self, num_tables: int) -> int:
-        """Return how many layers a KV block holds, of a request with so many block tables."""
-        return self.kv_groups.size if num_tables > 1 else self.num_kv_layers
+    def layers_of_block(self, num_tables: int) -> list[int]:
+        """Return which of the layers that keep KV a block of the fullest of so many block tables holds."""
+        kept = [index for index in range(self.sharing_layers.start) if not self.is_linear(index)]
+        tables = [list[int]() for _ in range(num_tables)]
+        for number, index in enumerate(kept):
+            tables[self.place(index, num_tables)[0]].append(number)
+        return max(tables, key=lambda table: sum(math.prod(self.kept_heads[number]) for number in table))
 
     def place(self, layer_index: int, num_tables: int = 1) -> tuple[int, int]:
         """Return which of so many block tables is a layer's, and its number among the layers of a block.
@@ -407,7 +413,7 @@ class ModelConfig:
         if num_tables == 1 or not kind(own):
             return 0, number
         # Where all have windows, the first of them are those of the first table.
-        group, number = divmod(number, self.layers_of_block(num_tables))
+        group, number = divmod(number, self.kv_groups.num_layers)
         return group + (not all(self.sliding_layers)), number
 
     def some_layers(self, first: int, end: int) -> ModelConfig:

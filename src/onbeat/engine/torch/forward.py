@@ -7,6 +7,7 @@ feed-forward width, V vocabulary, B blocks of a row, C keys of a row, X = (N + 2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,14 +20,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
-from onbeat.engine.input_batch import IntArray, StepInputs
+from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.memory import KVCacheSpec
 from onbeat.engine.model_config import Activation
 from onbeat.engine.sampler import BestTokens
 from onbeat.engine.torch import layer as torch_layer
 from onbeat.engine.torch.kernels import BestBuffers, ChunkRows, Int32Array, LayerSpec, Norm, StepTensors
-from onbeat.engine.torch.kv import LayerKVCache, allocate_kv, region_of, scrub
+from onbeat.engine.torch.kv import (
+    LayerKVCache,
+    allocate_kv,
+    allocate_pool,
+    layer_of_pool,
+    region_of,
+    scrub,
+)
 from onbeat.engine.torch.linear_attention import LayerState, StateRows, allocate_state
 from onbeat.engine.torch.types import Fp8Matrix, device_of, numpy_dtype, stored
 from onbeat.engine.torch.weights import TorchWeights, layer_products
@@ -61,24 +69,44 @@ class TorchForward(ForwardPass):
         self._kinds = {self._kind(layer.spec): layer.spec for layer in reversed(weights.layers)}
         dtype = numpy_dtype(weights.dtype)
         spec = KVCacheSpec.of_model(weights.config, dtype=dtype, block_size=block_size)
-        spec = replace(spec, heads=spec.heads[: self.config.layers_of_block(num_tables)])
+        self._parts_of_block = np.ones(num_tables, np.int64)
         with torch.inference_mode():
-            self.kv = allocate_kv(spec, num_blocks, weights.device)
+            if num_tables > 1:
+                self.kv = self._in_a_pool(spec, num_blocks, num_tables)
+            else:
+                self.kv = allocate_kv(spec, num_blocks, weights.device)
+                self._memory: Sequence[Sequence[Tensor]] = self.kv
             self._kept: list[LayerKVCache | LayerState] = [
                 allocate_state(self.config, num_slots, weights.wide_dtype, weights.device)
                 if self.config.is_linear(index)
-                else self.kv[self.config.place(index, num_tables)[1]]
+                else self.kv[index if num_tables > 1 else self.config.place(index)[1]]
                 for index in range(self.config.num_layers)
             ]
+
+    def _in_a_pool(self, spec: KVCacheSpec, num_blocks: int, num_tables: int) -> list[LayerKVCache]:
+        """Return keys and values of each layer in blocks that those of other block tables have in turns."""
+        config = self.config
+        fullest = replace(spec, heads=tuple(spec.heads[each] for each in config.layers_of_block(num_tables)))
+        pool = allocate_pool(fullest, num_blocks, self.weights.device, spec.heads)
+        self._memory, layers = [[pool]], list[LayerKVCache]()
+        for index in range(config.num_layers):
+            (table, number), heads = config.place(index, num_tables), config.kv_heads(index)
+            layers.append(layer_of_pool(pool, heads, number, spec.block_size))
+            self._parts_of_block[table] = pool.shape[1] // (math.prod(heads) * spec.block_size)
+        return layers
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         """Run one step; see `ForwardPass.run`."""
         batch, num_samples = inputs.attention, len(inputs.sampling_tokens)
         plans = {
-            kind: self._kernels.plan_chunks(ChunkRows.of(batch, self._block_size, table=kind[1]), spec)
+            kind: self._kernels.plan_chunks(self._chunks(batch, kind[1]), spec)
             for kind, spec in self._kinds.items()
         }
+        slots_T = batch.slot_mapping_T
+        if self._most_table:
+            blocks_T, offsets_T = np.divmod(slots_T, self._block_size)
+            slots_T = blocks_T * self._parts_of_block[:, None] * self._block_size + offsets_T
 
         def attend(q_TNH: Tensor, kv: LayerKVCache, layer: LayerSpec, out_TNH: Tensor) -> None:
             self._kernels.attend_chunks(q_TNH, kv, plans[self._kind(layer)], layer, out_TNH)
@@ -88,7 +116,7 @@ class TorchForward(ForwardPass):
             for part in (
                 inputs.token_ids_T,
                 inputs.positions_T,
-                batch.slot_mapping_T,
+                slots_T,
                 inputs.sampling_tokens,
                 inputs.pooled_tokens,
             )
@@ -116,6 +144,10 @@ class TorchForward(ForwardPass):
             hidden_PD=hidden_PD,
         )
 
+    def _chunks(self, batch: AttentionBatch, table: int) -> ChunkRows:
+        rows = ChunkRows.of(batch, self._block_size, table=table)
+        return rows._replace(block_ids=rows.block_ids * int(self._parts_of_block[table]))
+
     def _kind(self, layer: LayerSpec) -> tuple[int | None, int]:
         """Return the window and the block table of a layer: one plan is for all that have both in common."""
         return layer.window, min(layer.table, self._most_table)
@@ -123,11 +155,11 @@ class TorchForward(ForwardPass):
     @torch.inference_mode()
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored values of KV blocks finite."""
-        scrub(self.kv, torch.from_numpy(block_ids).to(self.weights.device))
+        scrub(self._memory, torch.from_numpy(block_ids).to(self.weights.device))
 
     def kv_regions(self) -> list[KVRegion]:
         """Return keys and values of each layer; see `GivesKV`."""
-        return [region_of(part) for layer in self.kv for part in layer]
+        return [region_of(part) for parts in self._memory for part in parts]
 
     def state_regions(self) -> list[KVRegion]:
         """Return the parts of each layer that keeps states; see `Computes.state_regions`."""

@@ -8,7 +8,7 @@ Legend: B blocks, S tokens of a block, K KV heads, H head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from onbeat.core.errors import ConfigError
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.memory import KVCacheSpec
+from onbeat.engine.model_config import KVHeads
 from onbeat.engine.torch.types import FP8, torch_dtype
 
 _SCRUBBED_TOGETHER = 256
@@ -51,6 +52,34 @@ def allocate_kv(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> lis
     ]
 
 
+def allocate_pool(
+    spec: KVCacheSpec, num_blocks: int, device: torch.device, kinds: Iterable[KVHeads]
+) -> Tensor:
+    """Return zeroed blocks that layers of several block tables have in turns, [B, numbers of a block].
+
+    Parameters
+    ----------
+    spec : of the layers of the fullest block table.
+    kinds : heads of any layer; a block has room for a whole number of its keys or values.
+    """
+    unit = math.lcm(*map(math.prod, kinds)) * spec.block_size
+    numbers = -(-spec.block_bytes // spec.dtype.itemsize // unit) * unit
+    return allocate_zeroed((num_blocks, numbers), torch_dtype(spec.dtype), device)
+
+
+def layer_of_pool(pool: Tensor, heads: KVHeads, number: int, block_size: int) -> LayerKVCache:
+    """Return the part of a pool that a layer has, as so many blocks as its heads are in one of the pool's.
+
+    The first of a pool's block i is block i * that number.
+
+    Parameters
+    ----------
+    number : of the layer among those of its block table.
+    """
+    parts = pool.view(-1, heads.num, block_size, heads.width)
+    return LayerKVCache(parts[2 * number :], parts[2 * number + 1 :])
+
+
 def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros whose memory is taken only as it is written, where the system can do that.
 
@@ -64,7 +93,7 @@ def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 @torch.inference_mode()
-def scrub(layers: Sequence[LayerKVCache], block_ids: Tensor) -> None:
+def scrub(layers: Iterable[Sequence[Tensor]], block_ids: Tensor) -> None:
     """Replace what is not finite in some blocks by 0; few at a time, for memory may be short."""
     for few in torch.split(block_ids, _SCRUBBED_TOGETHER):
         for part in chain.from_iterable(layers):
