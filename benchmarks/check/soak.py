@@ -35,6 +35,7 @@ from rich.progress import Progress
 from tests.cpu.e2e.program import ServerProgram, serving
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
+FIXED_DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "draft_length": "fixed"}'
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "slo": (),
     "slo-gap-async": ("--slo-mode", "gap", "--async-scheduling"),
@@ -44,11 +45,11 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "slo-bounded": ("--max-num-queued-reqs", "8"),
     "sarathi-priority": ("--policy", "sarathi", "--scheduling-policy", "priority"),
     "sarathi-drafts-async": (
-        *("--policy", "sarathi", "--async-scheduling"),
-        *(
-            "--speculative-config",
-            '{"method": "ngram", "num_speculative_tokens": 4, "draft_length": "fixed"}',
-        ),
+        "--policy",
+        "sarathi",
+        "--async-scheduling",
+        "--speculative-config",
+        FIXED_DRAFTS,
     ),
     "prefill-first": ("--policy", "prefill-first"),
     "orca": ("--policy", "orca"),
@@ -383,11 +384,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    names = [
-        name
-        for name in CONFIGURATIONS
-        if not args.only or name in args.only or name.split(",")[0] in args.only
-    ]
+    names = [name for name in CONFIGURATIONS if not args.only or name in args.only]
     reports = []
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         numbers = _shares(names, args.requests)
@@ -400,14 +397,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 soak(name, model, args, numbers[name], lambda count: progress.advance(bar, count))
             )
             reports.append(found)
-            outcomes = ", ".join(f"{count} {what}" for what, count in sorted(found.outcomes.items()))
-            slopes = ", ".join(f"{process} {slope:+.2f}" for process, slope in found.memory.items())
-            print(
-                f"{name}: {outcomes}; {found.preempted:.0f} preemptions; "
-                f"{found.hits:.0f} tokens from the prefix cache; MB/100k: {slopes}; {found.seconds} s"
-            )
-            for fault in found.faults:
-                print(f"  FAULT {fault}")
+            progress.console.print_json(json.dumps(asdict(found)))
     if args.json:
         args.json.write_text(json.dumps([asdict(report) for report in reports], indent=1))
     num_faults = sum(len(report.faults) for report in reports)

@@ -1,9 +1,8 @@
 """Replicas are killed under load, again and again: what is lost, how soon it is seen, when streams go on.
 
-    python -m benchmarks.fleet.kill --kills 50 --replicas 4 --streams 16 --json FILE
+    python -m benchmarks.fleet.kill --kills 50 --replicas 4 --streams 16
     python -m benchmarks.fleet.kill --engine stand-in --streams 64 --kills 20
     python -m benchmarks.fleet.kill --engine stand-in --streams 64 --kills 10 --kill all
-    python -m benchmarks.fleet.kill --launcher ray --nodes 2 --json FILE
 
 With `--engine fake` the engines compute nothing: the token at a position is a function of that position, so
 that a lost or doubled token shows at once, and a step takes a given time. With `--engine stand-in` they are
@@ -13,9 +12,6 @@ router and client are the real ones. A replica that dies three times within a mi
 of them down requests end with 503: so nobody is killed a third time within a minute. Detection is the time
 from `kill -9` to the fleet's word that the replica is lost; resumption the time from there to the first token
 that another replica delivers of a stream that was open.
-
-With `--launcher ray` the replicas are placed by a Ray cluster of this script's own, whose nodes are raylets
-on this machine in an empty network namespace.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +37,6 @@ import numpy as np
 from onbeat.cluster.client import FleetClient
 from onbeat.cluster.controller import FleetController
 from onbeat.cluster.fleet_options import FleetOptions
-from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.cluster.start import open_fleet
 from onbeat.core.fleet import ReplicaId
@@ -191,23 +185,7 @@ class Killer:
 
 
 @contextmanager
-def launcher_of(args: argparse.Namespace) -> Iterator[Launcher]:
-    """Make what starts the replicas."""
-    if args.launcher == "local":
-        yield LocalLauncher()
-        return
-    from tests.ray.conftest import ray_cluster_of
-    from tests.ray.namespace import own_network
-
-    num_cpus = -(-args.replicas // args.nodes)
-    with own_network(), ray_cluster_of(num_cpus) as cluster:
-        for _ in range(args.nodes - 1):
-            cluster.add_node(num_cpus=num_cpus)
-        yield cluster.launcher(start_timeout=120)
-
-
-@contextmanager
-def client_of(args: argparse.Namespace, launcher: Launcher) -> Iterator[FleetClient]:
+def client_of(args: argparse.Namespace) -> Iterator[FleetClient]:
     """Make the client of a fleet of the wanted engines."""
     if args.engine == "stand-in":
         options = FleetOptions(fleet=FleetConfig(replicas=args.replicas, router=args.router))
@@ -223,7 +201,7 @@ def client_of(args: argparse.Namespace, launcher: Launcher) -> Iterator[FleetCli
         return
     build = partial(build_fake_engine, step_seconds=args.step_ms / 1e3, reports_load=True)
     fleet = Fleet(make_router(args.router))
-    controller = FleetController(fleet, launcher, lambda _replica, _life: build)
+    controller = FleetController(fleet, LocalLauncher(), lambda _replica, _life: build)
     yield FleetClient(controller, num_replicas=args.replicas)
 
 
@@ -277,18 +255,10 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--router", default="slo")
-    parser.add_argument("--launcher", choices=("local", "ray"), default="local")
-    parser.add_argument("--nodes", type=int, default=1, help="of Ray")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.engine == "stand-in" and args.launcher == "ray":
-        parser.error("--engine stand-in runs by --launcher local; leave one out")
-    with launcher_of(args) as launcher, client_of(args, launcher) as client:
-        result = asyncio.run(run(args, client))
-    print(json.dumps(result, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    with client_of(args) as client:
+        print(json.dumps(asyncio.run(run(args, client)), indent=2))
 
 
 if __name__ == "__main__":

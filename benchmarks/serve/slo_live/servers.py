@@ -45,7 +45,7 @@ class Server:
     def __init__(self, spec: ServerSpec, process: subprocess.Popen[bytes], log: Path) -> None:
         self.name = spec.name
         self.url = ""
-        self._process = process
+        self._process, self.pid = process, process.pid
         self._log = log
 
     @contextmanager
