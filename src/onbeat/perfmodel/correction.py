@@ -60,8 +60,8 @@ class OnlineCorrection:
 
     def factors_of(self, kinds: Iterable[int]) -> list[float]:
         """Return the factors on batches without drafts of each `batch_kind`."""
-        pace, get, exp = self._pace, self._buckets.get, math.exp
-        return [exp(pace if (bucket := get(kind)) is None else pace + bucket.value) for kind in kinds]
+        pace, buckets, common = self._pace, map(self._buckets.get, kinds), math.exp(self._pace)
+        return [common if bucket is None else math.exp(pace + bucket.value) for bucket in buckets]
 
     def observe(self, shape: BatchShape, ratio: float) -> float:
         """Learn from one step.

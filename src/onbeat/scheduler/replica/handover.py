@@ -144,10 +144,12 @@ class Handovers:
         what is known of it does not go with its KV. So does one with a state that no step has had yet.
         """
         state = self._table.states.get(request_id)
-        if state is None or state.status is not RequestStatus.RUNNING or state.scores_prompt:
-            self._answers.append((request_id, None))
-            return
-        if self._table.has_no_slot(state):
+        if (
+            state is None
+            or state.status is not RequestStatus.RUNNING
+            or state.scores_prompt
+            or self._table.has_no_slot(state)
+        ):
             self._answers.append((request_id, None))
             return
         self.leaving[request_id] = state

@@ -97,8 +97,8 @@ class BatchAtATime(_Plain):
     """
 
     def compose(self, plan: StepPlan) -> None:
-        is_open = all(state.num_delivered_tokens <= 1 for state in plan.running)
-        if is_open:
+        # Those with which a request was resumed are not of this batch.
+        if all(state.num_output_tokens - len(state.request.resumed_token_ids) <= 1 for state in plan.running):
             plan.admit_waiting()
         if plan.is_empty:
             plan.decode_running()

@@ -174,11 +174,6 @@ class RequestState:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def num_delivered_tokens(self) -> int:
-        """Output tokens that were generated here, not those that it was resumed with."""
-        return self.num_output_tokens - len(self.request.resumed_token_ids)
-
-    @property
     def num_wanted_tokens(self) -> int:
         """Tokens, known or in flight, that are not computed yet."""
         return self.num_tokens + self.num_in_flight_tokens - self.num_computed_tokens

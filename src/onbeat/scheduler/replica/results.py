@@ -188,7 +188,8 @@ class StepResults:
         delivered: Delivered = []
         states, rows, num_counted = step.states, scheduled.rows, 0
         if is_plain and not self._table.makes_rows and (num_plain := rows.count(DECODE)):
-            left = _count_tokens(states[:num_plain], delivered, result, step_id, now)
+            told = delivered if keeps_deadlines else None
+            left = _count_tokens(states[:num_plain], told, result, step_id, now)
             num_counted = num_plain - len(left)
             states, rows = left + states[num_plain:], rows[num_counted:]
         sampled = islice(sampled_rows(result), num_counted, None)
@@ -301,18 +302,18 @@ class StepResults:
 
 
 def _count_tokens(
-    states: list[RequestState], delivered: Delivered, result: ModelRunnerOutput, step_id: int, now: float
+    states: list[RequestState], told: Delivered | None, result: ModelRunnerOutput, step_id: int, now: float
 ) -> list[RequestState]:
     """Give requests whose tokens nobody waits for a token each; return those of which more is to be told.
 
     Parameters
     ----------
-    delivered : gets the others.
+    told : gets the others; None where nobody holds them against deadlines.
     result : its tokens end no request.
     now : when the step ended, seconds.
     """
     left: list[RequestState] = []
-    running = RequestStatus.RUNNING
+    running, token_ids = RequestStatus.RUNNING, result.sampled_token_ids[0]
     for state in states:
         num_before = state.num_tokens
         if (
@@ -324,9 +325,10 @@ def _count_tokens(
         ):
             state.num_tokens = num_before + 1
             state.num_in_flight_tokens -= 1
-            state.output_token_ids += result.sampled_token_ids[0]
+            state.output_token_ids += token_ids
             state.times.append(now)
-            delivered.append((state, 1, None))
+            if told is not None:
+                told.append((state, 1, None))
         else:
             left.append(state)
     return left

@@ -42,8 +42,11 @@ def begin_run(scheduler: Scheduler, scheduled: SchedulerOutput, token_id: int) -
         return None  # whom the step has preempted the next one may take in again
     limit = scheduler.policy.composer.steady_limit(scheduler.running, scheduler.waiting)
     model = scheduler.step_time_model
-    if limit < inf and (model is None or model.step_time(shape, scheduler.quantile) > limit):
-        return None
+    if limit < inf:
+        # What a policy with deadlines has predicted of the step, if that is by the same quantile.
+        seconds = scheduler.in_flight[0].seconds if scheduler.quantile is None else 0.0
+        if model is None or (seconds or model.step_time(shape, scheduler.quantile)) > limit:
+            return None
     states, max_steps = _rows_and_steps(scheduler.running, scheduler.kv)
     return None if max_steps <= 1 else SteadyRun(scheduler, scheduled, states, limit, max_steps, token_id)
 
