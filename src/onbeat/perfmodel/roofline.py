@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import inf
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,11 +200,6 @@ class RooflineParameters:
     smoothness: float = SMOOTHNESS
     """Exponent p of the soft maximum (a^p + b^p)^(1/p) of arithmetic and memory; the maximum at infinity."""
 
-    DEFAULTS: ClassVar[RooflineParameters]
-
-
-RooflineParameters.DEFAULTS = RooflineParameters()
-
 
 def default_parameters(device: DeviceSpec, precision: Precision) -> RooflineParameters:
     """Return what kernels reach on a device of this architecture, without a measurement of its own."""
@@ -212,7 +207,7 @@ def default_parameters(device: DeviceSpec, precision: Precision) -> RooflinePara
     narrow, four_bit = found.pop("narrow", {}), found.pop("nvfp4", {})
     if precision.is_narrow:
         found |= narrow | (four_bit if precision.compute == "nvfp4" else {})
-    return replace(RooflineParameters.DEFAULTS, **found)
+    return RooflineParameters(**found)
 
 
 @cache

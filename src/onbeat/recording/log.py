@@ -140,6 +140,10 @@ class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """A line of a record."""
 
 
+AS_THEY_ARE = ("arrival", "priority", "weight", "shed", "num_external_tokens", "pooling", "kept_for")
+"""Fields of a request that a record has as they are."""
+
+
 class AddCall(_Call, frozen=True, tag="add"):
     """`Scheduler.add` of a request that it took, or refused for want of capacity; or `Handovers.adopt`."""
 

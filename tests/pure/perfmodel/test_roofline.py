@@ -52,7 +52,7 @@ factors = st.builds(
 
 
 def _defaults():
-    return [getattr(RooflineParameters.DEFAULTS, field.name) for field in fields(RooflineParameters)]
+    return [getattr(RooflineParameters(), field.name) for field in fields(RooflineParameters)]
 
 
 @examples(60)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from onbeat.engine.device import wait_for
 from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm
 from onbeat.engine.torch.linear_attention import DeltaRule
 from onbeat.engine.torch.types import Fp8Matrix, Matrix, device_of, numpy_dtype, to_tensor
-from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.engine.weights import Checkpoint, DummyCheckpoint, parameter_shapes
 from onbeat.engine.weights.parameters import BESIDE_NORMS, LAYER_NORMS, inner_parts, projections, row_order
 
 
@@ -170,14 +170,6 @@ class LayerInputs(NamedTuple):
         return ((projected_RP + found_RP) * math.sqrt(0.5)).view(len(ids_T), -1, size)
 
 
-@runtime_checkable
-class DeviceSource(Protocol):
-    """A checkpoint that can make parameters on the device where they are wanted."""
-
-    def get_on(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a parameter on a device; see `Checkpoint.get`."""
-
-
 def parameter_on(checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a parameter on a device; on the CPU it may share memory with a file, so don't write to it.
 
@@ -185,7 +177,7 @@ def parameter_on(checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: 
     ------
     ModelLoadError : the parameter is not there or cannot be read.
     """
-    if isinstance(checkpoint, DeviceSource):
+    if isinstance(checkpoint, DummyCheckpoint):
         return checkpoint.get_on(name, dtype, device)
     return to_tensor(checkpoint.get(name, numpy_dtype(dtype))).to(device)
 

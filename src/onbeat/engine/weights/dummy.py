@@ -74,7 +74,7 @@ class DummyCheckpoint(Checkpoint):
         )
 
     def get_on(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Make a parameter on a device; see `DeviceSource`.
+        """Make a parameter on a device; see `Checkpoint.get`.
 
         A GPU makes billions of numbers in a moment, a CPU in seconds. Its generator is another one, so its
         weights of the same seed differ.

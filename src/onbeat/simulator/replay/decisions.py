@@ -152,19 +152,13 @@ class Replay:
                 if call.is_guided
                 else None,
             ),
-            arrival=call.arrival,
-            priority=call.priority,
             block_hashes=self._recording.block_hashes(call.request),
             slo=recorded_slo(call),
             slo_class=call.slo_class,
-            weight=call.weight,
             tenant=call.tenant,
-            shed=call.shed,
             whole=None if call.whole is None else core_request.WholeRequest(*call.whole),
-            num_external_tokens=call.num_external_tokens,
             num_prompt_logprobs=0 if call.is_scored else None,
-            pooling=call.pooling,
-            kept_for=call.kept_for,
+            **{name: getattr(call, name) for name in log.AS_THEY_ARE},
         )
         if call.adoption is not None:
             self._adopt(call, call.adoption, request)
