@@ -40,7 +40,6 @@ from scipy.optimize import least_squares
 from benchmarks.check import engine_rows
 from benchmarks.check.engine_versions import fit_row_seconds
 from onbeat.perfmodel.engines import BOUNDS, ENGINES, EngineTerms
-from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.roofline import roofline_seconds
 
 Terms = Mapping[tuple[str, bool], "EngineTerms"]
@@ -51,19 +50,14 @@ DEGREES = (1, 2, 4, 8)
 
 def data_sheet(at: engine_rows.Deployment, matrix: engine_rows.Vector) -> engine_rows.Vector:
     """Return steps as the roofline has them without terms of an engine."""
-    return roofline_seconds(
-        matrix, at.spec, at.device_spec, parallelism=at.parallelism, precision=at.precision
-    )
+    return roofline_seconds(matrix, at.target)
 
 
 def with_terms(terms: EngineTerms) -> engine_rows.Steps:
     """Return the steps of an engine."""
 
     def steps(at: engine_rows.Deployment, matrix: engine_rows.Vector) -> engine_rows.Vector:
-        target = FitTarget(
-            model=at.spec, device=at.device_spec, parallelism=at.parallelism, precision=at.precision
-        )
-        return engine_rows.engine_seconds(matrix, terms, target)
+        return engine_rows.engine_seconds(matrix, terms, at.target)
 
     return steps
 

@@ -66,14 +66,7 @@ def engine_seconds(
     matrix: NDArray[np.float64], engine: EngineTerms, target: FitTarget
 ) -> NDArray[np.float64]:
     """Return what `make_engine_roofline` says of each row of a shape matrix, seconds [N]."""
-    steps = roofline_seconds(
-        matrix,
-        target.model,
-        target.device,
-        parallelism=target.parallelism,
-        precision=target.precision,
-        parameters=engine_parameters(engine, target),
-    )
+    steps = roofline_seconds(matrix, target, engine_parameters(engine, target))
     return np.where(matrix[:, NEW_TOKENS] > 0, steps + engine.row_seconds * matrix[:, SEQUENCES], 0.0)
 
 
@@ -135,6 +128,13 @@ class Deployment:
         keeps_kv_wide = self.engine == "sglang" or (self.engine == "vllm" and "Llama" not in self.model)
         return Precision(self.weights, "bf16" if keeps_kv_wide else self.weights, self.weights)
 
+    @property
+    def target(self) -> FitTarget:
+        """What computes its steps."""
+        return FitTarget(
+            model=self.spec, device=self.device_spec, parallelism=self.parallelism, precision=self.precision
+        )
+
 
 class Case:
     """The rows of one deployment, and the batches that their TPOT is made of."""
@@ -161,16 +161,8 @@ class Case:
     @property
     def _room(self) -> int:
         """Tokens that KV memory holds, as onbeat reckons."""
-        at = self.deployment
-        memory = kv_capacity(
-            at.spec,
-            at.device_spec,
-            parallelism=at.parallelism,
-            precision=at.precision,
-            block_size=16,
-            max_num_batched_tokens=8192,
-            gpu_memory_utilization=0.9,
-        )
+        target = self.deployment.target
+        memory = kv_capacity(target, block_size=16, max_num_batched_tokens=8192, gpu_memory_utilization=0.9)
         return memory.num_blocks * 16
 
     def predict(self, steps: Steps) -> Vector:

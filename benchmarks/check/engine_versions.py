@@ -81,11 +81,8 @@ class Load:
         shapes = [BatchShape.of_decodes(n, round(n * self.context)) for n in (fewer, fewer + 1)]
         parallelism, precision = Parallelism(self.tensor), Precision(*(self.weights,) * 3)
         matrix, device = shape_matrix(shapes), find_device(self.device)
-        if terms is None:
-            found = roofline_seconds(matrix, self.spec, device, parallelism=parallelism, precision=precision)
-        else:
-            target = FitTarget(model=self.spec, device=device, parallelism=parallelism, precision=precision)
-            found = engine_seconds(matrix, terms, target)
+        target = FitTarget(model=self.spec, device=device, parallelism=parallelism, precision=precision)
+        found = roofline_seconds(matrix, target) if terms is None else engine_seconds(matrix, terms, target)
         low, high = found
         return float(low + (self.decoding - fewer) * (high - low))
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, find_device
+from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
@@ -112,19 +113,19 @@ def shape_of(row: dict[str, str]) -> BatchShape:
 
 def relative_errors(key: Configuration, steps: Steps) -> NDArray[np.float64]:
     """Return (predicted - published) / published of every row."""
-    predicted = roofline_seconds(
-        steps.matrix,
-        key.model_spec,
-        key.device_spec,
+    target = FitTarget(
+        model=key.model_spec,
+        device=key.device_spec,
         parallelism=Parallelism(key.tp),
         precision=PRECISIONS[key.precision],
     )
+    predicted = roofline_seconds(steps.matrix, target)
     return np.asarray(predicted / steps.seconds - 1)
 
 
 def seconds_a_prediction() -> float:
     """Return what one call of the scalar function costs, seconds (the best of five rounds)."""
-    predict = make_roofline(find_model_spec("Llama-3.1-8B"), find_device("h100-sxm"))
+    predict = make_roofline(FitTarget(model=find_model_spec("Llama-3.1-8B"), device=find_device("h100-sxm")))
     shape = BatchShape()
     shape.add(512, 512, samples=False)
     for _ in range(32):

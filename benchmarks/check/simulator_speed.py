@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.device_spec import Parallelism, find_device
+from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.memory import kv_capacity
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
-from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.replica.policies import default_token_budget
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -61,15 +61,8 @@ class Speed:
 def make_replica() -> tuple[SchedulerConfig, StepTimeModel]:
     """Return the limits of one replica and its roofline."""
     model, device = find_model_spec("meta-llama/Llama-3.1-8B"), find_device("h100-sxm")
-    parallelism, precision = Parallelism(), Precision()
-    memory = kv_capacity(
-        model,
-        device,
-        parallelism=parallelism,
-        precision=precision,
-        block_size=BLOCK_SIZE,
-        max_num_batched_tokens=TOKEN_BUDGET,
-    )
+    target = FitTarget(model=model, device=device)
+    memory = kv_capacity(target, block_size=BLOCK_SIZE, max_num_batched_tokens=TOKEN_BUDGET)
     scheduler = SchedulerConfig(
         policy="sarathi",
         num_blocks=memory.num_blocks,
@@ -78,10 +71,7 @@ def make_replica() -> tuple[SchedulerConfig, StepTimeModel]:
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=TOKEN_BUDGET,
     )
-    step_time = make_step_time_model(
-        "roofline", model=model, device=device, parallelism=parallelism, precision=precision, profile=None
-    )
-    return scheduler, step_time
+    return scheduler, make_step_time_model("roofline", target)
 
 
 def under_slo(scheduler: SchedulerConfig) -> SchedulerConfig:

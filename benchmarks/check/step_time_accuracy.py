@@ -96,15 +96,10 @@ def grid_lines(profiles: Path) -> tuple[list[Line], list[Line]]:
     """Return the errors by deployment, from data sheets and calibrated on a tenth (pooled over the seeds)."""
     uncalibrated, calibrated = [], []
     for case in grid_cases(profiles):
-        form = make_form(
-            "roofline",
-            FitTarget(
-                model=case.model, device=case.device, parallelism=case.parallelism, precision=case.precision
-            ),
+        target = FitTarget(
+            model=case.model, device=case.device, parallelism=case.parallelism, precision=case.precision
         )
-        sheet = roofline_seconds(
-            case.matrix, case.model, case.device, parallelism=case.parallelism, precision=case.precision
-        )
+        form, sheet = make_form("roofline", target), roofline_seconds(case.matrix, target)
         uncalibrated.append(Line(case.label, FitErrors.of(sheet, case.seconds)))
         predicted, measured = [], []
         for seed in SEEDS:
@@ -148,10 +143,9 @@ def sarathi_batches(profiles: Path) -> list[Batch]:
     matrix = shape_matrix(_hybrid(num_prefill, num_decodes) for num_prefill, num_decodes in sizes)
     measured = np.array([float(row["batch_execution_time"]) / 1e3 for row in rows])
     model, device, parallelism = find_model_spec("Yi-34B"), find_device("a100-80-sxm"), Parallelism(tensor=2)
-    form = make_form(
-        "roofline", FitTarget(model=model, device=device, parallelism=parallelism, precision=Precision())
-    )
-    sheet = roofline_seconds(matrix, model, device, parallelism=parallelism)
+    target = FitTarget(model=model, device=device, parallelism=parallelism)
+    form = make_form("roofline", target)
+    sheet = roofline_seconds(matrix, target)
     is_pure = np.array([0 in size for size in sizes])
     fitted = form.predict(matrix, form.fit(matrix[is_pure], measured[is_pure]))
     return [
@@ -174,7 +168,7 @@ def _hybrid(num_prefill: int, num_decodes: int) -> BatchShape:
 
 def costs_us() -> dict[str, float]:
     """Return microseconds of one call on this machine, the fastest of seven thousand-fold repeats."""
-    closure = make_roofline(find_model_spec("Llama-3.1-8B"), find_device("h100-sxm"))
+    closure = make_roofline(FitTarget(model=find_model_spec("Llama-3.1-8B"), device=find_device("h100-sxm")))
     shape = _hybrid(256, 64)
     predictor = Predictor(
         closure,

@@ -30,7 +30,6 @@ import numpy as np
 from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.fitted import FitErrors, FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import roofline_seconds
 from onbeat.perfmodel.shapes import shape_matrix
 from onbeat.perfmodel.step_log import COLUMNS, read_step_table
@@ -108,8 +107,8 @@ def errors_of(table: Table, path: Path) -> tuple[FitErrors, FitErrors]:
     parallelism = Parallelism(table.tensor)
     measured = read_step_table(path)
     shapes, seconds = [step.shape for step in measured.steps], [step.wall for step in measured.steps]
-    sheet = roofline_seconds(shape_matrix(shapes), model, device, parallelism=parallelism)
-    target = FitTarget(model=model, device=device, precision=Precision(), parallelism=parallelism)
+    target = FitTarget(model=model, device=device, parallelism=parallelism)
+    sheet = roofline_seconds(shape_matrix(shapes), target)
     return FitErrors.of(sheet, np.array(seconds)), fit(shapes, seconds, target).errors
 
 

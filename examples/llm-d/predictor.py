@@ -20,6 +20,7 @@ from protocol import PredictionService, create_app
 from onbeat.core.errors import ConfigError
 from onbeat.files import read
 from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.memory import USUAL_BATCHED_TOKENS, kv_capacity
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
@@ -87,21 +88,12 @@ def build_pools(configs: Sequence[PoolConfig]) -> dict[str, LatencyModel]:
 def _model_of(config: PoolConfig) -> LatencyModel:
     key = read_profile(config.profile).key
     model, device = find_model_spec(key.model), find_device(key.device)
-    predictor = make_step_time_model(
-        "fitted",
-        model=model,
-        device=device,
-        parallelism=key.parallelism,
-        precision=key.precision,
-        profile=config.profile,
-    )
+    target = FitTarget(model=model, device=device, parallelism=key.parallelism, precision=key.precision)
+    predictor = make_step_time_model("fitted", target, profile=config.profile)
     num_kv_tokens = config.num_kv_tokens
     if num_kv_tokens is None:
         num_kv_tokens = kv_capacity(
-            model,
-            device,
-            parallelism=key.parallelism,
-            precision=key.precision,
+            target,
             max_num_batched_tokens=config.max_num_batched_tokens,
         ).num_tokens
     return LatencyModel(

@@ -37,9 +37,7 @@ def test_errors_are_told_by_the_kind_of_step() -> None:
     shapes["chunk"].add(0, 20, samples=True)
     shapes["mixed"].add(40, 1, samples=True)
     shapes["mixed"].add(0, 20, samples=True)
-    target = FitTarget(
-        model=model_spec_of(model_config("8b"), "any"), device=find_device("h100-sxm"), precision=Precision()
-    )
+    target = FitTarget(model=model_spec_of(model_config("8b"), "any"), device=find_device("h100-sxm"))
     batches = [
         BatchShape.of_decodes(rows, rows * context) for rows in (1, 4, 16, 64) for context in (64, 512, 2048)
     ]

@@ -24,7 +24,7 @@ from onbeat.core.step import BatchShape
 from onbeat.files import packaged, read
 from onbeat.perfmodel.device_spec import CPU, is_spec_file
 from onbeat.perfmodel.fitted import FitTarget
-from onbeat.perfmodel.roofline import RooflineParameters, default_parameters
+from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline
 from onbeat.perfmodel.runs import StepSeconds
 from onbeat.typed import Number, Table, Text
 
@@ -191,7 +191,7 @@ def make_engine_roofline(engine: EngineTerms, target: FitTarget) -> StepSeconds:
     ------
     ConfigError : see `engine_parameters` and `make_roofline`.
     """
-    roofline = target.roofline(engine_parameters(engine, target))
+    roofline = make_roofline(target, engine_parameters(engine, target))
     row_seconds = engine.row_seconds
 
     def seconds(shape: BatchShape) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated
 
 import numpy as np
@@ -19,11 +19,13 @@ from numpy.typing import ArrayLike, NDArray
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism
-from onbeat.perfmodel.model_spec import ModelSpec
-from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline, roofline_seconds
-from onbeat.perfmodel.runs import StepSeconds
+from onbeat.perfmodel.roofline import (
+    ModelOnDevices,
+    RooflineParameters,
+    default_parameters,
+    make_roofline,
+    roofline_seconds,
+)
 from onbeat.perfmodel.shapes import (
     FIELDS,
     MeasuredStep,
@@ -288,13 +290,8 @@ _LOG_LIMIT = float(np.log(30.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FitTarget:
-    """What is fitted: a model on devices."""
-
-    model: ModelSpec
-    device: DeviceSpec
-    precision: Precision
-    parallelism: Parallelism = field(default_factory=Parallelism)
+class FitTarget(ModelOnDevices):
+    """What is fitted."""
 
     def fit(self, steps: Sequence[MeasuredStep], method: str) -> FittedModel:
         """Fit one method; its errors are of cross-validation.
@@ -304,16 +301,6 @@ class FitTarget:
         ConfigError : too few distinct batches.
         """
         return fit([step.shape for step in steps], [step.seconds for step in steps], self, method=method)
-
-    def roofline(self, parameters: RooflineParameters | None = None) -> StepSeconds:
-        """Return the roofline; with the default parameters of the device if none are given."""
-        return make_roofline(
-            self.model,
-            self.device,
-            parallelism=self.parallelism,
-            precision=self.precision,
-            parameters=parameters,
-        )
 
     def predict(self, fitted: FittedModel, steps: Sequence[MeasuredStep]) -> NDArray[np.float64]:
         """Return the predicted seconds of some steps."""
@@ -348,14 +335,11 @@ class RooflineForm:
 
     def predict(self, matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:
         """Return seconds for the rows of a shape matrix."""
-        at, own = self.target, _parameters(parameters)
-        return roofline_seconds(
-            matrix, at.model, at.device, parallelism=at.parallelism, precision=at.precision, parameters=own
-        )
+        return roofline_seconds(matrix, self.target, _parameters(parameters))
 
     def closure(self, parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
         """Return the roofline with these parameters."""
-        return self.target.roofline(_parameters(parameters))
+        return make_roofline(self.target, _parameters(parameters))
 
 
 def _parameters(values: Mapping[str, float]) -> RooflineParameters:

@@ -8,10 +8,10 @@ from math import inf
 
 from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.core.kv_windows import KVGroups, KVWindows
-from onbeat.perfmodel.device_spec import CPU, DeviceSpec, Parallelism
+from onbeat.perfmodel.device_spec import CPU, Parallelism
 from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.roofline import check_parallelism, kv_share
+from onbeat.perfmodel.roofline import ModelOnDevices, check_parallelism, kv_share
 
 USUAL_BATCHED_TOKENS = 2048
 """Most tokens of a step, where nobody says otherwise."""
@@ -62,11 +62,8 @@ def held_bytes_per_token(model: ModelSpec, precision: Precision, num_tables: int
 
 
 def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
-    model: ModelSpec,
-    device: DeviceSpec,
+    target: ModelOnDevices,
     *,
-    parallelism: Parallelism | None = None,
-    precision: Precision | None = None,
     block_size: int = 16,
     max_num_batched_tokens: int = USUAL_BATCHED_TOKENS,
     gpu_memory_utilization: float = 0.9,
@@ -89,7 +86,7 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     DoesNotFit : so much KV does not fit beside weights and activations; `what_fits` finds what helps.
     ConfigError : an option out of range, or a model that cannot be cut that way.
     """
-    parallelism, precision = parallelism or Parallelism(), precision or Precision()
+    model, device, parallelism, precision = target.model, target.device, target.parallelism, target.precision
     _check(block_size, max_num_batched_tokens, gpu_memory_utilization)
     check_parallelism(model, parallelism)
     usable = device.memory_bytes * gpu_memory_utilization

@@ -15,14 +15,11 @@ import msgspec
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
 from onbeat.perfmodel.correction import DriftAlarm
-from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism
 from onbeat.perfmodel.engines import find_engine, make_engine_roofline
 from onbeat.perfmodel.fitted import FitTarget, FittedModel, make_form
-from onbeat.perfmodel.model_spec import ModelSpec
-from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.profile import ServerTerms, check_profile, limited_device, read_profile
-from onbeat.perfmodel.roofline import Paces, at_paces
+from onbeat.perfmodel.roofline import Paces, at_paces, make_roofline
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.typed import convert
@@ -33,13 +30,10 @@ ENGINE_SIGMA = 0.10
 """The same with an engine's terms, on held-back deployments (docs/maintainers/calibration.md)."""
 
 
-def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
+def make_step_time_model(
     kind: str,
+    target: FitTarget,
     *,
-    model: ModelSpec,
-    device: DeviceSpec,
-    parallelism: Parallelism | None = None,
-    precision: Precision | None = None,
     profile: Path | None = None,
     engine: str | None = None,
 ) -> Predictor:
@@ -66,12 +60,6 @@ def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
             f"--engine {engine} adds the terms of an engine to the roofline, but the step-time model {kind} "
             "rests on measurements; leave --engine out, or choose --step-time roofline"
         )
-    target = FitTarget(
-        model=model,
-        device=device,
-        parallelism=parallelism or Parallelism(),
-        precision=precision or Precision(),
-    )
     return STEP_TIME_MODELS[kind](target, profile, engine)
 
 
@@ -93,7 +81,7 @@ def require_step_time(kind: str) -> str:
 
 def roofline_predictor(target: FitTarget, paces: Paces = ()) -> Predictor:
     """Return the predictor of data sheets alone, or of these and how far a few steps were from them."""
-    roofline = target.roofline()
+    roofline = make_roofline(target)
     if paces:
         roofline = at_paces(roofline, paces)
     return Predictor(roofline, ResidualModel.log_normal(ROOFLINE_SIGMA))

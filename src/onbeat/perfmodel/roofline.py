@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import inf
 from typing import Any
@@ -83,9 +83,17 @@ class RooflineTerms(_UnitSeconds):
     """All transfers between stages, per new token."""
 
 
-def roofline_terms(
-    model: ModelSpec, device: DeviceSpec, *, parallelism: Parallelism, precision: Precision
-) -> RooflineTerms:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOnDevices:
+    """What computes the steps of a replica."""
+
+    model: ModelSpec
+    device: DeviceSpec
+    precision: Precision = field(default_factory=Precision)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+
+
+def roofline_terms(target: ModelOnDevices) -> RooflineTerms:
     """Return the terms of a model on devices.
 
     Raises
@@ -93,6 +101,7 @@ def roofline_terms(
     ConfigError : degrees that the model cannot be cut into, a number format that the device cannot compute
         in, or devices without a link.
     """
+    model, device, precision, parallelism = target.model, target.device, target.precision, target.parallelism
     check_parallelism(model, parallelism)
     tensor = parallelism.tensor
     peak = device.peak(precision.compute)
@@ -229,7 +238,9 @@ class _Coefficients(_UnitSeconds):
     smoothness: float
 
 
-def _coefficients(terms: RooflineTerms, parameters: RooflineParameters) -> _Coefficients:
+def _coefficients(target: ModelOnDevices, parameters: RooflineParameters | None) -> _Coefficients:
+    terms = roofline_terms(target)
+    parameters = parameters or default_parameters(target.device, target.precision)
     by_weight, by_kv = 1 / parameters.weight_bandwidth_efficiency, 1 / parameters.kv_bandwidth_efficiency
     kv, pair = terms.kv_token * by_kv, terms.pair / parameters.attention_efficiency
     decode_pair = terms.decode_pair / parameters.attention_efficiency
@@ -262,29 +273,18 @@ def _coefficients(terms: RooflineTerms, parameters: RooflineParameters) -> _Coef
     )
 
 
-def make_roofline(
-    model: ModelSpec,
-    device: DeviceSpec,
-    *,
-    parallelism: Parallelism | None = None,
-    precision: Precision | None = None,
-    parameters: RooflineParameters | None = None,
-) -> StepSeconds:
+def make_roofline(target: ModelOnDevices, parameters: RooflineParameters | None = None) -> StepSeconds:
     """Return a function from a batch's sums to seconds through all stages; an empty batch takes none.
 
     Parameters
     ----------
-    parallelism : one device if not given.
-    precision : bf16 throughout if not given.
-    parameters : `default_parameters(device)` if not given.
+    parameters : `default_parameters` if not given.
 
     Raises
     ------
     ConfigError : see `roofline_terms`.
     """
-    precision = precision or Precision()
-    terms = roofline_terms(model, device, parallelism=parallelism or Parallelism(), precision=precision)
-    at = _coefficients(terms, parameters or default_parameters(device, precision))
+    at = _coefficients(target, parameters)
     seconds = _closure(at)
     return StepSeconds(seconds, _run_closure(at, seconds))
 
@@ -400,13 +400,7 @@ def _run_closure(at: _Coefficients, seconds: Callable[[BatchShape], float]) -> R
 
 
 def roofline_seconds(
-    matrix: Vector,
-    model: ModelSpec,
-    device: DeviceSpec,
-    *,
-    parallelism: Parallelism | None = None,
-    precision: Precision | None = None,
-    parameters: RooflineParameters | None = None,
+    matrix: Vector, target: ModelOnDevices, parameters: RooflineParameters | None = None
 ) -> Vector:
     """Return the same as `make_roofline`'s function for many batches at once.
 
@@ -422,9 +416,7 @@ def roofline_seconds(
     ------
     ConfigError : see `roofline_terms`.
     """
-    precision = precision or Precision()
-    terms = roofline_terms(model, device, parallelism=parallelism or Parallelism(), precision=precision)
-    at = _coefficients(terms, parameters or default_parameters(device, precision))
+    at = _coefficients(target, parameters)
     tokens, rows = matrix[:, column.NEW_TOKENS], matrix[:, column.LM_HEAD_ROWS]
     weights = at.dense_weights + at.expert_weights * (1 - at.expert_miss**tokens)
     total = (

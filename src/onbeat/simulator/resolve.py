@@ -12,7 +12,7 @@ from onbeat.core.options import change
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, find_device
 from onbeat.perfmodel.engines import NO_ENGINE, described_terms
-from onbeat.perfmodel.fitted import FitErrors
+from onbeat.perfmodel.fitted import FitErrors, FitTarget
 from onbeat.perfmodel.memory import (
     Change,
     Choices,
@@ -134,14 +134,13 @@ def _resolve(said: Deployment) -> Resolved:
     precision = precision_by_weights(said.dtype, kv=kv, computes=device.peak_flops)
     engine = None if said.engine == NO_ENGINE else said.engine
 
-    predict = partial(
-        make_step_time_model, device=device, parallelism=parallelism, precision=precision, engine=engine
-    )
-    target_time = predict(said.step_time, model=model, profile=said.profile)
+    target = FitTarget(model=model, device=device, parallelism=parallelism, precision=precision)
+    target_time = make_step_time_model(said.step_time, target, profile=said.profile, engine=engine)
     # A draft model has a roofline: what is measured, if anything is, is the target.
     step_time: StepTimeModel = target_time
     if draft is not None:
-        step_time = SpeculativeStepTime(target_time, predict("roofline", model=draft))
+        draft_time = make_step_time_model("roofline", replace(target, model=draft), engine=engine)
+        step_time = SpeculativeStepTime(target_time, draft_time)
     # What the KV cache must hold: the longest request, where somebody said how long that is.
     least = min(limits.max_model_len or 1, model.max_position_embeddings)
     longest = limits.max_model_len or model.max_position_embeddings
@@ -150,9 +149,6 @@ def _resolve(said: Deployment) -> Resolved:
     if num_blocks is None:
         holds = partial(
             kv_capacity,
-            device=device,
-            parallelism=parallelism,
-            precision=precision,
             block_size=limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE,
             max_num_batched_tokens=most_step_tokens(limits, target_time),
             gpu_memory_utilization=said.gpu_memory_utilization,
@@ -160,7 +156,9 @@ def _resolve(said: Deployment) -> Resolved:
             num_tables=windows.get("num_tables", 1),
             window_length=windows.get("window_length", 0),
         )
-        memory = holds(model) if draft is None else beside_draft_model(holds(model), holds(draft), least)
+        memory = holds(target)
+        if draft is not None:
+            memory = beside_draft_model(memory, holds(replace(target, model=draft)), least)
         num_blocks = memory.num_blocks
     num_snapshots = None
     if model.state_bytes and draft is None:

@@ -25,6 +25,7 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.start import build_engine
 from onbeat.hub.resolve import find_stand_in
 from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.scheduler.replica.policies import POLICIES
@@ -260,9 +261,8 @@ class TestConfiguration:
         assert "Llama-3.1-8B on h100-sxm" in lines[0]
         assert str(smollm2_gguf) in lines[0]
         model = core.scheduler.step_time_model
-        roofline = make_step_time_model(
-            "roofline", model=find_model_spec("Llama-3.1-8B"), device=find_device("h100-sxm")
-        )
+        target = FitTarget(model=find_model_spec("Llama-3.1-8B"), device=find_device("h100-sxm"))
+        roofline = make_step_time_model("roofline", target)
         assert model is not None
         shape = BatchShape.of_decodes(8, 8000)
         assert model.step_time(shape) == roofline.step_time(shape) > 1e-3

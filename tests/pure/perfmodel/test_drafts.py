@@ -16,11 +16,11 @@ from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, NNLSForm, fit, make_form
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import draft_pairs, draft_pairs_of, shape_matrix
 from onbeat.perfmodel.utilisation import StepOperations
 from tests.examples import examples
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches, rows, verified, verifies, with_verified
+from tests.pure.perfmodel.targets import make_roofline, roofline_seconds
 
 Seconds = Callable[[BatchShape], float]
 
@@ -118,9 +118,7 @@ def test_scalar_and_vectorised_rooflines_agree(rows, drafts, name):
 @examples(40)
 @given(rows=rows, drafts=verified)
 def test_both_evaluations_of_a_linear_fit_agree(rows, drafts):
-    names = make_form(
-        "nnls", FitTarget(model=LLAMA_8B, device=H100, parallelism=Parallelism(), precision=Precision())
-    ).fit(
+    names = make_form("nnls", FitTarget(model=LLAMA_8B, device=H100)).fit(
         shape_matrix(mixed_batches(30, seed=2, with_drafts=True)),
         np.linspace(0.01, 0.1, 30),
     )
@@ -166,9 +164,7 @@ def test_a_fit_learns_what_a_draft_costs(method: str) -> None:
 def test_a_linear_fit_of_before_there_were_drafts_still_predicts():
     new = {"num_draft_tokens", "draft_pairs", "has_drafts"}
     shapes = mixed_batches(40, seed=5)
-    form = make_form(
-        "nnls", FitTarget(model=LLAMA_8B, device=H100, parallelism=Parallelism(), precision=Precision())
-    )
+    form = make_form("nnls", FitTarget(model=LLAMA_8B, device=H100))
     whole = form.fit(shape_matrix(shapes), np.array([1e-3 + 1e-5 * s.num_new_tokens for s in shapes]))
     old = {name: value for name, value in whole.items() if name not in new}
     assert form.closure(old)(decodes(4, 100)) == form.closure(whole)(decodes(4, 100))

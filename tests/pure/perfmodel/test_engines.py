@@ -23,11 +23,11 @@ from onbeat.perfmodel.engines import (
 )
 from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
-from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.roofline import default_parameters, make_roofline
+from onbeat.perfmodel.roofline import default_parameters
 from onbeat.perfmodel.shapes import shape_matrix
 from tests.pure.perfmodel.shapes import decodes, mixed_batches
+from tests.pure.perfmodel.targets import make_roofline, make_step_time_model
 
 MODEL = find_model_spec("Llama-3.1-8B")
 EXPERTS = find_model_spec("Qwen3-30B-A3B")

@@ -25,9 +25,10 @@ from onbeat.perfmodel.fitted import (
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import fitted_predictor
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.roofline import RooflineParameters, make_roofline
+from onbeat.perfmodel.roofline import RooflineParameters
 from onbeat.perfmodel.shapes import shape_matrix
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches
+from tests.pure.perfmodel.targets import make_roofline
 
 MODEL = find_model_spec("meta-llama/Llama-3.1-8B")
 DEVICE = find_device("h100-sxm")

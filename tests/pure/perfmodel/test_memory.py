@@ -7,9 +7,10 @@ import pytest
 from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.core.kv_windows import KVWindows
 from onbeat.perfmodel.device_spec import Parallelism, find_device
-from onbeat.perfmodel.memory import held_bytes_per_token, kv_capacity, kv_groups
+from onbeat.perfmodel.memory import held_bytes_per_token, kv_groups
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
+from tests.pure.perfmodel.targets import kv_capacity
 
 H100 = find_device("h100-sxm")
 LLAMA_8B = find_model_spec("Llama-3.1-8B")

@@ -11,13 +11,13 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import STEP_TIME_MODELS, make_step_time_model
+from onbeat.perfmodel.models import STEP_TIME_MODELS
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.profile import MachineLimits, Profile, ProfileKey, limited_device, write_profile
-from onbeat.perfmodel.roofline import make_roofline
 from onbeat.perfmodel.shapes import MeasuredStep
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches
+from tests.pure.perfmodel.targets import make_roofline, make_step_time_model
 
 MODEL = find_model_spec("meta-llama/Llama-3.1-8B")
 DEVICE = find_device("h100-sxm")
@@ -38,9 +38,7 @@ def write_fitted(path: Path, precision: Precision = BF16) -> None:
     fitted = fit(
         shapes,
         seconds,
-        FitTarget(
-            model=MODEL, device=limited_device(DEVICE, LIMITS), parallelism=Parallelism(), precision=precision
-        ),
+        FitTarget(model=MODEL, device=limited_device(DEVICE, LIMITS), precision=precision),
     )
     profile = Profile(
         key=ProfileKey(
@@ -110,7 +108,7 @@ def test_a_profile_of_something_else_is_refused(
     write_fitted(tmp_path / "profile.json")
     wanted = {"model": MODEL, "device": DEVICE, "profile": tmp_path / "profile.json", **other}
     with pytest.raises(ConfigError, match=message):
-        make_step_time_model("fitted", **wanted)  # type: ignore[arg-type]
+        make_step_time_model("fitted", **wanted)
 
 
 def test_another_kind_in_the_table_is_made_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

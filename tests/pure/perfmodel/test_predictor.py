@@ -17,7 +17,6 @@ from onbeat.core.step_time import StepTimeModel, observe_each
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor, ResidualModel
 from onbeat.perfmodel.runs import seconds_of_each
 from onbeat.perfmodel.shapes import ShapeRange
@@ -32,6 +31,7 @@ from tests.pure.perfmodel.shapes import (
     with_chunk,
     with_verified,
 )
+from tests.pure.perfmodel.targets import make_step_time_model
 
 RATIOS = [0.9 + 0.01 * index for index in range(30)]
 RESIDUAL = ResidualModel(RATIOS)

@@ -26,9 +26,9 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import StepTimeDescription, description_from_json
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import shape_matrix
 from tests.pure.perfmodel.shapes import batch, decodes
+from tests.pure.perfmodel.targets import make_roofline, roofline_seconds
 
 MODEL = find_model_spec("SmolLM2-135M")
 SLOW, FAST = 2e11, 1.6e12

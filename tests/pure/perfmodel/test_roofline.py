@@ -16,16 +16,12 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.roofline import (
-    RooflineParameters,
-    default_parameters,
-    make_roofline,
-    roofline_seconds,
-)
+from onbeat.perfmodel.roofline import RooflineParameters, default_parameters
 from onbeat.perfmodel.runs import seconds_of_each
 from onbeat.perfmodel.shapes import FIELDS, shape_matrix, shapes_of
 from tests.examples import examples
 from tests.pure.perfmodel.shapes import mixed_batches
+from tests.pure.perfmodel.targets import make_roofline, roofline_seconds
 
 H100, A100 = find_device("h100-sxm"), find_device("a100-80-sxm")
 LLAMA_8B = find_model_spec("Llama-3.1-8B")

@@ -15,15 +15,9 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import (
-    SpeculativeDescription,
-    StepTimeDescription,
-    description_from_json,
-    make_step_time_model,
-)
+from onbeat.perfmodel.models import SpeculativeDescription, StepTimeDescription, description_from_json
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor, ResidualModel
-from onbeat.perfmodel.roofline import make_roofline
 from onbeat.perfmodel.speculative import SpeculativeStepTime, draft_pass
 from onbeat.perfmodel.utilisation import SpeculativeOperations, StepOperations
 from tests.examples import examples
@@ -36,6 +30,7 @@ from tests.pure.perfmodel.shapes import (
     with_chunk,
     with_verified,
 )
+from tests.pure.perfmodel.targets import make_roofline, make_step_time_model
 
 H100 = find_device("h100-sxm")
 LLAMA_70B, LLAMA_8B = find_model_spec("Meta-Llama-3-70B"), find_model_spec("Meta-Llama-3-8B")
@@ -171,7 +166,7 @@ def describe(method: str | None) -> StepTimeDescription:
         fitted = fit(
             shapes,
             [1.2 * roofline(shape) for shape in shapes],
-            FitTarget(model=LLAMA_8B, device=H100, parallelism=Parallelism(), precision=Precision()),
+            FitTarget(model=LLAMA_8B, device=H100),
             method=method,
         )
     return StepTimeDescription(

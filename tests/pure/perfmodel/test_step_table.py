@@ -11,9 +11,10 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.roofline import RooflineParameters, make_roofline
+from onbeat.perfmodel.roofline import RooflineParameters
 from onbeat.perfmodel.step_log import LoggedStep, read_step_table
 from tests.pure.perfmodel.shapes import batch, decodes
+from tests.pure.perfmodel.targets import make_roofline
 
 MODEL = find_model_spec("Llama-3.1-8B")
 DEVICE = find_device("h100-sxm")

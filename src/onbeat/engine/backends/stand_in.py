@@ -209,12 +209,9 @@ def _blocks_that_fit(config: EngineConfig, what: StepTimeDescription, windows: M
     limits = config.limits
     largest = most_step_tokens(limits, what.predictor())
 
-    def num_blocks(parallelism: Parallelism, precision: Precision) -> int:
+    def num_blocks(at: StepTimeDescription) -> int:
         return kv_capacity(
-            what.model,
-            what.device,
-            parallelism=parallelism,
-            precision=precision,
+            at,
             block_size=limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE,
             max_num_batched_tokens=largest,
             gpu_memory_utilization=config.gpu_memory_utilization,
@@ -223,11 +220,12 @@ def _blocks_that_fit(config: EngineConfig, what: StepTimeDescription, windows: M
         ).num_blocks
 
     def attempt(to: Change) -> None:
-        replace(what, parallelism=Parallelism(to.tensor), precision=_precision(to.weights)).predictor()
-        num_blocks(Parallelism(to.tensor), _precision(to.weights))
+        other = replace(what, parallelism=Parallelism(to.tensor), precision=_precision(to.weights))
+        other.predictor()
+        num_blocks(other)
 
     try:
-        return num_blocks(what.parallelism, what.precision)
+        return num_blocks(what)
     except DoesNotFit as error:
         is_wide = what.precision.weights == "fp32"
         now = Change(what.parallelism.tensor, 1, "float32" if is_wide else "bfloat16")

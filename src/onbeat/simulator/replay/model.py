@@ -12,6 +12,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.files import GZIP_MAGIC
 from onbeat.perfmodel import step_log
 from onbeat.perfmodel.device_spec import Parallelism, find_device
+from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import description_from_json, make_step_time_model
 from onbeat.perfmodel.precision import precision_by_weights
@@ -130,14 +131,13 @@ def model_of_steps(
         raise ConfigError(
             "nothing names the model and device of these steps; give --profile FILE, or --model and --device"
         )
-    return make_step_time_model(
-        kind,
+    target = FitTarget(
         model=find_model_spec(model),
         device=find_device(device),
         parallelism=parallelism,
         precision=precision,
-        profile=profile,
     )
+    return make_step_time_model(kind, target, profile=profile)
 
 
 def origin_of(header: RecordHeader) -> step_log.StepOrigin:
