@@ -1,12 +1,13 @@
 """Answers of the Responses API that are kept for a while: to be read again, or on after a break.
 
 Whoever decides for all front ends keeps them, as bytes that it does not look into. Together they are bounded:
-what ended first goes first.
+what ended first goes first, of the owner who has most there.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -68,16 +69,14 @@ class _Kept:
 
 
 class KeptAnswers:
-    """What all front ends have had kept.
-
-    Attributes
-    ----------
-    by_id : those that have ended stand in the order of their ends.
-    """
+    """What all front ends have had kept, by id."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, _Kept] = {}
-        self._num_bytes = 0
+        self._held: Counter[str] = Counter()
+        """Bytes of each owner."""
+        self._ended: dict[str, dict[str, None]] = {}
+        """The ids of each owner's answers that have ended, in the order of their ends."""
 
     def find(self, answer_id: str, owner: str) -> _Kept:
         """Return an answer of an owner.
@@ -92,7 +91,7 @@ class KeptAnswers:
                 404,
                 f"the response {answer_id[:MAX_QUOTED]!r} is not kept here. Responses are kept for "
                 f"{KEPT_SECONDS / 60:.0f} minutes, unless store is false; when they hold more than "
-                f"{MOST_KEPT_BYTES // 2**20} MiB the oldest go first",
+                f"{MOST_KEPT_BYTES // 2**20} MiB, the oldest go first",
                 code="response_not_found",
             )
         return kept
@@ -104,23 +103,33 @@ class KeptAnswers:
         ------
         Overloaded : all room is taken by answers that are being made; this one is dropped.
         """
-        self.by_id[answer_id].num_bytes += num_bytes
-        self._num_bytes += num_bytes
-        while self._num_bytes > MOST_KEPT_BYTES:
-            ended = (each for each, kept in self.by_id.items() if not kept.answer.is_running)
-            if (oldest := next(ended, None)) is None:
+        kept = self.by_id[answer_id]
+        kept.num_bytes += num_bytes
+        self._held[kept.owner] += num_bytes
+        while self._held.total() > MOST_KEPT_BYTES:
+            largest = max(self._ended, key=self._held.__getitem__, default=None)
+            if largest is None:
                 self.drop(answer_id)
                 raise Overloaded(
                     f"responses that are made in the background hold {MOST_KEPT_BYTES // 2**20} MiB, as much "
                     "as they may; ask for fewer, or try again later",
                     code="background_full",
                 )
-            self.drop(oldest)
+            self.drop(next(iter(self._ended[largest])))
+
+    def end(self, answer_id: str) -> None:
+        """Hear that an answer has ended; it is dropped after a while."""
+        self._ended.setdefault(self.by_id[answer_id].owner, {})[answer_id] = None
+        asyncio.get_running_loop().call_later(KEPT_SECONDS, self.drop, answer_id)
 
     def drop(self, answer_id: str) -> None:
         """Keep an answer no more; whoever reads it, or makes it, hears so."""
         if (kept := self.by_id.pop(answer_id, None)) is not None:
-            self._num_bytes -= kept.num_bytes
+            self._held[kept.owner] -= kept.num_bytes
+            ended = self._ended.get(kept.owner, {})
+            ended.pop(answer_id, None)
+            if not ended:
+                self._ended.pop(kept.owner, None)
             kept.change(ends=True)
 
 
@@ -153,8 +162,7 @@ class AnswerShelf:
         kept.answer.response = response or kept.answer.response
         kept.change(ends=ends)
         if ends:
-            self._answers.by_id[answer_id] = self._answers.by_id.pop(answer_id)
-            asyncio.get_running_loop().call_later(KEPT_SECONDS, self._answers.drop, answer_id)
+            self._answers.end(answer_id)
         self._answers.grow(answer_id, len(events) + len(response))
 
     async def get(self, answer_id: str, owner: str) -> KeptAnswer:

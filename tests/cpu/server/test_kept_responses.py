@@ -13,6 +13,7 @@ from onbeat.metrics.counts import JobCounts
 from onbeat.server import kept_answers
 from onbeat.server.kept_answers import AnswerShelf, KeptAnswer
 from onbeat.server.shared import Books, Desk, remote_desk
+from onbeat.server.slo_defaults import KeyDefaults, KeyLimits, SLODefaults, key_digest
 from tests.cpu.server.running import Answer, Served, serving
 from tests.fakes_engine import FakeEngine
 from tests.many_cases import each_case
@@ -240,6 +241,22 @@ async def test_a_response_belongs_to_the_key_that_asked(engine: FakeEngine) -> N
         assert (await served.post(RESPONSES, body, headers=other)).status == 404
 
 
+async def test_a_limit_of_open_requests_holds_in_the_background(engine: FakeEngine) -> None:
+    engine.script.stall_after = 1
+    limits = KeyDefaults(limits=KeyLimits(max_open_requests=1))
+    async with serving(engine, api_keys=KEYS, slo=SLODefaults(keys={key_digest(KEYS[0]): limits})) as served:
+        headers = {"authorization": f"Bearer {KEYS[0]}"}
+        body = {"input": "a", "background": True}
+        first = await served.post(RESPONSES, body, headers=headers)
+        assert (await served.post(RESPONSES, body, headers=headers)).status == 429
+        path = f"{served.url}{RESPONSES}/{first.json['id']}"
+        assert (await served.session.delete(path, headers=headers)).status == 200
+        await until(lambda: engine.aborted)
+        engine.script.stall_after = None
+        answers = [await served.post(RESPONSES, {"input": "a"}, headers=headers) for _ in range(2)]
+        assert [each.status for each in answers] == [200, 200]
+
+
 async def test_a_request_ends_with_its_work_in_the_background(
     served: Served, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -337,6 +354,20 @@ async def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Exception, match="not kept"):
         await shelf.get("large", "")
     assert (await shelf.get("running", "")).is_running
+
+
+async def test_who_keeps_most_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_answers, "MOST_KEPT_BYTES", 100)
+    kept = books()
+    shelf = Desk(kept, nothing).answers
+    await shelf.keep("a", "one", answer(b"x" * 18), b"")
+    for number in range(9):
+        await shelf.keep(f"b{number}", "other", answer(b"x" * 18), b"")
+    assert list(kept.answers.by_id) == ["a", "b5", "b6", "b7", "b8"]
+    await shelf.forget("a", "one")
+    await shelf.forget("b6", "other")
+    await shelf.keep("c", "one", answer(b"x" * 58), b"")
+    assert list(kept.answers.by_id) == ["b7", "b8", "c"]
 
 
 async def test_answers_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
