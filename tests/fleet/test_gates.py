@@ -94,7 +94,7 @@ async def test_what_a_gate_had_asked_for_is_counted_when_it_dies() -> None:
         counts, done = RunCounts(), make_request("done", max_tokens=3)
         assert await collect(cast(FleetClient, dying), done) == expected_tokens(done)
         counts.finished["length"] += 1
-        dying.say_counts(snapshot(flat(samples(counts))), {})
+        dying.say_counts(snapshot(flat(samples(counts))), {}, 0)
         tasks = [task for _, task in started(dying, 2, "lost", max_tokens=90_000)]
         going_on = started(other, 1, "other", max_tokens=200)
         await until(lambda: len(client.streams.open) >= 2 and "lost1" in client.streams.open)

@@ -203,7 +203,8 @@ async def _front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket
     told: dict[str, int] = {}
 
     def tell() -> None:
-        client.say_counts(snapshot(telemetry.exporter.samples()), telemetry.counts.slo.take_new(told))
+        counts, ended = snapshot(telemetry.exporter.samples()), telemetry.counts.slo.take_new(told)
+        client.say_counts(counts, ended, telemetry.tracker.num_open)
 
     async def tell_often() -> None:
         while True:

@@ -62,9 +62,9 @@ class GateClient:
         """Tell the keeper that clients can connect."""
         self._line.send(messages.Serving())
 
-    def say_counts(self, counts: Snapshot, ended: dict[str, list[EndedRequest]]) -> None:
-        """Tell the keeper what is counted here; to be called every second."""
-        self._line.send(messages.Counted(counts, ended))
+    def say_counts(self, counts: Snapshot, ended: dict[str, list[EndedRequest]], num_open: int) -> None:
+        """Tell the keeper what is counted here, and how many are open; to be called every second."""
+        self._line.send(messages.Counted(counts, ended, num_open))
 
     def close(self) -> None:
         """Let go of the keeper, which aborts what is still open."""

@@ -55,14 +55,14 @@ class RemoteGate:
     Attributes
     ----------
     requests : the ids of those that it asked for, which have not ended.
-    num_asked : all that it asked for.
+    num_open : those whose ends it has yet to count.
     way : seconds that the last message of a replica was on its way here.
     """
 
     def __init__(self, send: Callable[[messages.ToGate], object], desk: GateDesk) -> None:
         self._send, self.desk = send, desk
         self.requests: set[str] = set()
-        self.num_asked = 0
+        self.num_open = 0
         self.way = 0.0
 
     def deliver(self, now: float, outputs: list[RequestOutput], replica: int) -> None:
@@ -141,7 +141,7 @@ class GateHost:
         match message:
             case messages.Ask(request, block_hashes):
                 gate.requests.add(request.request_id)
-                gate.num_asked += 1
+                gate.num_open += 1
                 self._client.ask(request, block_hashes, gate)
             case AbortRequests(request_ids):
                 for request_id in gate.requests.intersection(request_ids):
@@ -162,7 +162,8 @@ class GateHost:
                 task.add_done_callback(self._wishes.discard)
             case messages.Serving():
                 self._front_ends.on_serving(name.decode())
-            case messages.Counted(counts, ended):
+            case messages.Counted(counts, ended, num_open):
+                gate.num_open = num_open
                 self._front_ends.hear(name.decode())
                 self._counts.hear(name.decode(), counts)
                 for request_class, requests in ended.items():
@@ -193,7 +194,7 @@ class GateHost:
         if (gate := self._gates.pop(name, None)) is None:
             return
         self._client.streams.gates.remove(gate)
-        self._counts.end(name.decode(), gate.num_asked)
+        self._counts.end(name.decode(), gate.num_open)
         gate.desk.close()
         logger.info("%s is gone (%s), and with it %d requests", name.decode(), why, len(gate.requests))
         for request_id in list(gate.requests):

@@ -54,6 +54,8 @@ class Counted(msgspec.Struct, tag="counted", array_like=True):
     counts: Snapshot
     ended: dict[str, list[EndedRequest]]
     """Judged requests that have ended since the last such message, by class."""
+    num_open: int
+    """Requests that have yet to be counted."""
 
 
 class Granted(msgspec.Struct, tag="granted", array_like=True):

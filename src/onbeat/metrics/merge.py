@@ -66,15 +66,13 @@ class Others:
         """Take what a process has counted since its start."""
         self._latest[name] = counted
 
-    def end(self, name: str, num_asked: int) -> None:
+    def end(self, name: str, num_open: int) -> None:
         """Keep what a process had counted that has ended: counters never fall.
 
-        Of the requests that it had asked for, those whose ends it had not told count as aborted with it.
+        The requests that it had open were aborted with it; so count those whose ends it had yet to tell.
         """
-        counted = self._latest.pop(name, [])
-        num_ended = sum(value for metric, _, _, value in counted if metric == "requests_total")
-        aborted = "requests_total", (), (FinishReason.ABORT.value,), max(num_asked - num_ended, 0)
-        _add(self._ended, [*counted, aborted])
+        aborted = "requests_total", (), (FinishReason.ABORT.value,), num_open
+        _add(self._ended, [*self._latest.pop(name, ()), aborted])
 
     def added_to(self, samples: Iterable[Sample]) -> Iterator[Sample]:
         """Yield samples with what others have counted, and then what they alone have."""

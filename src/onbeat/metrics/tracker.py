@@ -57,6 +57,11 @@ class RequestTracker:
         self._open: dict[str, RequestRecord] = {}
         self._in_engine: set[str] = set()
 
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
     def open(self, request: Request, *, is_streamed: bool = True) -> RequestRecord:
         """Start the record of a request that goes to the engine now.
 
