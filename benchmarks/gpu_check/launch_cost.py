@@ -34,10 +34,10 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.executor import ThreadExecutor
-from onbeat.engine.messages import AddRequest, Shutdown, encode
+from onbeat.engine.messages import AddRequest, Ready, Shutdown, encode
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.process import EngineLink, _serve
+from onbeat.engine.process import EngineLink, StepWait, _EngineLoop
 from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -48,7 +48,7 @@ from tests.cpu.engine.reference_kernels import ReferenceKernels
 
 MAX_ROWS, MAX_LEN, MAX_TOKENS, CONTEXT, NUM_STEPS = 128, 2048, 512, 512, 300
 NUM_BLOCKS = MAX_ROWS * 2 * CONTEXT // BLOCK_SIZE
-ENDPOINT = "inproc://engine"
+ENDPOINT, READY = "inproc://engine", Ready(None, None)  # type: ignore[arg-type]
 TEMPERATURES = {"greedy": 0.0, "drawn": 0.8}
 MODEL = ModelConfig(
     family="llama",
@@ -148,7 +148,7 @@ def loop_us(rows: int, temperature: float) -> dict[str, float]:
         )
         far.send(encode(AddRequest(request)))
     with settled_memory():  # as an engine process does
-        _serve(core, near, EngineLink(endpoint=ENDPOINT))
+        _EngineLoop(core, StepWait(near), EngineLink(endpoint=ENDPOINT), READY).serve()
     context.destroy(linger=0)
     first, steps = NUM_STEPS // 4, laps.steps[NUM_STEPS // 4 :]
     seconds = {

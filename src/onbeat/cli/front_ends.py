@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onbeat.cluster.client import FleetClient
+from onbeat.cluster.client import FleetClient, Nursed
 from onbeat.cluster.front_ends import FrontEnds
 from onbeat.cluster.gate_client import GateClient
 from onbeat.cluster.gate_host import GateHost
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from onbeat.metrics.tracker import RunListener
     from onbeat.server.telemetry import Telemetry
     from onbeat.text.chat_template import ChatTemplate
+
+logger = logging.getLogger("onbeat.cluster")
 
 TELL_SECONDS = 1.0
 """How often a front end says what it has counted."""
@@ -43,6 +45,8 @@ class Front:
     chat_template: str | None
     traces_endpoint: str | None
     log_level: str
+    guardian: int
+    """The process that it ends with, where it is one of several."""
 
     def load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
         """Load the tokenizer and the chat template.
@@ -114,7 +118,12 @@ class Front:
 
 
 async def keep(
-    front: Front, client: FleetClient, sock: socket.socket, *, on_started: Callable[[str], None]
+    front: Front,
+    client: FleetClient,
+    sock: socket.socket,
+    nursed: Nursed,
+    *,
+    on_started: Callable[[str], None],
 ) -> None:
     """Look after front ends, and decide for them, until told to end.
 
@@ -122,6 +131,7 @@ async def keep(
     ----------
     client : of the fleet, started.
     sock : where they listen, bound.
+    nursed : who looks after this process, and what one before it has left.
     on_started : called with the server's URL once all take requests.
 
     Raises
@@ -132,6 +142,7 @@ async def keep(
     from onbeat.server.shared import Desk
 
     config = front.config
+    assert nursed.roster is not None, "there are several front ends"
     listen(sock, f"{config.host}:{config.port}")
     telemetry = front.telemetry(client.info, fleet_counts=client.counts)
     client.add_observer(telemetry.tracker)
@@ -142,7 +153,9 @@ async def keep(
         return await telemetry.shown(what)
 
     front_ends = FrontEnds(
-        config.front_ends, lambda name: _process(front.share(), host.endpoint, client.info, sock, name)
+        config.front_ends,
+        lambda name: _process(front.share(), host.endpoint, client.info, sock, name),
+        nursed.roster,
     )
     host = GateHost(
         client,
@@ -159,7 +172,11 @@ async def keep(
 
     async def say_started() -> None:
         await front_ends.serving.wait()
-        on_started(served_url(config, sock))
+        nursed.mark.touch()
+        if nursed.num_before:
+            logger.error("the keeper was killed; another goes on with what it has left")
+        else:
+            on_started(served_url(config, sock))
 
     started = asyncio.create_task(say_started())
     try:
@@ -194,10 +211,8 @@ def run_front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket.so
 async def _front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket.socket, name: str) -> None:
     from onbeat.server.shared import remote_desk
 
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    # who decides is gone, and with it all streams
-    asyncio.get_running_loop().add_reader(parent.sentinel, os._exit, 1)
+    # who starts keepers is gone: none will come, and all ends
+    asyncio.get_running_loop().add_reader(os.pidfd_open(front.guardian), os._exit, 1)
     client = GateClient(endpoint, name, info)
     await client.connect()
     told: dict[str, int] = {}
@@ -212,7 +227,8 @@ async def _front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket
             await asyncio.sleep(TELL_SECONDS)
 
     with ExitStack() as stack:
-        telemetry = front.telemetry(info, front.listeners(stack), shared=remote_desk(client.wish, tell))
+        shared = remote_desk(client.wish, tell, client.told)
+        telemetry = front.telemetry(info, front.listeners(stack), shared=shared)
         client.add_observer(telemetry.tracker)
         telling = asyncio.create_task(tell_often(), name="onbeat-counts")
         try:

@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = parse(build_parser(argv), argv)
             if args.command == "serve":  # what others print is what they are run for, and may wait
-                stack.enter_context(unblocked_output())
+                args.output = stack.enter_context(ExitStack())
+                args.output.enter_context(unblocked_output())
             code = int(args.run(args))
             print(end="", flush=True)  # the exit would complain of a reader that has had enough
         except OnbeatError as error:

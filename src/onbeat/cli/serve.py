@@ -66,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     from onbeat.cli.outputs import check_writable
+    from onbeat.cluster.client import Nursed
+    from onbeat.cluster.nurse import nurse
+    from onbeat.cluster.start import share_machine
     from onbeat.server.run import bind, check_tls, with_descriptors
 
     check_writable({"--timeline": args.timeline, "--record": args.record})
@@ -89,6 +92,10 @@ def run(args: argparse.Namespace) -> int:
         names = config.served_model_names or (files.name,)
         if taken := next((name for name, _ in engine.lora_modules if name in names), None):
             raise ConfigError(f"lora_modules has {taken!r}, which is the model's own name; choose another")
+        args.nursed = Nursed()
+        if config.front_ends > 1:
+            engine = share_machine(engine, fleet)
+            args.nursed = nurse(args.output)
         _set_up_logging(args.log_level)
         return uvloop.run(_serve(args, config, engine, fleet, sock, _Announcer(console, started)))
 
@@ -119,6 +126,7 @@ async def _serve(
         chat_template=args.chat_template,
         traces_endpoint=args.otlp_traces_endpoint,
         log_level=args.log_level,
+        guardian=os.getppid(),
     )
     text = front.load_text()  # what is wrong with it is told before a model is loaded
     with ExitStack() as stack:
@@ -126,7 +134,7 @@ async def _serve(
         listeners = front.listeners(stack) if config.front_ends == 1 else []
         if args.timeline:
             listeners.append(stack.enter_context(open_timeline(args.timeline, is_live=True)))
-        client = open_fleet(fleet, engine, build, stack, on_progress=announcer.say)
+        client = open_fleet(fleet, engine, build, stack, on_progress=announcer.say, nursed=args.nursed)
         if not await _finishes_before_sigterm(client.start):
             return EXIT_TERMINATED
         async with client:
@@ -137,7 +145,7 @@ async def _serve(
                 needs_key=bool(config.api_keys),
             )
             if config.front_ends > 1:
-                await keep(front, client, sock, on_started=ready)
+                await keep(front, client, sock, args.nursed, on_started=ready)
                 return 0
             telemetry = front.telemetry(client.info, listeners, fleet_counts=client.counts)
             client.add_observer(telemetry.tracker)

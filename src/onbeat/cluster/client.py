@@ -13,6 +13,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -21,11 +22,13 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import zmq
 
 from onbeat.cluster.controller import FleetController
 from onbeat.cluster.gate import Gate, GatePort
+from onbeat.cluster.roster import Roster
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
@@ -46,9 +49,11 @@ class OwnedFolder:
     Attributes
     ----------
     path : the directory.
+    secret : which processes know that have come from this one by a fork.
     """
 
     def __init__(self) -> None:
+        self.secret = secrets.token_bytes(32)
         remove_abandoned(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         # Locked before it has its name: another start that finds the file finds it locked.
@@ -111,6 +116,24 @@ FIRST_REPORT_SECONDS = 30.0
 """A replica that is ready says how it stands at once."""
 
 
+class Nursed(NamedTuple):
+    """What a keeper has from its nurse; nothing where it has none."""
+
+    num_before: int = 0
+    """Keepers that have served, and were killed."""
+    folder: OwnedFolder | None = None
+    roster: Roster | None = None
+
+    @property
+    def mark(self) -> Path:
+        """The file that says that this one serves."""
+        assert self.folder is not None
+        return self.folder.path / f"serves.{self.num_before}"
+
+
+_ALONE = Nursed()
+
+
 class FleetClient:
     """Starts replicas and hands each request's deliveries to its stream, wherever they come from.
 
@@ -121,6 +144,8 @@ class FleetClient:
     lora_modules : name and folder of each LoRA adapter to start with.
     bounds : of a fleet that decides on their number itself, once it has started; None leaves it as it is.
     hashes_prompts : whether the router looks at shared prefixes of prompts.
+    nursed : what another process has made for this one. Where a keeper has served before, its replicas run,
+        and one that is ready is enough.
 
     Attributes
     ----------
@@ -136,6 +161,7 @@ class FleetClient:
         lora_modules: Sequence[tuple[str, str]] = (),
         bounds: ScaleBounds | None = None,
         hashes_prompts: bool = False,
+        nursed: Nursed = _ALONE,
     ) -> None:
         self.controller, self._fleet = controller, controller.fleet
         self._num_replicas = num_replicas
@@ -147,7 +173,7 @@ class FleetClient:
         self.streams.gates.append(self.gate)
         self.counts = self.streams.counts
         self._info: EngineInfo | None = None
-        self._folder: OwnedFolder | None = None
+        self._folder, self._takes_over = nursed.folder, nursed.num_before > 0
 
     @property
     def info(self) -> EngineInfo:
@@ -192,15 +218,16 @@ class FleetClient:
         EngineDead : a process ended or failed.
         """
         check_length_of_socket_paths()
-        self._folder = OwnedFolder()
+        self._folder = self._folder or OwnedFolder()
+        self.controller.kv_key = self._folder.secret
         controller = self.controller
         try:
             await controller.open(self._folder.path)
             # One before the others: what is wrong with all is said once, and soon.
-            for number in sorted({1, self._num_replicas}):
+            for number in sorted({1, self._num_replicas})[-1 if self._takes_over else 0 :]:
                 self.controller.check_capacity(number)
                 controller.tell(ScaleAsked(number))
-                await self._wait_until_ready(number)
+                await self._wait_until_ready(1 if self._takes_over else number)
             self._info = next(life.info for life in controller.lives.values() if life.info is not None)
             await self._load_first_adapters()
             if self._bounds is not None:

@@ -73,6 +73,11 @@ class FleetAdapters:
         for adapter in needed:
             self._send(life.replica, LoadAdapter(adapter, [each.number for each in needed]))
 
+    def restore(self, by_name: dict[str, Adapter]) -> None:
+        """Have what requests may ask for since a keeper before this one."""
+        self.by_name = by_name
+        self._last_number = max([self._last_number, *(each.number for each in by_name.values())])
+
     def hear(self, life: Life, answer: AdapterAnswer) -> None:
         """Take what a replica says of an adapter."""
         life.adapters[answer.number] = answer.error
@@ -252,6 +257,7 @@ class FleetController:
     processes : hold the replicas.
     adapters : the LoRA adapters that they have.
     lives : the present life of each replica that has one, the ready and the starting.
+    kv_key : by which replicas let one another copy KV; to be set before they start, if at all.
     is_open : whether all have been ready once; before, a start that fails ends that of all.
     is_ending : whether the server itself is about to end: then replicas that are told to do not leave before.
     """
@@ -276,7 +282,7 @@ class FleetController:
         self.streams = streams = Streams(self.tell, observers)
         self._on_progress = on_progress
         self._moves_kv = moves_kv
-        self._kv_key = secrets.token_bytes(32)
+        self.kv_key = secrets.token_bytes(32)
         self._moves = LiveMoves(self)
         self._dispatcher = events.EventDispatcher(fleet.on_event, self)
         self._open_wire: Wire[messages.FromEngine] | None = None
@@ -388,7 +394,7 @@ class FleetController:
             for life in ready:
                 if not life.shares_kv:
                     life.shares_kv = True
-                    self._wire.send(life.name, messages.OpenKV(self._kv_key))
+                    self._wire.send(life.name, messages.OpenKV(self.kv_key))
 
     # --- lives ----------------------------------------------------------------------------------------
 
@@ -421,6 +427,9 @@ class FleetController:
     def _hear(self, name: bytes, message: messages.FromEngine) -> None:
         life = self.processes.by_name[name]
         life.heard = now = time.monotonic()
+        if not life.is_greeted:
+            # what it says until it has begun again is of requests of another keeper
+            life.is_greeted = self._wire.send(life.name, messages.Greet())
         if offset := self._launcher.clock_offset(life.replica, life.number):
             message = by_our_clock(message, offset, now)
         self._on_message(life, message)
@@ -460,7 +469,7 @@ class FleetController:
                 self._may_join(life, other_version(life))
             case messages.Progress(text):
                 self._on_progress(text if life.replica == "r0" else f"{life.replica}: {text}")
-            case messages.Ready(info) if self._may_join(life, other_version(life)):
+            case messages.Ready(info) if life.info is None and self._may_join(life, other_version(life)):
                 self._first_info = first = self._first_info or info
                 if self._may_join(life, other_files(life.replica, info.file_digests, first.file_digests)):
                     self._on_ready(life, message)

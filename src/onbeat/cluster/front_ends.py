@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -13,13 +14,16 @@ from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
 
 from onbeat.cluster.local_launcher import sigint_ignored
+from onbeat.cluster.roster import LeftProcess, Roster
 from onbeat.core.errors import EngineDead
+from onbeat.core.hang import OwnPauses
 
 logger = logging.getLogger("onbeat.cluster")
 
 SILENT_SECONDS = 10.0
 """A front end that says nothing for so long is killed: it speaks every second."""
 LOOK_SECONDS = 0.5
+_PLACE = "front-end-"
 MOST_FAILED_STARTS = 3
 """Front ends that ended before they served, one after another: the next would end as well."""
 
@@ -27,7 +31,7 @@ MOST_FAILED_STARTS = 3
 @dataclass(slots=True)
 class _FrontEnd:
     name: str
-    process: SpawnProcess
+    process: SpawnProcess | LeftProcess
     heard: float
     serves: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -42,19 +46,20 @@ class FrontEnds:
     ----------
     number : how many there are to be.
     make : makes the process of one, not started, from its name, which no other has.
+    roster : has those of a keeper before this one.
 
     Attributes
     ----------
     serving : is set once all take connections for the first time.
     """
 
-    def __init__(self, number: int, make: Callable[[str], SpawnProcess]) -> None:
+    def __init__(self, number: int, make: Callable[[str], SpawnProcess], roster: Roster) -> None:
         self.serving = asyncio.Event()
-        self._number, self._make = number, make
+        self._number, self._make, self._roster = number, make, roster
         self._places: dict[int, _FrontEnd] = {}
         self._by_name: dict[str, _FrontEnd] = {}
         """Those in their places, and successors."""
-        self._num_started = self._num_failed = 0
+        self._num_failed = 0
         self._is_ending = False
         self._failed = asyncio.Event()
         self._rolling: asyncio.Task[None] | None = None
@@ -81,14 +86,20 @@ class FrontEnds:
         EngineDead : they end again and again before they serve.
         """
         for place in range(self._number):
-            self._places[place] = self._start(place)
+            if (left := self._roster.find(f"{_PLACE}{place}")) is None:
+                self._put(place, self._start(place))
+            else:
+                self._put(place, self._watch(place, _FrontEnd(left.name, left, time.monotonic())))
+                self.on_serving(left.name)  # if it does not, it ends by itself, or is silent
+        pauses = OwnPauses(2 * LOOK_SECONDS)
         while not self._is_ending:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), LOOK_SECONDS)
             if self._failed.is_set():
                 await self.stop()
                 raise EngineDead("front ends end before they serve; see their log lines above")
-            self._kill_silent()
+            if pauses.look(time.monotonic()):  # else what they said meanwhile is to be read first
+                self._kill_silent()
         await asyncio.gather(*(each.ended.wait() for each in self._by_name.values()))
 
     def _kill_silent(self) -> None:
@@ -99,14 +110,21 @@ class FrontEnds:
                 each.process.kill()
 
     def _start(self, place: int) -> _FrontEnd:
-        name = f"front-end-{place}.{self._num_started}"
-        self._num_started += 1
+        name = f"{_PLACE}{place}.{secrets.token_hex(4)}"
         process = self._make(name)
         with sigint_ignored():
             process.start()
-        started = self._by_name[name] = _FrontEnd(name, process, time.monotonic())
-        asyncio.get_running_loop().add_reader(process.sentinel, self._on_end, place, started)
+        return self._watch(place, _FrontEnd(name, process, time.monotonic()))
+
+    def _watch(self, place: int, started: _FrontEnd) -> _FrontEnd:
+        self._by_name[started.name] = started
+        asyncio.get_running_loop().add_reader(started.process.sentinel, self._on_end, place, started)
         return started
+
+    def _put(self, place: int, front_end: _FrontEnd) -> None:
+        """Let a front end have a place."""
+        self._places[place] = front_end
+        self._roster.enter(f"{_PLACE}{place}", front_end.process.pid, front_end.name)
 
     def _on_end(self, place: int, ended: _FrontEnd) -> None:
         asyncio.get_running_loop().remove_reader(ended.process.sentinel)
@@ -123,7 +141,7 @@ class FrontEnds:
             self._failed.set()
             return
         logger.error("%s has ended (exit code %s) and is started again", ended.name, code)
-        self._places[place] = self._start(place)
+        self._put(place, self._start(place))
 
     def roll(self) -> None:
         """Begin to replace front ends one by one, each once its successor serves; one round at a time."""
@@ -142,7 +160,8 @@ class FrontEnds:
             if new.ended.is_set():
                 logger.error("%s has ended before it served: the others are not replaced", new.name)
                 return
-            old, self._places[place] = self._places[place], new
+            old = self._places[place]
+            self._put(place, new)
             old.is_told = True
             if not old.ended.is_set() and old.process.pid is not None:
                 os.kill(old.process.pid, signal.SIGHUP)

@@ -11,11 +11,12 @@ from typing import Any
 
 from onbeat.cluster import gate_messages as messages
 from onbeat.cluster.gate import Gate
+from onbeat.cluster.streams import not_resumed
 from onbeat.cluster.wire import Line
-from onbeat.core.errors import EngineDead
+from onbeat.core.errors import EngineDead, OnbeatError
 from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
-from onbeat.core.request import Adapter, Request
+from onbeat.core.request import Adapter, Request, RequestOutput
 from onbeat.engine.messages import AbortRequests, Fetched, Rejected
 from onbeat.metrics.merge import Snapshot
 from onbeat.metrics.slo_counts import EndedRequest
@@ -32,6 +33,10 @@ class GateClient:
     endpoint : of the keeper's wire.
     name : of this gate, which no other has.
     info : what is served.
+
+    Attributes
+    ----------
+    told : what another keeper is told again, by the number of what is open: verbs and their arguments.
     """
 
     def __init__(self, endpoint: str, name: str, info: EngineInfo) -> None:
@@ -40,7 +45,9 @@ class GateClient:
         self._status: messages.Status
         self._has_status = asyncio.Event()
         self._numbers = count()
-        self._wishes: dict[int, asyncio.Future[Any]] = {}
+        self._wishes: dict[int, tuple[messages.Wish, asyncio.Future[Any]]] = {}
+        self._asked: dict[str, messages.Ask] = {}
+        self.told: dict[int, list[tuple[str, dict[str, Any]]]] = {}
         self._line = Line(
             endpoint, name.encode(), decode=messages.decode_to_gate, on_message=self._on_message
         )
@@ -74,19 +81,52 @@ class GateClient:
         now = time.monotonic()
         match message:
             case messages.Delivered(made, outputs, replica):
+                self._note(made, outputs)
                 self.gate.deliver(made, outputs, replica)
             case messages.Status():
                 self._status = message
                 self.gate.hear(message.made - message.way, now)
                 self._has_status.set()
             case Rejected():
-                self.gate.refuse(message.request_id, message.error())
+                self._refuse(message.request_id, message.error())
+            case messages.Greet():
+                self._begin_again()
             case messages.Granted(number, error, answer):
-                if not (wish := self._wishes.pop(number)).cancelled():
+                _, wish = self._wishes.pop(number, (None, None))  # None: it was told again
+                if wish is not None and not wish.cancelled():
                     if error is None:
                         wish.set_result(answer)
                     else:
                         wish.set_exception(error.error())
+
+    def _note(self, now: float, outputs: list[RequestOutput]) -> None:
+        """Note how far requests are, so that another keeper can be asked for the rest."""
+        for output in outputs:
+            if (asked := self._asked.get(output.request_id)) is None:
+                continue
+            if output.finish_reason is not None:
+                del self._asked[output.request_id]
+            elif output.new_token_ids:
+                asked.token_ids += output.new_token_ids
+                asked.first_token_time = asked.first_token_time or now
+
+    def _refuse(self, request_id: str, error: OnbeatError) -> None:
+        self._asked.pop(request_id, None)
+        self.gate.refuse(request_id, error)
+
+    def _begin_again(self) -> None:
+        """Tell another keeper who is here, and what is open."""
+        adapters = self._status.adapters if self._has_status.is_set() else None
+        self._line.send(messages.Open(os.getpid(), adapters))
+        pending = [wish for wish, _ in self._wishes.values()]
+        again = [messages.Wish(next(self._numbers), *each) for told in self.told.values() for each in told]
+        for wish in again + pending:
+            self._line.send(wish)
+        for request_id, asked in list(self._asked.items()):
+            if asked.token_ids and not asked.request.resumes:
+                self._refuse(request_id, not_resumed())
+            else:
+                self._line.send(asked)
 
     # --- what its gate asks for, see `Keeper` -------------------------------------------------------------
 
@@ -95,9 +135,11 @@ class GateClient:
         return self._status.hashed_block_size
 
     def ask(self, request: Request, block_hashes: Sequence[bytes]) -> None:
-        self._line.send(messages.Ask(request, list(block_hashes)))
+        asked = self._asked[request.request_id] = messages.Ask(request, list(block_hashes))
+        self._line.send(asked)
 
     def abort(self, request_id: str) -> None:
+        self._asked.pop(request_id, None)
         self._line.send(AbortRequests([request_id]))
 
     def fetched(self, num_tokens: Mapping[str, int]) -> None:
@@ -153,9 +195,10 @@ class GateClient:
         OnbeatError : as the keeper does.
         """
         number = next(self._numbers)
-        wish = self._wishes[number] = asyncio.get_running_loop().create_future()
-        self._line.send(messages.Wish(number, verb, arguments))
-        return await wish
+        granted = asyncio.get_running_loop().create_future()
+        wish, _ = self._wishes[number] = messages.Wish(number, verb, arguments), granted
+        self._line.send(wish)
+        return await granted
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
         await self.wish("load_adapter", name=name, path=path, in_place=in_place)

@@ -109,6 +109,7 @@ class GateHost:
         self._client, self._front_ends, self._counts, self._on_ended = client, front_ends, counts, on_ended
         self._make_desk = make_desk
         self._gates: dict[bytes, RemoteGate] = {}
+        self._greeted: set[bytes] = set()
         self._ends: dict[bytes, int] = {}
         """Descriptors by which the ends of their processes are seen."""
         self._wire = Wire(
@@ -134,15 +135,18 @@ class GateHost:
 
     def _on_message(self, name: bytes, message: messages.ToKeeper) -> None:
         if isinstance(message, messages.Open):
-            self._greet(name, message.process_id)
+            self._greet(name, message)
             return
         if (gate := self._gates.get(name)) is None:
-            return  # it is gone; what it had asked for is aborted
+            if name not in self._greeted:  # another keeper had it; or it is gone, and hears nothing
+                self._greeted.add(name)
+                self._wire.send(name, messages.Greet())
+            return
         match message:
             case messages.Ask(request, block_hashes):
                 gate.requests.add(request.request_id)
                 gate.num_open += 1
-                self._client.ask(request, block_hashes, gate)
+                self._client.ask(message.rest, block_hashes, gate)
             case AbortRequests(request_ids):
                 for request_id in gate.requests.intersection(request_ids):
                     self._abort(gate, request_id)
@@ -173,14 +177,16 @@ class GateHost:
         gate.requests.discard(request_id)
         self._client.abort(request_id)
 
-    def _greet(self, name: bytes, process_id: int) -> None:
+    def _greet(self, name: bytes, message: messages.Open) -> None:
+        if message.adapters is not None:
+            self._client.controller.adapters.restore(message.adapters)
         self._gates[name] = gate = RemoteGate(
             lambda message: self._wire.send(name, message), self._make_desk()
         )
         self._client.streams.gates.append(gate)
         self._wire.send(name, self._status(gate))
         try:
-            self._ends[name] = end = os.pidfd_open(process_id)
+            self._ends[name] = end = os.pidfd_open(message.process_id)
         except ProcessLookupError:
             self._lose(name, "its process has ended")
             return

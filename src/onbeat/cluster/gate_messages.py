@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ class Open(msgspec.Struct, tag="open", array_like=True):
     """The first word of a gate."""
 
     process_id: int
+    adapters: dict[str, Adapter] | None = None
+    """That requests may ask for, where another keeper has said so."""
 
 
 class Serving(msgspec.Struct, tag="serving", array_like=True):
@@ -25,10 +28,19 @@ class Serving(msgspec.Struct, tag="serving", array_like=True):
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """Have a request served."""
+    """Have a request served, or the rest of it."""
 
     request: Request
     block_hashes: list[bytes]
+    token_ids: list[int] = []
+    """What its client has got of its output from other keepers."""
+    first_token_time: float | None = None
+
+    @property
+    def rest(self) -> Request:
+        """What is to be served."""
+        resumed = tuple(self.token_ids)
+        return replace(self.request, resumed_token_ids=resumed, first_token_time=self.first_token_time)
 
 
 class Wish(msgspec.Struct, tag="wish", array_like=True):
@@ -38,6 +50,10 @@ class Wish(msgspec.Struct, tag="wish", array_like=True):
     verb: str
     """What: a word that the keeper knows."""
     arguments: dict[str, Any]
+
+
+class Greet(msgspec.Struct, tag="greet", array_like=True):
+    """Say who you are, and ask again for what is open: another keeper begins, which knows of none of it."""
 
 
 class Delivered(msgspec.Struct, tag="delivered", array_like=True):
@@ -85,7 +101,7 @@ class Status(msgspec.Struct, tag="status", array_like=True, kw_only=True):
 
 
 ToKeeper = Open | Serving | Ask | AbortRequests | Fetched | Wish | Counted
-ToGate = Delivered | Rejected | Status | Granted
+ToGate = Greet | Delivered | Rejected | Status | Granted
 
 decode_to_keeper = msgspec.msgpack.Decoder(ToKeeper).decode
 decode_to_gate = msgspec.msgpack.Decoder(ToGate).decode

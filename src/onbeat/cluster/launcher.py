@@ -40,6 +40,8 @@ class ReplicaPlace:
 
     process_id: int
     host: str
+    name: bytes = b""
+    """By which it connects, where it ran before: another keeper started it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

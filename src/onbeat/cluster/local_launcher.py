@@ -17,8 +17,9 @@ from pathlib import Path
 
 from onbeat.cluster.launcher import OnLost, ReplicaBound, ReplicaPlace, ReplicaSpec
 from onbeat.cluster.processor_time import ProcessorTime, read_processor_time
+from onbeat.cluster.roster import LeftProcess, Roster, process_status
 from onbeat.core.errors import EngineDead
-from onbeat.core.fleet import ReplicaId
+from onbeat.core.fleet import ReplicaId, replica_number
 from onbeat.engine.container import host_memory, node_cores, private_bytes, usable_cores
 from onbeat.engine.process import run_engine_process
 
@@ -34,7 +35,7 @@ _KILLED_HINT = (
 
 @dataclass(slots=True)
 class _Started:
-    process: SpawnProcess
+    process: SpawnProcess | LeftProcess
     share: int
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -42,18 +43,27 @@ class _Started:
 class LocalLauncher:
     """Spawns a process for each life of a replica.
 
-    A process ends with the one that spawned it, also where that is killed.
+    A process ends with the one that spawned it, also where that is killed, or with the roster's guardian.
 
     Parameters
     ----------
     core_shares : the cores of each replica, which are handed out in turn; empty leaves them to the system.
     devices : a CUDA device for each replica, which no other gets while its process lives; empty leaves
         them to the engines.
+    roster : has those of a keeper before this one, which are used again; None: all end with this process.
     """
 
-    def __init__(self, core_shares: Sequence[Sequence[int]] = (), devices: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        core_shares: Sequence[Sequence[int]] = (),
+        devices: Sequence[str] = (),
+        roster: Roster | None = None,
+    ) -> None:
         self._core_shares = [tuple(share) for share in core_shares]
         self._devices = devices
+        self._roster = roster
+        self._left: list[ReplicaId] = []
+        """Those that may be there since before this process."""
         self._started: dict[tuple[ReplicaId, int], _Started] = {}
         self._on_lost: OnLost = lambda _replica, _life, _why: None
 
@@ -61,11 +71,23 @@ class LocalLauncher:
         self._on_lost = on_lost
 
     async def open(self, folder: Path) -> str:
+        if self._roster is not None:
+            self._left = self._roster.places("r")
+            for replica in self._left:
+                # a fleet begins with the first numbers
+                is_beyond = replica_number(replica) >= len(self._left)
+                if is_beyond and (left := self._roster.find(replica)) is not None:
+                    left.kill()
+                    self._roster.strike(replica)
         return f"ipc://{folder}/fleet"
 
     async def start(self, spec: ReplicaSpec) -> ReplicaPlace:
+        if self._roster is not None and spec.replica in self._left:
+            self._left.remove(spec.replica)
+            if (left := self._roster.find(spec.replica)) is not None:
+                return self._watch(spec, _Started(left, left.share), left.name)
         share = self._free_share(spec.replica)
-        link = spec.link
+        link = replace(spec.link, guardian=self._roster.guardian if self._roster else None)
         if self._core_shares:
             link = replace(link, cores=self._core_shares[share % len(self._core_shares)])
         if self._devices:
@@ -76,11 +98,16 @@ class LocalLauncher:
         )
         with sigint_ignored():
             process.start()
-        key = (spec.replica, spec.life)
-        self._started[key] = _Started(process, share)
+        if self._roster is not None:
+            self._roster.enter(spec.replica, process.pid, link.identity.decode(), share)
+        return self._watch(spec, _Started(process, share))
+
+    def _watch(self, spec: ReplicaSpec, started: _Started, name: str = "") -> ReplicaPlace:
+        key, process = (spec.replica, spec.life), started.process
+        self._started[key] = started
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_end, key)
         assert process.pid is not None
-        return ReplicaPlace(process_id=process.pid, host=socket.gethostname())
+        return ReplicaPlace(process_id=process.pid, host=socket.gethostname(), name=name.encode())
 
     def capacity(self) -> ReplicaBound:
         num_cores = usable_cores()
@@ -102,6 +129,8 @@ class LocalLauncher:
             started.process.kill()  # a stopped process hears nothing else
 
     async def wait(self, replica: ReplicaId, life: int, *, seconds: float) -> None:
+        if self._roster is not None:
+            self._roster.strike(replica)
         started = self._started.get((replica, life))
         if started is None:
             return
@@ -116,7 +145,7 @@ class LocalLauncher:
 
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         started = self._started.get((replica, life))
-        return started is not None and _process_state(started.process.pid) in ("T", "t")
+        return started is not None and process_status(started.process.pid)[:1] in (["T"], ["t"])
 
     def processor_time(self, replica: ReplicaId, life: int) -> ProcessorTime | None:
         started = self._started.get((replica, life))
@@ -193,10 +222,3 @@ def sigint_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-def _process_state(process_id: int | None) -> str:
-    """Return the letter by which the kernel tells what a process does; empty where there is none."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""

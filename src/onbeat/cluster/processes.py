@@ -136,8 +136,12 @@ class Processes:
                 fleet_key=b"" if door is None else door.public_key,
                 admits=partial(self._admit, life),
             )
-            life.place = await self._launcher.start(spec)
+            life.place = place = await self._launcher.start(spec)
             life.heard = time.monotonic()
+            if place.name:
+                del self.by_name[life.name]
+                life.name, life.is_greeted = place.name, False
+                self.by_name[life.name] = life
         except asyncio.CancelledError:
             self.kill(life)
             raise

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
-from onbeat.cluster.client import FleetClient
+from onbeat.cluster.client import FleetClient, Nursed
 from onbeat.cluster.controller import FleetController
 from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.cluster.launcher import Launcher, ReplicaNeeds
 from onbeat.cluster.local_launcher import LocalLauncher, share_cores
+from onbeat.cluster.roster import Roster
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaId, replica_number
 from onbeat.core.kinds import ReplicaGroup, as_settings, kind_of
@@ -126,6 +128,7 @@ def open_fleet(
     stack: ExitStack,
     *,
     on_progress: Callable[[str], None],
+    nursed: Nursed = Nursed(),  # noqa: B008 -- it does not change
 ) -> FleetClient:
     """Return the client of a fleet that has not been started.
 
@@ -135,6 +138,7 @@ def open_fleet(
     build : makes an engine in its process; can be pickled.
     stack : closes the record, if there is one.
     on_progress : called with one line of text at a time while engines start.
+    nursed : what one before this process has left.
 
     Raises
     ------
@@ -143,39 +147,47 @@ def open_fleet(
     """
     asked, policy = options.fleet, engine.limits.policy or DEFAULT_POLICY
     engine_of("r0", engine, asked.kinds)  # refuses kinds that the engines cannot be of
+    launcher = _launcher(options, engine, nursed.roster)
+    engine = share_machine(engine, options)
     router = asked.router_for(policy)
     on_decision = None
     is_many = asked.most_replicas > 1 or asked.autoscale is not None
     rules = asked.rules(max_wait_seconds=queue_seconds(policy, engine.limits.max_queue_seconds))
+    num_replicas = asked.first_replicas
+    if nursed.num_before and nursed.roster is not None:
+        num_replicas = len(nursed.roster.places("r")) or num_replicas
+        if engine.record is not None:
+            engine = replace(engine, record=Path(f"{engine.record}.k{nursed.num_before}"))
     if engine.record is not None and is_many:
         about = {**asdict(options), **asdict(asked), "router": router, "fleet": plain(rules)}
         on_decision = stack.enter_context(fleet_record(engine.record, about))
     fleet = Fleet(make_router(router), rules, on_decision=on_decision)
     controller = FleetController(
         fleet,
-        _launcher(options, engine),
-        partial(_build_of, engine=_shared(engine, options), build=build, is_many=is_many, kinds=asked.kinds),
+        launcher,
+        partial(_build_of, engine=engine, build=build, is_many=is_many, kinds=asked.kinds),
         start_timeout=options.start_timeout,
         on_progress=on_progress,
         moves_kv=options.kv_transport != "none",
     )
     return FleetClient(
         controller,
-        num_replicas=asked.first_replicas,
+        num_replicas=num_replicas,
         lora_modules=engine.lora_modules,
         bounds=asked.autoscale,
         hashes_prompts=router in ROUTERS_OF_PREFIXES,
+        nursed=nursed,
     )
 
 
-def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
+def _launcher(options: FleetOptions, engine: EngineConfig, roster: Roster | None) -> Launcher:
     is_idle = _computes_nothing(engine)
     if options.launcher == "local":
         if is_idle:
-            return LocalLauncher()
+            return LocalLauncher(roster=roster)
         num_replicas = options.fleet.most_replicas
         devices = share_devices(engine.device, num_replicas)
-        return LocalLauncher(share_cores(num_replicas, engine.threads), devices)
+        return LocalLauncher(share_cores(num_replicas, engine.threads), devices, roster)
     from onbeat.cluster.ray_launcher import RayLauncher
 
     return RayLauncher(
@@ -189,8 +201,8 @@ def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
     )
 
 
-def _shared(engine: EngineConfig, options: FleetOptions) -> EngineConfig:
-    """Return the configuration of one engine: of several on this machine each has its share."""
+def share_machine(engine: EngineConfig, options: FleetOptions) -> EngineConfig:
+    """Return the configuration of one engine: of several on this machine each has its share, once for all."""
     engine = replace(engine, reports_load=True, window_tokens=WINDOW_TOKENS)
     num_replicas = options.fleet.most_replicas
     if num_replicas == 1 or options.launcher != "local" or _computes_nothing(engine):
@@ -198,7 +210,7 @@ def _shared(engine: EngineConfig, options: FleetOptions) -> EngineConfig:
     return replace(
         engine,
         threads=engine.threads or max(usable_cores() // num_replicas, 1),
-        memory_share=MemoryShare(host_memory().num_bytes, num_replicas),
+        memory_share=engine.memory_share or MemoryShare(host_memory().num_bytes, num_replicas),
     )
 
 

@@ -179,13 +179,17 @@ def refusal(action: Refuse, open_request: OpenRequest) -> errors.OnbeatError:
                 reason="no_replica",
             )
         case "replica_lost":
-            return errors.EngineError(
-                "the engine process that had the request has ended, and the request was not to be resumed; "
-                "send it again"
-            )
+            return not_resumed()
     return errors.EngineError(
         f"{MOST_LIVES} replicas in a row ended while they had the request, before its next token; it may be "
         "the cause, and is not tried again"
+    )
+
+
+def not_resumed() -> errors.EngineError:
+    """Return why a request ends that does not go on elsewhere."""
+    return errors.EngineError(
+        "the process that had the request has ended, and the request was not to be resumed; send it again"
     )
 
 
@@ -225,7 +229,10 @@ class Streams:
         """
         if request.request_id in self.open:
             raise id_in_use(request.request_id)
-        self.open[request.request_id] = OpenRequest(request, gate)
+        open_request = self.open[request.request_id] = OpenRequest(request, gate)
+        if request.resumed_token_ids:  # another keeper had it
+            open_request.token_ids = list(request.resumed_token_ids)
+            open_request.first_token_time, open_request.num_sent = request.first_token_time, 1
 
     def end(self, request_id: str) -> None:
         """Forget a request; nothing happens where that is done."""

@@ -128,8 +128,10 @@ class CompilingRequests:
         self._compiling: dict[str, Future[Guide]] = {}
         """By key of the grammar."""
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    @property
+    def names(self) -> list[str]:
+        """Of the requests that wait."""
+        return list(self._waiting)
 
     def takes(self, message: AddRequest) -> bool:
         """Return whether a request has to wait here.

@@ -51,6 +51,10 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
     """Stop the loop; whatever is unfinished is dropped."""
 
 
+class Greet(msgspec.Struct, tag="greet", array_like=True):
+    """Drop all requests, and say once more who is there: another keeper begins, which knows of none."""
+
+
 class OpenKV(msgspec.Struct, tag="open-kv", array_like=True):
     """Let other engines copy KV, and copy theirs."""
 
@@ -190,7 +194,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
     """Requests that have been read so far: whoever sent more knows which of them did not arrive."""
 
 
-ToEngine = AddRequest | AbortRequests | Fetched | Shutdown | OpenKV | AskMove | LoadAdapter
+ToEngine = AddRequest | AbortRequests | Fetched | Shutdown | Greet | OpenKV | AskMove | LoadAdapter
 FromEngine = (
     Hello
     | Progress

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import socket as sockets
 import sys
@@ -68,9 +69,8 @@ class StepWait:
         on_wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.is_orphaned = False
-        self._inbox = inbox
+        self.inbox, self.on_wake = inbox, on_wake
         self._parent = parent
-        self._on_wake = on_wake
         self._bell, self._button = os.pipe()
         for end in (self._bell, self._button):
             os.set_blocking(end, False)
@@ -82,7 +82,7 @@ class StepWait:
 
     def for_message(self, seconds: float) -> bool:
         """Wait for a message, for a while at most, while no step runs; return whether there is one."""
-        return self._inbox in self._poll(seconds)
+        return self.inbox in self._poll(seconds)
 
     def until_done(self, step: Future[Any], read_inbox: Callable[[], None]) -> None:
         """Return once the step has ended, or the parent process.
@@ -95,7 +95,7 @@ class StepWait:
             return
         step.add_done_callback(lambda _: self.ring())
         while not (step.done() or self.is_orphaned):
-            if self._inbox in self._poll(WAKE_SECONDS):
+            if self.inbox in self._poll(WAKE_SECONDS):
                 read_inbox()
 
     def _poll(self, seconds: float) -> set[Any]:
@@ -104,7 +104,7 @@ class StepWait:
             os.read(self._bell, 64)  # perhaps of a step before, whose end was seen without it
         if self._parent in ready:
             self.is_orphaned = True
-        self._on_wake()
+        self.on_wake()
         return ready
 
     def close(self) -> None:
@@ -157,6 +157,16 @@ class EngineLink:
     """The CUDA device that it may use, as in `CUDA_VISIBLE_DEVICES`; None leaves it as it is."""
     leaves_on_sigterm: bool = False
     """Whether it asks to be drained on SIGTERM. Otherwise it ignores the signal."""
+    guardian: int | None = None
+    """The process that it ends with; None is the one that started it."""
+
+    def open_guardian(self) -> int | None:
+        """Return a descriptor that can be read once the process has ended that this one ends with."""
+        if self.guardian is not None:
+            return os.pidfd_open(self.guardian)
+        # Not getppid(): the parent may have died while the model was loaded.
+        parent = multiprocessing.parent_process()
+        return None if parent is None else parent.sentinel
 
 
 def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
@@ -185,6 +195,7 @@ def _say(socket: zmq.Socket[bytes], text: str) -> None:
 def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
     """Run an engine from its start to its end; return whether whoever it served is gone."""
     context = zmq.Context()
+    guardian = link.open_guardian()
     socket = _connect(context, link)
     socket.send(encode(messages.Hello(__version__)))
     try:
@@ -196,12 +207,13 @@ def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
         socket.send(encode(messages.StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
     else:
         with settled_memory():
-            socket.send(encode(messages.Ready(info, core.kv_layout)))
+            ready = messages.Ready(info, core.kv_layout)
+            socket.send(encode(ready))
             if info.generates:
                 core.grammars.warm_up()  # while whoever it serves has yet to hear that it is ready
-            _serve(core, socket, link)
+            _EngineLoop(core, StepWait(socket, parent=guardian), link, ready).serve()
     finally:
-        is_orphaned = (parent := multiprocessing.parent_process()) is not None and not parent.is_alive()
+        is_orphaned = guardian is not None and bool(select.select([guardian], [], [], 0)[0])
         context.destroy(linger=0 if is_orphaned else int(LINGER_SECONDS * 1000))
     return is_orphaned
 
@@ -230,47 +242,43 @@ def _own_address(endpoint: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _serve(core: EngineCore, socket: zmq.Socket[bytes], link: EngineLink) -> None:
-    """Serve until told to stop; an engine that can run no step any more says why and ends the process."""
-    loop = _EngineLoop(core, socket, address=_own_address(link.endpoint))
-    if link.leaves_on_sigterm:
-        signal.signal(signal.SIGTERM, loop.ask_to_leave)
-    try:
-        loop.run()
-    except EngineDead as error:
-        socket.send(encode(messages.Died(str(error))))
-        sys.exit(1)
-    finally:
-        core.shutdown()
-        loop.close()
-
-
 class _EngineLoop:
     """Launches steps, and takes messages while they run; sleeps on the inbox when there is nothing to run.
 
     A request is queued, refused or aborted when it comes, not when the step under way has ended.
     """
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], *, address: str) -> None:
-        self._core = core
-        self._address = address
-        self._socket = socket
+    def __init__(self, core: EngineCore, wait: StepWait, link: EngineLink, ready: messages.Ready) -> None:
+        self._core, self._wait, self._socket = core, wait, wait.inbox
+        wait.on_wake = self._beat
+        self._address = _own_address(link.endpoint)
+        self._ready = ready
         self._last_word = time.monotonic()
         self._num_taken = 0
         self._stopped = False
         self._wants_to_leave = False
-        # Not getppid(): the parent may have died while the model was loaded.
-        parent = multiprocessing.parent_process()
-        self._wait = StepWait(socket, parent=parent.sentinel if parent else None, on_wake=self._beat)
         self._compiling = CompilingRequests(core.grammars, self._wait.ring)
         self._moves = self._open_moves()
+        if link.leaves_on_sigterm:
+            signal.signal(signal.SIGTERM, self._ask_to_leave)
 
     def _open_moves(self) -> MoveAgent[KVSource]:
         return MoveAgent(
             self._core.kv, answer=lambda answer: self._say(messages.MoveAnswer(answer)), ring=self._wait.ring
         )
 
-    def run(self) -> None:
+    def serve(self) -> None:
+        """Serve until told to stop; an engine that can run no step any more says why and ends the process."""
+        try:
+            self._run()
+        except EngineDead as error:
+            self._say(messages.Died(str(error)))
+            sys.exit(1)
+        finally:
+            self._core.shutdown()
+            self._wait.close()
+
+    def _run(self) -> None:
         core = self._core
         self._send(core.take_load())
         while not (self._stopped or self._wait.is_orphaned):
@@ -297,11 +305,7 @@ class _EngineLoop:
                 self._send(core.collect())
                 self._moves.look()
 
-    def close(self) -> None:
-        """Let go of what a step under way might still use; call it when none runs any more."""
-        self._wait.close()
-
-    def ask_to_leave(self, _signal: int, _frame: FrameType | None) -> None:
+    def _ask_to_leave(self, _signal: int, _frame: FrameType | None) -> None:
         """Ask to be drained, at the next look around: a signal may come in the middle of a message."""
         self._wants_to_leave = True
 
@@ -324,24 +328,28 @@ class _EngineLoop:
         """Take every message that is there; say how many requests came, before one of them runs."""
         num_before = self._num_taken
         while (data := self._next_message()) is not None:
-            message = messages.decode_to_engine(data)
-            match message:
-                case messages.AddRequest():
-                    self._add(message)
-                case messages.AbortRequests():
-                    self._abort(message.request_ids)
-                case messages.Fetched():
-                    self._core.on_fetched(message.num_tokens)
-                case messages.AskMove():
-                    self._move(message.task)
-                case messages.OpenKV():
-                    self._open_kv(message)
-                case messages.LoadAdapter():
-                    self._load_adapter(message)
-                case messages.Shutdown():
-                    self._stopped = True
-        if self._num_taken > num_before:
+            self._take(messages.decode_to_engine(data))
+        if self._num_taken != num_before:
             self._say_alive()
+
+    def _take(self, message: messages.ToEngine) -> None:
+        match message:
+            case messages.AddRequest():
+                self._add(message)
+            case messages.AbortRequests():
+                self._abort(message.request_ids)
+            case messages.Fetched():
+                self._core.on_fetched(message.num_tokens)
+            case messages.AskMove():
+                self._move(message.task)
+            case messages.OpenKV():
+                self._open_kv(message)
+            case messages.LoadAdapter():
+                self._load_adapter(message)
+            case messages.Greet():
+                self._begin_again()
+            case messages.Shutdown():
+                self._stopped = True
 
     def _move(self, task: MoveTask[KVSource]) -> None:
         if task.request is not None:
@@ -349,6 +357,15 @@ class _EngineLoop:
         self._abort(self._moves.take(task))
         if task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
             self._send(self._core.take_load())  # no step may tell that there is room now
+
+    def _begin_again(self) -> None:
+        """Drop what a keeper that is gone had asked for, and tell the next one who is here."""
+        self._abort([*self._core.scheduler.begin_again(), *self._moves.leavers, *self._compiling.names])
+        self._moves = self._open_moves()
+        self._num_taken = 0
+        self._say(messages.Hello(__version__))
+        self._say(self._ready)
+        self._send(self._core.take_load())
 
     def _next_message(self) -> bytes | None:
         try:

@@ -80,20 +80,20 @@ class JobEnd(StrEnum):
 class JobReport:
     """How a job stands after a call."""
 
-    job_id: str
-    num_calls: int
+    job_id: str = ""
+    num_calls: int = 0
     """That have ended."""
-    elapsed: float
+    elapsed: float = 0.0
     """Seconds since its first call arrived."""
-    remaining: float
+    remaining: float = float("inf")
     """Seconds until its deadline; negative once that has passed."""
-    share: float | None
+    share: float | None = None
     """Seconds that the call had; None where it was best effort."""
-    in_calls: float
+    in_calls: float = 0.0
     """Seconds in which at least one call was open."""
-    replica: str | None
+    replica: str | None = None
     """That served the call; None where nobody says."""
-    moved: str | None
+    moved: str | None = None
     """Why that is another than served the call before it: `Placement.why`. None if it is the same."""
-    end: JobEnd | None
+    end: JobEnd | None = None
     """None while calls are to follow, or nobody said that none do."""

@@ -29,6 +29,10 @@ _CLOCK_STEP = 0.1
 """Seconds by which two clocks part if one was set anew, or the machine has slept."""
 
 
+Told = dict[int, list[tuple[str, dict[str, Any]]]]
+"""What has been told of what is open, by its number: verbs and their arguments."""
+
+
 class OpenedCall(msgspec.Struct):
     """A call of a job that was opened."""
 
@@ -107,29 +111,39 @@ class Desk:
         """Return what is left of a key's limits, as headers."""
         return list(self._books.meters[key].headers(self._books.clock()))
 
-    async def begin_key(self, key: str, num_bytes: int) -> int:
+    async def begin_key(self, key: str, num_bytes: int, number: int | None = None) -> int:
         """Begin a request of a key by the length of its body; see `KeyAllowance`."""
         allowance = KeyAllowance(self._books.meters[key], num_bytes, self._books.clock)
-        number = next(self._numbers)
+        number = next(self._numbers) if number is None else number
         self._keys[number] = allowance
         return number
 
     async def take_body(self, number: int, num_bytes: int) -> None:
-        """See `KeyAllowance.take_body`."""
-        self._keys[number].take_body(num_bytes)
+        """See `KeyAllowance.take_body`; what another keeper began, and this one refused, takes nothing."""
+        if number in self._keys:
+            self._keys[number].take_body(num_bytes)
 
     async def take_answers(
         self, number: int, num_prompt_tokens: int, max_tokens: Sequence[int], *, is_stated: bool
     ) -> None:
         """See `KeyAllowance.take_answers`."""
-        self._keys[number].take_answers(num_prompt_tokens, max_tokens, is_stated=is_stated)
+        if number in self._keys:
+            self._keys[number].take_answers(num_prompt_tokens, max_tokens, is_stated=is_stated)
 
     def end_key(self, number: int, status: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """See `KeyAllowance.end`."""
-        self._keys.pop(number).end(status, num_prompt_tokens, num_output_tokens)
+        if number in self._keys:
+            self._keys.pop(number).end(status, num_prompt_tokens, num_output_tokens)
 
     async def open_call(
-        self, call: JobCall, arrival: float, num_prompt_tokens: int, max_tokens: int, *, refuses: bool
+        self,
+        call: JobCall,
+        arrival: float,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        *,
+        refuses: bool,
+        number: int | None = None,
     ) -> OpenedCall:
         """Open a call of a job; see `JobTable.open`. Its deadline is in seconds since 1970.
 
@@ -151,7 +165,7 @@ class Desk:
             raise job_unattainable(error) from error
         finally:
             books.job_counts.num_open = len(books.table)
-        number = next(self._numbers)
+        number = next(self._numbers) if number is None else number
         self._calls[number] = opened
         return OpenedCall(number, opened.share)
 
@@ -165,6 +179,8 @@ class Desk:
 
     def _close_call(self, number: int, end: CallEnd) -> JobReport:
         table = self._books.table
+        if number not in self._calls:
+            return JobReport()  # of a call that another keeper opened, and this one refused
         try:
             return table.close(
                 self._calls.pop(number),
@@ -198,27 +214,33 @@ def _plain(value: Any) -> Any:
 
 
 _VERBS = frozenset(name for kind in (Desk, AnswerShelf) for name in vars(kind) if name[0] != "_")
+_OPENING = ("begin_key", "open_call", "take_body", "take_answers")
+_CLOSING = ("end_key", "close_call", "fail_call")
 _LOST = 500
 """The status of an answer that was lost with its front end."""
 
 
-def remote_desk(wish: Callable[..., Awaitable[Any]], tell_counts: Callable[[], None]) -> Desk:
+def remote_desk(wish: Callable[..., Awaitable[Any]], tell_counts: Callable[[], None], told: Told) -> Desk:
     """Return what calls a desk in another process.
 
     Parameters
     ----------
     wish : has `Desk.answer` called there, with a verb and named arguments.
     tell_counts : tells what is counted here, before all numbers are shown.
+    told : takes what another keeper is to be told again, by the number of what is open.
     """
-    return cast(Desk, _RemoteDesk(wish, tell_counts))
+    return cast(Desk, _RemoteDesk(wish, tell_counts, told))
 
 
 class _RemoteDesk:
     """Has the methods of a `Desk` and its shelf. Those that return nothing to await are not waited for."""
 
-    def __init__(self, wish: Callable[..., Awaitable[Any]], tell_counts: Callable[[], None]) -> None:
+    def __init__(
+        self, wish: Callable[..., Awaitable[Any]], tell_counts: Callable[[], None], told: Told
+    ) -> None:
         self._wish, self._tell_counts, self.answers = wish, tell_counts, self
-        self._told: set[asyncio.Future[Any]] = set()
+        self._told, self._numbers = told, count()
+        self._telling: set[asyncio.Future[Any]] = set()
 
     async def show(self, what: str) -> bytes:
         self._tell_counts()
@@ -232,7 +254,14 @@ class _RemoteDesk:
         async def ask(*values: Any, **named: Any) -> Any:
             arguments = signature.bind(self, *values, **named).arguments
             del arguments["self"]
-            answer = await self._wish(verb, **_plain(arguments))
+            if verb in ("begin_key", "open_call"):
+                arguments["number"] = next(self._numbers)
+            arguments = _plain(arguments)
+            answer = await self._wish(verb, **arguments)
+            if verb in _CLOSING:
+                self._told.pop(arguments["number"], None)
+            elif verb in _OPENING and "error" not in answer:
+                self._told.setdefault(arguments["number"], []).append((verb, arguments))
             if "error" in answer:
                 status, message, code, param, headers, details = answer["error"]
                 raise ApiError(status, message, code=code, param=param, headers=headers, details=details)
@@ -240,7 +269,7 @@ class _RemoteDesk:
 
         def tell(*values: Any, **named: Any) -> None:
             task = asyncio.ensure_future(ask(*values, **named))
-            self._told.add(task)
-            task.add_done_callback(self._told.discard)
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
         return ask if inspect.iscoroutinefunction(method) else tell

@@ -14,9 +14,12 @@ from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingPa
 from onbeat.core.step import StepOutputs
 from onbeat.engine import process
 from onbeat.engine.grammar_port import GrammarPort
-from onbeat.engine.messages import AddRequest, AskMove, Shutdown, Stepped, decode_from_engine, encode
+from onbeat.engine.messages import AddRequest, AskMove, Ready, Shutdown, Stepped, decode_from_engine, encode
+from onbeat.engine.process import EngineLink, StepWait
 from onbeat.text.grammar.compiler import GrammarCompiler
 from onbeat.text.grammar.source import choice_grammar
+
+LINK, READY = EngineLink(endpoint=""), Ready(None, None)  # type: ignore[arg-type]
 
 
 class IdleCore:
@@ -43,6 +46,9 @@ class IdleCore:
     def launch(self) -> bool:
         return False
 
+    def shutdown(self) -> None:
+        """It holds nothing."""
+
     def pulse(self) -> EnginePulse:
         return EnginePulse(0.0)
 
@@ -64,12 +70,11 @@ def test_blocks_are_checked_while_nobody_waits_for_an_answer(
 
         for number in range(asks):
             fleet.send(encode(AskMove(MoveTask(f"m{number}", MoveVerb.HOLD, "a"))))
-        loop = process._EngineLoop(IdleCore(check), inbox, address="")  # type: ignore[arg-type]
+        loop = process._EngineLoop(IdleCore(check), StepWait(inbox), LINK, READY)  # type: ignore[arg-type]
         if asks:
             assert inbox.poll(5000), "they have come"
             fleet.send(encode(Shutdown()))
-        loop.run()
-        loop.close()
+        loop.serve()
         answers = [decode_from_engine(fleet.recv()) for _ in range(asks)]
     assert [(each.answer.move, each.answer.ok) for each in answers] == [
         (f"m{number}", False) for number in range(asks)
@@ -115,7 +120,7 @@ def test_a_request_that_cannot_be_taken_fails_alone(tmp_path, caplog) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as fleet, context.socket(zmq.DEALER) as inbox:
         fleet.bind(f"ipc://{tmp_path}/socket")
         inbox.connect(f"ipc://{tmp_path}/socket")
-        loop = process._EngineLoop(core, inbox, address="")  # type: ignore[arg-type]
+        loop = process._EngineLoop(core, StepWait(inbox), LINK, READY)  # type: ignore[arg-type]
         for name, sampling in (
             ("no-tokenizer", SamplingParams(grammar=choice_grammar(["a"]))),
             ("panic", SamplingParams(grammar=choice_grammar(["b"]))),
@@ -136,14 +141,14 @@ def test_a_request_that_cannot_be_taken_fails_alone(tmp_path, caplog) -> None:
             )
         ends: dict[str, RequestOutput] = {}
         while len(ends) < 3:
-            assert loop._compiling or inbox.poll(5000), "a request is lost"
+            assert loop._compiling.names or inbox.poll(5000), "a request is lost"
             loop._read_inbox()
             loop._add_compiled()
             while fleet.poll(50):
                 message = decode_from_engine(fleet.recv())
                 if isinstance(message, Stepped):
                     ends |= {each.request_id: each for each in message.outputs.outputs}
-        loop.close()
+        loop._wait.close()
     port.close()
     assert core.taken == ["plain"]
     assert core.aborted == ["odd", "no-tokenizer", "panic"]

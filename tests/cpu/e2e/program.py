@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,15 @@ class ServerProgram:
 
     @property
     def engine_pids(self) -> list[int]:
-        """The process ids of the engines; the server's other child is multiprocessing's own helper."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in children if _is_engine(child)]
+        """The process ids of the engines and front ends, whoever has started them."""
+        return [
+            pid for keeper in (self.process.pid, *self.keepers) for pid in _children(keeper, "spawn_main")
+        ]
+
+    @property
+    def keepers(self) -> list[int]:
+        """The process id of the keeper, where the program itself only looks after it."""
+        return _children(self.process.pid, "onbeat.cli.main")
 
     def example(self) -> str:
         """Return the command that the ready line tells to try."""
@@ -108,11 +113,15 @@ class ServerProgram:
         return read_metrics(httpx.get(f"{self.url}/metrics").text)
 
 
-def _is_engine(process_id: str) -> bool:
-    try:
-        return b"spawn_main" in Path(f"/proc/{process_id}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def _children(pid: int, what: str) -> list[int]:
+    """Return the children of a process that were started with these words; multiprocessing has its own."""
+    found = []
+    with suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with suppress(OSError):
+                if what.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+    return found
 
 
 def read_metrics(text: str) -> dict[str, float]:

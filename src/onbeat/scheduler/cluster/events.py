@@ -49,6 +49,7 @@ class RoutingRequest:
             block_hashes,
             num_prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens if request.pooling is None else 0,
+            num_output_tokens=len(request.resumed_token_ids),
             arrival=request.arrival,
             slo=request.slo,
             resumes=request.resumes,

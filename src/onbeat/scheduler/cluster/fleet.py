@@ -166,7 +166,8 @@ class Fleet:
         return "prefill" if self._members.is_prefill(replica) else "decode"
 
     def _on_arrival(self, event: events.Arrived, now: float) -> None:
-        open_request = RoutedRequest(event.request)
+        num_tokens = event.request.num_output_tokens
+        open_request = RoutedRequest(event.request, num_output_tokens=num_tokens, is_kept=num_tokens > 0)
         request_id = event.request.request_id
         assert request_id not in self._members.open, f"{request_id} arrives twice"
         self._members.open[request_id] = open_request

@@ -117,6 +117,11 @@ class MoveAgent(Generic[LentT]):
         self._awaited: dict[str, MoveTask[LentT]] = {}
         """Request whose prompt is being computed -> what is asked for once there is more of it."""
 
+    @property
+    def leavers(self) -> list[str]:
+        """Requests that leave the batch, or have left it."""
+        return list(self._leavers)
+
     def take(self, task: MoveTask[LentT]) -> list[str]:
         """Do a step of a move; return the requests that are to be dropped."""
         port = self._port

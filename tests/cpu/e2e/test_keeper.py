@@ -1,0 +1,155 @@
+"""The keeper of several front ends, and who looks after it: what dies with either, and what goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import httpx
+import pytest
+
+from tests.cpu.e2e.program import ServerProgram, is_running, serving, starting
+from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, replicas, text_of
+from tests.cpu.e2e.test_front_ends import front_ends, streams_on_both
+from tests.waiting import wait_for
+
+FLAGS = ("smollm2-135m-instruct", *STAND_IN_FLAGS, "--front-ends", "2", "--replicas", "2")
+ASKED = {"max_tokens": 2500, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProgram]:
+    with serving(*FLAGS) as program:
+        yield program
+
+
+@pytest.fixture(scope="module")
+def whole(server: ServerProgram) -> str:
+    """The text that nothing has disturbed."""
+    return text_of(Stream(server.url, **ASKED).end(60))
+
+
+def replace_keeper(server: ServerProgram, end: Callable[[int], None]) -> None:
+    """End the keeper in some way, and wait until another one serves."""
+    [keeper] = server.keepers
+    num_lines = len(server.lines)
+    end(keeper)
+    wait_for(lambda: any("another goes on" in line for line in server.lines[num_lines:]), 30)
+    [other] = server.keepers
+    assert other != keeper
+
+
+def goes_on(stream: Stream, num_events: int) -> bool:
+    return len(stream.events) > num_events or stream.error is not None
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def stop_for_a_second(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_streams_outlive_the_keeper(server: ServerProgram, whole: str) -> None:
+    before = {each["replica"]: each["process_id"] for each in replicas(server)}
+    gates = front_ends(server)
+    streams = streams_on_both(server, **ASKED)
+    for _ in range(2):
+        num_events = [len(stream.events) for stream in streams]
+        replace_keeper(server, kill)
+        for stream, num in zip(streams, num_events, strict=True):
+            wait_for(partial(goes_on, stream, num))
+    for stream in streams:
+        events = stream.end(60)
+        assert text_of(events) == whole
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+    wait_for(lambda: all(each["state"] == "ready" for each in replicas(server)), 30)
+    assert {each["replica"]: each["process_id"] for each in replicas(server)} == before
+    assert set(front_ends(server)) == set(gates)
+    wait_for(lambda: not any(each["num_outstanding"] for each in replicas(server)))
+
+
+def test_requests_that_come_while_there_is_no_keeper_are_served(server: ServerProgram, whole: str) -> None:
+    [keeper] = server.keepers
+    os.kill(keeper, signal.SIGSTOP)  # or a quick machine has another before they are asked
+    with ThreadPoolExecutor(8) as pool:
+        asked = {"prompt": "a", "ignore_eos": True, **ASKED}
+        answers = [
+            pool.submit(httpx.post, f"{server.url}/v1/completions", json=asked, timeout=60) for _ in range(8)
+        ]
+        time.sleep(0.3)
+        replace_keeper(server, kill)
+        for answer in answers:
+            assert answer.result().json()["choices"][0]["text"] == whole
+
+
+def test_a_keeper_that_stands_still_for_a_second_loses_nothing(server: ServerProgram, whole: str) -> None:
+    [keeper] = server.keepers
+    gates = front_ends(server)
+    streams = streams_on_both(server, **ASKED)
+    stop_for_a_second(keeper)
+    for stream in streams:
+        assert text_of(stream.end(60)) == whole
+    assert server.keepers == [keeper]
+    assert set(front_ends(server)) == set(gates)
+
+
+def test_a_front_end_and_the_keeper_die_at_once(server: ServerProgram, whole: str) -> None:
+    streams = streams_on_both(server, **ASKED)
+    victim = front_ends(server)[0]
+
+    def kill_both(keeper: int) -> None:
+        kill(victim)
+        kill(keeper)
+
+    replace_keeper(server, kill_both)
+    num_whole = 0
+    for stream in streams:
+        stream._thread.join(60)
+        if stream.error is None and stream.events[-1] == b"[DONE]":
+            assert text_of(stream.end()) == whole
+            num_whole += 1
+    assert 0 < num_whole < len(streams)
+    wait_for(lambda: len(set(front_ends(server)) - {victim}) == 2, 30)
+    wait_for(lambda: not any(each["num_outstanding"] for each in replicas(server)), 30)
+
+
+def test_an_engine_and_the_keeper_die_at_once(server: ServerProgram, whole: str) -> None:
+    streams = streams_on_both(server, **ASKED)
+    victim = replicas(server)[0]["process_id"]
+
+    def kill_both(keeper: int) -> None:
+        kill(victim)
+        kill(keeper)
+
+    replace_keeper(server, kill_both)
+    for stream in streams:
+        assert text_of(stream.end(60)) == whole
+    wait_for(lambda: [each["state"] for each in replicas(server)] == ["ready", "ready"], 60)
+    assert victim not in [each["process_id"] for each in replicas(server)]
+
+
+def test_a_keeper_killed_before_it_serves_is_followed_by_one_that_does() -> None:
+    with starting(*FLAGS) as server:
+        wait_for(lambda: server.keepers and server.engine_pids, 60)
+        kill(server.keepers[0])
+        server.wait_until_ready()
+        assert [each["state"] for each in replicas(server)] == ["ready", "ready"]
+        Stream(server.url, max_tokens=20).end(60)
+        server.send_signal(signal.SIGTERM)
+        assert server.exit_code(30) == 0
+
+
+def test_all_end_with_who_looks_after_the_keeper() -> None:
+    with serving(*FLAGS) as server:
+        processes = [*server.keepers, *server.engine_pids]
+        assert len(processes) == 5
+        kill(server.process.pid)
+        wait_for(lambda: not any(map(is_running, processes)), 30)
