@@ -79,6 +79,9 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ABORT_SECONDS = 2.0
 """What requests that are aborted get to tell their clients."""
 
+_FIRST_REQUEST_SECONDS = 1.0
+"""Whoever has connected to a server that leaves is about to ask, and is not to be turned away."""
+
 _READ_SECONDS = 3.0
 """What clients get to read the rest of their answers, once all have been made."""
 
@@ -334,13 +337,17 @@ class _Stopper:
         if self._drain is None:
             for listening in self._server.servers:
                 listening.close()
-            for connection in list(self._server.server_state.connections):
-                connection.shutdown()  # those that are idle; the others with their answers
-            self._drain = asyncio.create_task(self._stop_when_idle())
+            self._drain = asyncio.create_task(self._leave())
 
     async def close(self) -> None:
         if self._drain is not None:
             await self._drain
+
+    async def _leave(self) -> None:
+        await asyncio.sleep(_FIRST_REQUEST_SECONDS)
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()  # those that are idle; the others with their answers
+        await self._stop_when_idle()
 
     async def _stop_when_idle(self) -> None:
         idle = asyncio.create_task(self._lifecycle.idle.wait())
