@@ -295,7 +295,7 @@ def front_end(kept: Books) -> tuple[Desk, AnswerShelf]:
     async def wish(verb: str, **arguments: Any) -> Any:
         return on_the_wire(await desk.answer(verb, on_the_wire(arguments)))
 
-    return desk, remote_desk(wish, lambda: None).answers
+    return desk, remote_desk(wish, lambda: None, {}).answers
 
 
 def answer(response: bytes = b"{}", *, is_running: bool = False) -> KeptAnswer:
