@@ -379,7 +379,7 @@ def test_a_quantized_vocabulary_is_packed_in_pieces(
             return get(rows)
 
         object.__setattr__(weight, "read", watch)
-    monkeypatch.setattr(packing, "_VOCABULARY_ROWS", 32)
+    monkeypatch.setattr(packing, "_PIECE_NUMBERS", 32 * SIZES["hidden_size"])
     weights = pack(native_library, checkpoint, quantization="auto")
     assert set(read) == {32}
     for matrix, rows in zip((weights.lm_head, weights.embedding), expected, strict=True):

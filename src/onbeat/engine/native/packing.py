@@ -161,8 +161,9 @@ NO_ORDERS: Mapping[str, IntArray] = MappingProxyType({})
 INTERLEAVED_ROWS = 16
 """Rows of the gate, then as many of the up projection: what one product of the kernel needs of both."""
 
-_VOCABULARY_ROWS = 2048
-"""Of the largest matrices, which are packed piece by piece: whole, they would take as much again."""
+_PIECE_NUMBERS = 1 << 21
+"""Of the largest matrices, which are packed piece by piece: whole, they would take as much again, in fresh
+memory, which takes twice as long to make numbers in."""
 
 
 class MatrixPart(NamedTuple):
@@ -357,10 +358,7 @@ class WeightPacker:
             raise ModelLoadError(f"{', '.join(names)}: {error}{cure}") from error
 
     def _pack_part(self, matrix: PackedMatrix, part: MatrixPart) -> bool:
-        num_rows = len(part.to_outputs)
-        step = _VOCABULARY_ROWS if part.name in LOOKED_UP else num_rows
-        pieces = [slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
-        quantized = None
+        quantized, pieces = None, self._pieces(part.name)
         if matrix.layout != self._layouts.plain:
             quantized = self._layouts.quantized_rows(part.name)
         if quantized is not None:
@@ -378,6 +376,15 @@ class WeightPacker:
             if not self._pack_numbers(matrix, values, part.to_outputs[rows]):
                 return False
         return True
+
+    def _pieces(self, name: str) -> list[slice]:
+        """Return rows of a parameter that are read at once."""
+        num_rows, num_inputs = self._shapes[name]
+        is_plain_mlp = ".mlp." in name and self._checkpoint.quantized_rows(name) is None
+        step = num_rows
+        if is_plain_mlp or name in LOOKED_UP:
+            step = max(_PIECE_NUMBERS // num_inputs // 32, 1) * 32
+        return [slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
 
     def _pack_padding(self, matrix: PackedMatrix, parts: Sequence[MatrixPart]) -> bool:
         """Write zeros to the rows that no part has."""

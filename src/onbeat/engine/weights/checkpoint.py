@@ -69,7 +69,8 @@ class Checkpoint(ABC):
 
         Parameters
         ----------
-        rows : which of it. Those of a vocabulary alone are read apart; they begin at an even number.
+        rows : which of it. Those of a vocabulary or a feed-forward alone are read apart; they begin at an
+            even number.
 
         Raises
         ------
