@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 18
+#define OB_ABI_VERSION 19
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -185,8 +185,8 @@ typedef struct {
     int32_t num_tables;      /* block tables of a request, one of each group */
     int32_t gates_attention; /* not 0: what attention mixes is multiplied by a sigmoid */
     /* Of linear attention; 0 where no layer has it. States are kept for lines 0 to `num_slots` - 1 of the block tables;
-     * slots behind those of all lines are for `kept_slots`. */
-    int32_t num_slots, key_heads, value_heads, key_dim, value_dim, conv_width;
+     * slots behind those of all lines are for `kept_slots`. A state has room for `most_drafts` tokens not taken in. */
+    int32_t num_slots, most_drafts, key_heads, value_heads, key_dim, value_dim, conv_width;
     int32_t alternates_values; /* not 0: the first value head of each key head comes first, then the second of each */
     int32_t layer_input_size;  /* numbers that a token has for each layer beside the residual; 0: none */
     int32_t normalizes_experts; /* not 0: shares of a token's experts sum up to 1; else they are parts of all's */
@@ -241,6 +241,8 @@ typedef struct {
     const int64_t* kept_rows;     /* of each, its row */
     const int64_t* kept_tokens;   /* after how many of the row's tokens of this step, rising in a row */
     const int64_t* kept_slots;    /* where, of the states; no row's own */
+    const int64_t* pending;       /* [R] or NULL: tokens before a row's own that its state did not take in, and does now */
+    const int64_t* untaken;       /* [R] or NULL: of these and its own, the last ones, which may be rejected: not taken in */
     double seconds;               /* written: how long the step took */
 } ob_step;
 

@@ -131,6 +131,7 @@ std::string fault_of(const ob_model& model) {
             model.conv_width < 2 || values % kInputMultiple) {
             return "a size of linear attention is out of its range";
         }
+        if (model.most_drafts < 0 || model.most_drafts > kDeltaTokens) return "more drafts than linear attention takes";
         if (model.num_slots < 1 || !count_state_bytes(model, state_bytes)) return "no number of states";
     }
     const auto suits = [&](const ob_matrix* matrix, int64_t outputs, int64_t inputs) {
@@ -201,7 +202,12 @@ bool is_well_formed(const ob_model& model, const ob_step& step) {
         if (step.query_lens[row] < 1 || step.query_lens[row] > step.num_tokens - num_tokens) return false;
         if (context < step.query_lens[row] || context > kMostTokens) return false;
         if (step.slots[row] < 0 || step.slots[row] >= step.num_block_tables / model.num_tables) return false;
-        if (model.num_state_layers > 0 && step.slots[row] >= model.num_slots) return false;
+        const int64_t pending = number_of(step.pending, row), untaken = number_of(step.untaken, row);
+        if (model.num_state_layers > 0 &&
+            (step.slots[row] >= model.num_slots || pending < 0 || untaken < 0 || pending > context - step.query_lens[row] ||
+             pending > model.most_drafts || untaken > model.most_drafts || untaken > pending + step.query_lens[row])) {
+            return false;
+        }
         const int64_t blocks = (context + model.block_size - 1) / model.block_size;
         if (blocks > step.block_table_stride) return false;
         for (int64_t table = 0; table < model.num_tables; ++table) {
@@ -216,7 +222,8 @@ bool is_well_formed(const ob_model& model, const ob_step& step) {
     for (int64_t index = 0; index < step.num_kept; ++index) {
         const int64_t row = step.kept_rows[index], slot = step.kept_slots[index];
         if (row < 0 || row >= step.num_rows || slot < 0 || slot >= model.num_slots) return false;
-        if (step.kept_tokens[index] < 1 || step.kept_tokens[index] > step.query_lens[row]) return false;
+        const int64_t taken = step.query_lens[row] - number_of(step.untaken, row);
+        if (step.kept_tokens[index] < 1 || step.kept_tokens[index] > taken) return false;
     }
     for (int64_t token = 0; token < num_tokens; ++token) {
         if (step.token_ids[token] < 0 || step.token_ids[token] >= model.vocab_size) return false;

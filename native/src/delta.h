@@ -8,6 +8,9 @@
 // Few tokens after one another meet a column together, so that it is read and written once for all of them: what each one
 // changes depends on those before it by a triangular system (Yang et al., "Parallelizing Linear Transformers with the Delta
 // Rule", 2024). Larger ones, of whole chunks, would take more products: 1.2 times as many with 64 tokens and heads of 128.
+//
+// Tokens that may be rejected meet a copy of a few columns at a time, which is thrown away. What they put in lies behind the
+// matrices, [drafts, `count_delta_inputs`], until a step knows how many were accepted: it begins with these.
 #pragma once
 
 #include "rows.h"
@@ -37,6 +40,7 @@ public:
           keys_of_(queries_of_ + kDeltaTokens * model_.key_dim),
           values_of_(keys_of_ + kDeltaTokens * model_.key_dim),
           mixed_of_(values_of_ + kDeltaTokens * padded_values(model_)),
+          columns_of_(mixed_of_ + kDeltaTokens * padded_values(model_)),
           // Sums of more than a token come to other digits than one by one.
           group_(model_.batch_invariant ? 1 : kDeltaGroup) {}
 
@@ -53,11 +57,12 @@ private:
     void run(const DeltaItem& item) {
         const ob_step& step = *context_.step;
         float* state = state_of(step.slots[item.row]);
-        const int64_t count = step.query_lens[item.row];
+        const int64_t count = step.query_lens[item.row], taken = count - number_of(step.untaken, item.row);
         if (step.context_lens[item.row] == count) forget(item.key_head, state);
+        pending_ = number_of(step.pending, item.row);
         int64_t kept = next_kept(item, 0);
-        for (int64_t first = 0, end; first < count; first = end) {
-            const int64_t stop = kept < step.num_kept ? step.kept_tokens[kept] : count;
+        for (int64_t first = -pending_, end; first < count; first = end) {
+            const int64_t stop = kept < step.num_kept ? step.kept_tokens[kept] : first < taken ? taken : count;
             end = stop < first + kDeltaTokens ? stop : first + kDeltaTokens;
             const Range tokens = {first, end};
             for (int64_t token = tokens.first; token < tokens.end; ++token) {
@@ -70,7 +75,7 @@ private:
                 find_products(token - first);
             }
             for (int64_t shared = 0; shared < num_shared_; ++shared)
-                run_head(item, state, tokens, value_head(item.key_head, shared));
+                run_head(item, state, tokens, value_head(item.key_head, shared), first < taken);
             if (kept < step.num_kept && end == stop) {
                 float* to = state_of(step.kept_slots[kept]);
                 keep_inputs(item, state, end, to);
@@ -80,7 +85,8 @@ private:
                 kept = next_kept(item, kept + 1);
             }
         }
-        keep_inputs(item, state, count, state);
+        keep_inputs(item, state, taken, state);
+        for (int64_t token = taken; token < count; ++token) keep_draft(item, state, token, draft(state, token - taken));
     }
 
     float* state_of(int64_t slot) const {
@@ -107,8 +113,18 @@ private:
         return context_.qkv + (item.first_token + token) * context_.qkv_stride;
     }
     // What a token of the row put into the convolution; one before the step's first is in the state.
-    const float* input(const DeltaItem& item, const float* state, int64_t token) const {
-        return token < 0 ? state + (model_.conv_width - 1 + token) * conv_size_ : projected(item, token);
+    const float* input(const DeltaItem& item, float* state, int64_t token) const {
+        const int64_t index = pending_ + token;
+        if (token >= 0) return projected(item, token);
+        return index < 0 ? state + (model_.conv_width - 1 + index) * conv_size_ : draft(state, index);
+    }
+    // A token's gates: beta of each value head, then what its decay is of.
+    const float* gates_of(const DeltaItem& item, float* state, int64_t token) const {
+        const int64_t values = (int64_t)model_.value_heads * model_.value_dim;
+        return input(item, state, token) + conv_size_ + (token < 0 ? 0 : values);
+    }
+    float* draft(float* state, int64_t index) const {
+        return state + count_memory(model_) + index * count_delta_inputs(model_);
     }
     float* memory(float* state, int64_t head) const {
         return state + (model_.conv_width - 1) * conv_size_ + head * model_.key_dim * padded_values(model_);
@@ -130,16 +146,28 @@ private:
         each_value_head(key_head, [&](int64_t head) { memset(memory(state, head), 0, memory_bytes()); });
     }
 
-    void keep_inputs(const DeltaItem& item, const float* state, int64_t count, float* to) const {
+    void keep_draft(const DeltaItem& item, float* state, int64_t token, float* to) const {
+        const float* from = input(item, state, token);
+        each_part(item.key_head, [&](int64_t column, int64_t width) {
+            memmove(to + column, from + column, width * sizeof(float));
+        });
+        for (int64_t gate = 0; gate < 2; ++gate)
+            each_value_head(item.key_head, [&](int64_t head) {
+                const int64_t at = gate * model_.value_heads + head;
+                to[conv_size_ + at] = gates_of(item, state, token)[at];
+            });
+    }
+
+    void keep_inputs(const DeltaItem& item, float* state, int64_t count, float* to) const {
         each_part(item.key_head, [&](int64_t column, int64_t width) {
             for (int64_t line = 0; line + 1 < model_.conv_width; ++line)
-                memcpy(to + line * conv_size_ + column,
+                memmove(to + line * conv_size_ + column,
                        input(item, state, count - (model_.conv_width - 1) + line) + column, width * sizeof(float));
         });
     }
 
     // Some columns of a token, at least 16; the last ones may be computed twice.
-    void convolve(const DeltaItem& item, const float* state, int64_t token, int64_t column, int64_t width, float* to) const {
+    void convolve(const DeltaItem& item, float* state, int64_t token, int64_t column, int64_t width, float* to) const {
         for (int64_t i = 0; i < width; i += 16) {
             const int64_t at = i + 16 <= width ? i : width - 16;
             F16 total = zero();
@@ -175,12 +203,12 @@ private:
         }
     }
 
-    void run_head(const DeltaItem& item, float* state, Range tokens, int64_t head) {
-        const int64_t dim = model_.value_dim, padded = padded_values(model_), values = (int64_t)model_.value_heads * dim;
+    void run_head(const DeltaItem& item, float* state, Range tokens, int64_t head, bool is_taken) {
+        const int64_t dim = model_.value_dim, padded = padded_values(model_);
         float betas[kDeltaTokens], decays[kDeltaTokens];
         for (int64_t token = tokens.first; token < tokens.end; ++token) {
             const int64_t i = token - tokens.first;
-            const float* gates = projected(item, token) + conv_size_ + values + head;
+            const float* gates = gates_of(item, state, token) + head;
             const float a = gates[model_.value_heads] + layer_.dt_bias[head];
             betas[i] = 1.0f / (1.0f + __builtin_expf(-gates[0]));
             decays[i] = __builtin_expf(layer_.decay[head] * (a > 20 ? a : __builtin_log1pf(__builtin_expf(a))));
@@ -190,11 +218,14 @@ private:
         float* own = memory(state, head);
         int64_t column = 0;
         constexpr int64_t kWide = 16 * kDeltaBlocks;
+        const auto columns = [&](int64_t width) {
+            float* some = own + column * model_.key_dim;
+            return is_taken ? some : (float*)memcpy(columns_of_, some, width * model_.key_dim * sizeof(float));
+        };
         for (; column + kWide <= padded; column += kWide)
-            run_columns<kDeltaBlocks>(tokens.size(), own + column * model_.key_dim, column, betas, decays);
-        for (; column < padded; column += 16)
-            run_columns<1>(tokens.size(), own + column * model_.key_dim, column, betas, decays);
-        for (int64_t token = tokens.first; token < tokens.end; ++token) {
+            run_columns<kDeltaBlocks>(tokens.size(), columns(kWide), column, betas, decays);
+        for (; column < padded; column += 16) run_columns<1>(tokens.size(), columns(16), column, betas, decays);
+        for (int64_t token = tokens.first < 0 ? 0 : tokens.first; token < tokens.end; ++token) {
             float* mixed = mixed_of_ + (token - tokens.first) * padded;
             normalise_in_place(mixed, layer_.delta_norm, dim, model_.rms_norm_eps);
             const float* gates = projected(item, token) + conv_size_ + head * dim;
@@ -288,6 +319,8 @@ private:
     float* const keys_of_;
     float* const values_of_;  // [tokens, V padded]
     float* const mixed_of_;
+    float* const columns_of_;  // [16 kDeltaBlocks, K], a copy
+    int64_t pending_ = 0;      // tokens of the row before the step's that its state did not take in
     const int64_t group_;
     GroupFactors of_keys_[kDeltaTokens], of_queries_[kDeltaTokens];
 };

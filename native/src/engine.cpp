@@ -102,7 +102,7 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     const int64_t per_row = padded * 8 + ob::kChunkTokens * 8 + 12 + static_cast<int64_t>(sizeof(ob::Range));
     const int64_t attention = context.attention_rows * per_row + 8 * 64;
     const int64_t product = ob::product_bytes(ob::most_inputs(model));
-    const int64_t delta = 2 * ob::kDeltaTokens * (model.key_dim + ob::padded_values(model)) * 4;
+    const int64_t delta = 2 * (ob::kDeltaTokens * (model.key_dim + ob::padded_values(model)) + 16 * model.key_dim) * 4;
     context.scratch_bytes =
         round_up(std::max({attention, product, delta, context.layer_input_stride * 4}), 4096) + round_up(step.num_samples * ob::kLargestLogitBytes, 4096);
     context.scratch = scratch.at_least(static_cast<size_t>(context.scratch_bytes * model.num_threads));

@@ -177,11 +177,20 @@ inline int64_t count_conv_inputs(const ob_model& model) {
 }
 inline int64_t padded_values(const ob_model& model) { return round_up(model.value_dim, 16); }
 
-// Numbers of one layer's state of one request.
-inline int64_t state_numbers(const ob_model& model) {
+// Numbers that a token puts into such a layer: what passes the convolution, and two gates of each value head.
+inline int64_t count_delta_inputs(const ob_model& model) { return count_conv_inputs(model) + 2 * int64_t{model.value_heads}; }
+
+// Numbers of one layer's state of one request, before those of tokens that it did not take in.
+inline int64_t count_memory(const ob_model& model) {
     const int64_t memory = int64_t{model.value_heads} * model.key_dim * padded_values(model);
-    return round_up(memory + (model.conv_width - 1) * count_conv_inputs(model), 16);
+    return memory + (model.conv_width - 1) * count_conv_inputs(model);
 }
+inline int64_t state_numbers(const ob_model& model) {
+    return round_up(count_memory(model) + model.most_drafts * count_delta_inputs(model), 16);
+}
+
+// A row's number in a list that may be missing.
+inline int64_t number_of(const int64_t* list, int64_t row) { return list == nullptr ? 0 : list[row]; }
 
 // Numbers that gate what attention mixes, before a token's queries.
 inline int64_t count_gates(const ob_model& model, const ob_layer& layer) {

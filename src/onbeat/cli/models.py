@@ -87,6 +87,7 @@ _SIZES = (
         Column("", "16 bits"),
         Column("", "4 bits"),
         Column("", "KV of 1,000 tokens"),
+        Column("", "State of a request"),
         Column("", "Runs by", str),
     ),
 )
@@ -109,6 +110,7 @@ def print_sizes(console: Console) -> None:
                 f"{short(spec.weight_bytes(in_16_bits) / 1e9)} GB",
                 f"{short(spec.weight_bytes(in_4_bits) / 1e9)} GB",
                 f"{short(spec.kv_bytes_per_token(in_16_bits) / 1e3)} MB",
+                f"{short(spec.state_bytes / 1e6)} MB" if spec.state_bytes else "none",
                 "own engines" if config["model_type"] in own else "vLLM",
             )
         )

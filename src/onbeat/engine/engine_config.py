@@ -310,6 +310,11 @@ class EngineConfig:
             )
 
     @property
+    def most_drafts(self) -> int:
+        """Drafts that a request may have in a step."""
+        return 0 if self.speculative is None else self.speculative.num_speculative_tokens
+
+    @property
     def num_loras(self) -> int:
         """LoRA adapters for which there is room; 0 where none is asked for."""
         if not (self.enable_lora or self.lora_modules or self.max_loras):

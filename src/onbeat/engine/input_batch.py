@@ -43,6 +43,10 @@ class AttentionBatch:
     end. None where nobody asks: only devices remember tables."""
     kept: tuple[tuple[int, int, int], ...] = ()
     """States to be kept: row, after how many of its tokens of the step, and in which slot of states."""
+    pending_R: IntArray | None = None
+    """Tokens before a row's own that its state has yet to take in: they were drafts. None: none has any."""
+    untaken_R: IntArray | None = None
+    """Of these and its own, the last ones that it must not take in yet: drafts, which may be rejected."""
 
 
 UNKNOWN_TOKEN = -1
@@ -108,10 +112,17 @@ class InputBatch:
     max_model_len : most tokens of one request.
     block_size : tokens of a KV block.
     tables : block tables of a request, and the blocks that there are for each of them.
+    num_states : slots of states, the requests' first, of a model that keeps states.
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, block_size: int, tables: tuple[int, int] = (1, 0)
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        tables: tuple[int, int] = (1, 0),
+        num_states: int = 0,
     ) -> None:
         self.block_size, (self._num_tables, num_blocks) = block_size, tables
         self._first_ids: BlockTable = num_blocks * np.arange(self._num_tables, dtype=np.int32)[:, None]
@@ -132,6 +143,8 @@ class InputBatch:
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.admissions_S: IntArray = np.zeros(max_num_seqs, np.int64)
         """Number of the admission of the request that is in the slot, or was last; no other has the same."""
+        self.state_ends_S: IntArray = np.zeros(num_states, np.int64)
+        """Tokens that each state has taken in; it goes with the state, wherever that goes."""
         self._last_rows: _Rows | None = None
         """Of the last step, where each of its requests is still in its slot."""
 
@@ -148,6 +161,9 @@ class InputBatch:
         self.token_ids_SP[slot, num_prompt_tokens:num_tokens] = admitted.output_token_ids
         self.num_tokens_S[slot] = num_tokens
         self.num_blocks_S[slot] = 0
+        if len(self.state_ends_S):
+            kept = admitted.snapshot
+            self.state_ends_S[slot] = 0 if kept is None else self.state_ends_S[self.max_num_seqs + kept]
         self._append_blocks(slot, admitted.block_ids)
         if request.pooling is not None:
             self.pooled[request.request_id] = PooledPrompt(request.pooling, num_prompt_tokens)
@@ -204,7 +220,7 @@ class InputBatch:
             lens = tuple(num_new - num_planned + len(ids) for num_new, num_planned, ids in pairs)
         step = self._rows(request_ids, lens, samples)
         sampling_slots, sampling_tokens = step.slots_R[step.samples_R], step.ends_R[step.samples_R] - 1
-        waves = None
+        waves, num_drafts_R = None, np.zeros_like(starts_R)
         if drafts is not None:
             num_drafts_R = np.array([len(ids) for ids in drafts] or planned, np.int64)
             num_tokens_R = self.num_tokens_S[step.slots_R]
@@ -218,9 +234,8 @@ class InputBatch:
         attention = self.attention(
             step.slots_R, step.query_lens_R, starts_R + step.query_lens_R, step.slots_T, positions_T
         )
-        if kept_states:
-            slots = [(row, num, self.max_num_seqs + snapshot) for row, num, snapshot in kept_states]
-            attention = replace(attention, kept=tuple(slots))
+        if len(self.state_ends_S):
+            attention = self._with_states(attention, num_drafts_R, kept_states)
         return StepInputs(
             token_ids_T=self.token_ids_SP[step.slots_T, positions_T].astype(np.int64),
             positions_T=positions_T,
@@ -256,6 +271,19 @@ class InputBatch:
             slot_mapping_T=blocks_T * self.block_size + offsets_T,
             admissions_S=self.admissions_S,
         )
+
+    def _with_states(
+        self, batch: AttentionBatch, num_drafts_R: IntArray, kept_states: Sequence[KeptState]
+    ) -> AttentionBatch:
+        """Say what states take in and which are kept, and note how far they are then."""
+        ends_S, slots_R = self.state_ends_S, batch.slots_R
+        starts_R = batch.context_lens_R - batch.query_lens_R
+        pending_R = np.maximum(starts_R - ends_S[slots_R], 0)  # a padding row's state may be ahead of it
+        ends_S[slots_R] = batch.context_lens_R - num_drafts_R
+        kept = tuple([(row, num, self.max_num_seqs + snapshot) for row, num, snapshot in kept_states])
+        for row, num, slot in kept:
+            ends_S[slot] = starts_R[row] + num
+        return replace(batch, kept=kept, pending_R=pending_R, untaken_R=num_drafts_R)
 
     def _rows(self, request_ids: tuple[str, ...], lens: tuple[int, ...], samples: tuple[bool, ...]) -> _Rows:
         """Return what holds of rows wherever they stand; for those of the last step it is known."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onbeat.engine.backends.base import Backend
 from onbeat.engine.device import device_name
 from onbeat.engine.executor import Runner
-from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, States, region_bytes
+from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, KVRegion, States, region_bytes
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.speculation.build import ProposerBuilder
 from onbeat.perfmodel.device_spec import Parallelism, known_device
@@ -50,7 +50,7 @@ class LoadedModel:
         forward, backend, limits = self.runner.forward, self.backend, self.limits
         assert isinstance(forward, GivesKV), "whoever asks has looked at gives_kv"
         settings, activations = forward.settings, ""
-        regions = forward.state_regions()
+        states = states_of(self.runner) if isinstance(self.runner, ModelRunner) else None
         if backend.weights_format is not None:
             activations = activation_quantization
             if activations == "auto":  # which the processor decides
@@ -63,15 +63,20 @@ class LoadedModel:
             dtype=backend.device.dtype.name,
             block_size=limits.block_size,
             block_bytes=region_bytes(forward.kv_regions()),
-            state_bytes=region_bytes(regions),
+            state_bytes=0 if states is None else region_bytes(states.regions),
             backend=settings["backend"],
             activations=activations,
         )
-        states = None
-        if regions and isinstance(self.runner, ModelRunner):
-            num_slots = limits.max_num_seqs + (limits.num_snapshots or 0)
-            states = States(regions, num_slots, self.runner.batch.slots.__getitem__)
         return BlockMemory(forward, layout, num_blocks=limits.num_pages, states=states)
+
+
+def states_of(runner: ModelRunner) -> States | None:
+    """Return the states of an engine's requests, each with how many tokens it has taken in."""
+    ends, regions = runner.batch.state_ends_S, runner.forward.state_regions()
+    if not len(ends):
+        return None
+    regions.append(KVRegion(int(ends.__array_interface__["data"][0]), ends.itemsize))
+    return States(regions, len(ends), runner.batch.slots.__getitem__)
 
 
 def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:

@@ -122,6 +122,8 @@ class Footprint:
     """Of each row that samples, about."""
     state_bytes: int = 0
     """What layers that keep a state have of each request, however long it is."""
+    draft_state_bytes: int = 0
+    """What they have beside it for each draft of a step."""
 
     @classmethod
     def of(
@@ -152,7 +154,12 @@ class Footprint:
             token_bytes=numbers * _FLOAT_BYTES,
             row_bytes=2 * config.vocab_size * _FLOAT_BYTES,  # logits and probabilities
             state_bytes=config.state_numbers * _FLOAT_BYTES,
+            draft_state_bytes=config.draft_numbers * _FLOAT_BYTES,
         )
+
+    def with_drafts(self, most_drafts: int) -> Footprint:
+        """Return what it takes where requests have so many drafts in a step."""
+        return replace(self, state_bytes=self.state_bytes + most_drafts * self.draft_state_bytes)
 
     def beside(self, draft: Footprint) -> Footprint:
         """Return what both models take, of which the other proposes drafts for this one."""

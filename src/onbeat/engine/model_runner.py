@@ -50,6 +50,7 @@ class ModelRunner:
             max_model_len=limits.max_model_len,
             block_size=limits.block_size,
             tables=(limits.num_tables, limits.num_blocks),
+            num_states=limits.num_states if forward.config.state_numbers else 0,
         )
         self.prompts = PromptScorer(self.batch, sampler, forward.config.vocab_size)
         self.guides: Guides | None = None

@@ -216,9 +216,10 @@ class ModelLoader:
         start = partial(backend.start, self.limits, say, room, propose)
         runner, limits = start() if backend.has_workers else run_apart(start)
         if limits.max_num_seqs < self.config.limits.max_num_seqs:
+            numbers = backend.model.state_numbers + limits.most_drafts * backend.model.draft_numbers
             say(
                 f"at most {limits.max_num_seqs} requests run at once: the model keeps a state of "
-                f"{4 * backend.model.state_numbers / 2**20:.1f} MiB of each, and states take half of the KV "
+                f"{4 * numbers / 2**20:.1f} MiB of each, and states take half of the KV "
                 "cache's memory; --kv-cache-memory-bytes allows more"
             )
         longest = backend.model.max_position_embeddings

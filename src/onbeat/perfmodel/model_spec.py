@@ -33,7 +33,8 @@ class ModelSpec:
     - `pair_width`: products of a query with one key and its value; `sliding_pair_width`: of these, in layers
       with a window; `decode_pair_width`: where decodes multiply with what is cached as it is (latent
       attention).
-    - `state_bytes`: what layers of linear attention keep of one request, however long it is.
+    - `state_bytes`: what layers of linear attention keep of one request, however long it is;
+      `draft_state_bytes`: beside that, for each draft that a step may verify.
 
     Raises
     ------
@@ -69,6 +70,7 @@ class ModelSpec:
     sliding_pair_width: Count = 0
     decode_pair_width: Count = 0
     state_bytes: Count = 0
+    draft_state_bytes: Count = 0
     lookup_parameters: Count = 0
     """Weights of tables beside the embedding, of which a token reads one row."""
 
@@ -369,6 +371,7 @@ def sizes_with_states(sizes: Sequence[int], full: int, linear: int, *, is_gated:
         "kv_width": full * 2 * kv_heads * dim,
         "pair_width": full * 2 * heads * dim,
         "state_bytes": linear * 4 * (value_heads * key * value + inputs * (kernel - 1)),
+        "draft_state_bytes": linear * 4 * (inputs + 2 * value_heads),
     }
 
 

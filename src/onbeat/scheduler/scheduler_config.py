@@ -214,6 +214,16 @@ class SchedulerConfig(SchedulerLimits):
         return max(self.num_blocks * self.block_size // num_tokens, self.num_pages // held)
 
     @property
+    def num_states(self) -> int:
+        """Slots of states, of a model that keeps states: the requests', then those that are kept."""
+        return self.max_num_seqs + (self.num_snapshots or 0)
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts that a request may have in a step."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
+    @property
     def num_lookahead_tokens(self) -> int:
         """KV slots that each request has behind its tokens, for drafts."""
         return 0 if self.speculation is None else self.speculation.num_lookahead_tokens

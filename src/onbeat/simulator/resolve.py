@@ -145,7 +145,7 @@ def _resolve(said: Deployment) -> Resolved:
     least = min(limits.max_model_len or 1, model.max_position_embeddings)
     longest = limits.max_model_len or model.max_position_embeddings
     windows = kv_groups(model).windows(model.sliding_window, longest) if draft is None else {}
-    memory, num_blocks = None, said.num_blocks
+    own, memory, num_blocks = None, None, said.num_blocks
     if num_blocks is None:
         holds = partial(
             kv_capacity,
@@ -156,13 +156,13 @@ def _resolve(said: Deployment) -> Resolved:
             num_tables=windows.get("num_tables", 1),
             window_length=windows.get("window_length", 0),
         )
-        memory = holds(target)
+        own = memory = holds(target)
         if draft is not None:
-            memory = beside_draft_model(memory, holds(replace(target, model=draft)), least)
+            memory = beside_draft_model(own, holds(replace(target, model=draft)), least)
         num_blocks = memory.num_blocks
     num_snapshots = None
-    if model.state_bytes and draft is None:
-        limits, num_snapshots, memory = _with_states(limits, memory, model, precision)
+    if model.state_bytes:
+        limits, num_snapshots, memory = _with_states(said, limits, own, memory, model, precision)
         num_blocks = num_blocks if memory is None else memory.num_blocks
 
     server, record = target_time.server, said.drafts.acceptance_record
@@ -201,8 +201,17 @@ def _resolve(said: Deployment) -> Resolved:
     return replace(resolved, config=replace(config, kinds=_without_drafts(said, (resolved.kind,))))
 
 
+def _state_bytes(said: Deployment, model: ModelSpec) -> int:
+    """Return what a request's state takes, with the drafts that it may have."""
+    speculative = said.drafts.speculative
+    most_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    return model.state_bytes + most_drafts * model.draft_state_bytes
+
+
 def _with_states(
+    said: Deployment,
     limits: scheduler_config.SchedulerLimits,
+    own: KVCapacity | None,
     memory: KVCapacity | None,
     model: ModelSpec,
     precision: Precision,
@@ -211,16 +220,18 @@ def _with_states(
 
     Parameters
     ----------
+    own : memory as if nothing made drafts.
     memory : None where it is not asked for: then there are as many states as may be wanted.
     """
-    if memory is None:
+    if memory is None or own is None:
         return *scheduler_config.with_states(limits, 5 * limits.max_num_seqs), None
-    share = memory.block_bytes / (held_bytes_per_token(model, precision) * memory.block_size)  # of one device
-    state_bytes = model.state_bytes * share
+    share = own.block_bytes / (held_bytes_per_token(model, precision) * own.block_size)  # of one device
+    state_bytes = _state_bytes(said, model) * share
     limits, num_snapshots = scheduler_config.with_states(
         limits, max(int(memory.kv_bytes / 2 // state_bytes), 1)
     )
     block_bytes = model.kv_bytes_per_token(precision) * share * memory.block_size
+    block_bytes += memory.block_bytes - own.block_bytes  # a draft model's
     left = memory.kv_bytes - (limits.max_num_seqs + num_snapshots) * state_bytes
     return (
         limits,
@@ -282,7 +293,7 @@ def _link(said: Deployment, model: ModelSpec, precision: Precision) -> KVLink:
         bytes_per_token=model.kv_bytes_per_token(precision),
         bandwidth=said.kv_bandwidth or POOL_BANDWIDTH,
         latency=said.kv_latency,
-        state_bytes=model.state_bytes,
+        state_bytes=_state_bytes(said, model),
     )
 
 

@@ -28,6 +28,8 @@ from tests.cpu.engine.reference_kernels import ReferenceKernels
 
 NUM_SLOTS = 64
 """Requests whose states are kept, where layers keep any."""
+MOST_DRAFTS = 16
+"""Of a request in a step, likewise."""
 
 
 class MakeForward(Protocol):
@@ -47,7 +49,7 @@ def rows_of(matrix: PackedMatrix) -> NDArray[np.float32]:
 
 
 def on_torch(weights: TorchWeights) -> MakeForward:
-    return partial(TorchForward, weights, num_slots=NUM_SLOTS)
+    return partial(TorchForward, weights, num_slots=NUM_SLOTS, most_drafts=MOST_DRAFTS)
 
 
 def pack(
@@ -83,6 +85,7 @@ def on_native(
             block_size=block_size,
             num_tables=num_tables,
             num_slots=NUM_SLOTS,
+            most_drafts=MOST_DRAFTS,
             num_threads=num_threads,
             activation_quantization=activation_quantization,
             instruction_set=instruction_set,

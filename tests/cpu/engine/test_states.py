@@ -45,8 +45,16 @@ QWEN3_5: dict[str, Any] = {
 }
 STATE_BYTES = 3 * 4 * (4 * 16 * 16 + 3 * 128)
 """Of three layers: four matrices, and the last three inputs of the convolution, in float32."""
+DRAFT_BYTES = 3 * 4 * (128 + 2 * 4)
+"""Of a draft, beside the state: its inputs, and two gates of each value head."""
 BLOCK_BYTES = 4 * 2 * 2 * 16 * 16
 """Of the layer that attends, 16 tokens."""
+
+
+def drafts(num_speculative_tokens: int) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="ngram", num_speculative_tokens=num_speculative_tokens, prompt_lookup_min=1
+    )
 
 
 def config(path: Path, *, limits: SchedulerLimits | None = None, **asked: Any) -> EngineConfig:
@@ -79,8 +87,21 @@ def test_states_take_half_of_the_cache_and_bound_the_requests(tmp_path: Path) ->
 def test_what_a_state_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv-cache-memory-bytes"):
         prepare(config(tmp_path, kv_cache_memory_bytes=STATE_BYTES))
-    with pytest.raises(ConfigError, match="speculative-config"):
-        prepare(config(tmp_path, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3)))
+    limits = SchedulerLimits(max_model_len=256, block_size=64)
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 33"):
+        prepare(config(tmp_path, limits=limits, speculative=drafts(33)))
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_drafts_take_room_beside_each_state(tmp_path: Path, backend: str) -> None:
+    state_bytes = STATE_BYTES + 5 * DRAFT_BYTES
+    asked = config(tmp_path, kv_cache_memory_bytes=20 * state_bytes, speculative=drafts(5), backend=backend)
+    loaded = prepare(asked).load(lambda _: None)
+    assert (loaded.limits.max_num_seqs, loaded.limits.num_snapshots) == (8, 2)
+    assert loaded.limits.num_blocks == 10 * state_bytes // BLOCK_BYTES
+    held = sum(region.block_bytes for region in loaded.runner.forward.state_regions())
+    assert state_bytes <= held < 1.05 * state_bytes
+    loaded.runner.close()
 
 
 def test_an_idle_engine_takes_the_memory_of_all_states(tmp_path: Path) -> None:
@@ -138,16 +159,24 @@ def test_step_times_know_the_states(tmp_path: Path) -> None:
         "tie_word_embeddings": True,
     }
     assert own == model_spec_from_hf(hf, name="tiny")
-    assert own.state_bytes > 0
+    assert (own.state_bytes, own.draft_state_bytes) == (STATE_BYTES, DRAFT_BYTES)
 
 
-@pytest.mark.parametrize("policy", ["sarathi", pytest.param("slo", marks=pytest.mark.slow)])
-def test_a_replayed_run_decides_as_the_live_one(tmp_path: Path, policy: str) -> None:
-    """With prefix hits from kept states, and preemptions."""
+@pytest.mark.parametrize(
+    ("policy", "num_drafts"), [("sarathi", 0), ("sarathi", 4), pytest.param("slo", 0, marks=pytest.mark.slow)]
+)
+def test_a_replayed_run_decides_as_the_live_one(tmp_path: Path, policy: str, num_drafts: int) -> None:
+    """With prefix hits from kept states, preemptions, and drafts."""
     record = tmp_path / "run.jsonl"
     limits = SchedulerLimits(max_model_len=256, max_num_batched_tokens=64, policy=policy)
     core, _ = build_engine(
-        config(tmp_path / "model", limits=limits, record=record, kv_cache_memory_bytes=10 * STATE_BYTES),
+        config(
+            tmp_path / "model",
+            limits=limits,
+            record=record,
+            kv_cache_memory_bytes=10 * (STATE_BYTES + num_drafts * DRAFT_BYTES),
+            speculative=drafts(num_drafts) if num_drafts else None,
+        ),
         lambda _: None,
     )
     for turn in range(3):

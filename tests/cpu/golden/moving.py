@@ -13,9 +13,10 @@ from onbeat.core.request import FinishReason, Request
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.guided_draw import Guides
-from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, KVSource, States, region_bytes
+from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, KVSource, region_bytes
 from onbeat.engine.kv_handover import KVHandover, KVTransfers
 from onbeat.engine.kv_transfer import TcpTransport
+from onbeat.engine.loaded_model import states_of
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
@@ -52,18 +53,16 @@ def make_core(
     sampler = Sampler(forward.config.vocab_size)
     runner = ModelRunner(config, forward, sampler, make_proposer and make_proposer())
     runner.guides = guides
-    regions = forward.state_regions()
+    states = states_of(runner)
     layout = KVLayout(
         model=model,
         weights="plain",
         dtype="any",
         block_size=config.block_size,
         block_bytes=region_bytes(forward.kv_regions()),
-        state_bytes=region_bytes(regions),
+        state_bytes=region_bytes(states.regions) if states else 0,
         backend=forward.settings["backend"],
     )
-    num_slots = config.max_num_seqs + (config.num_snapshots or 0)
-    states = States(regions, num_slots, runner.batch.slots.__getitem__) if regions else None
     memory = BlockMemory(forward, layout, num_blocks=config.num_pages, states=states)
     ticks = itertools.count()
     return EngineCore(

@@ -117,10 +117,12 @@ def test_states_go_with_their_streams(name: str, backend: str, request: pytest.F
         library = request.getfixturevalue("native_library")
         make_forward = on_native(library, StateCheckpoint(hf_tiny_model(name, torch.float64)))
     requests = make_requests(temperature=0.8, repetition_penalty=1.1)
-    for num_snapshots, num_blocks in ((8, 128), (1, 24)):
+    drafts: dict[str, Any] = {"speculation": fixed(3), "make_proposer": lambda: ngram(3)}
+    for num_snapshots, num_blocks, more in ((8, 128, {}), (1, 24, {}), (4, 48, drafts)):
         streams = check_moves(
             make_forward,
             requests,
+            **more,
             share=0.4,
             num_snapshots=num_snapshots,
             num_blocks=num_blocks,

@@ -207,6 +207,7 @@ def test_linear_attention_keeps_a_state_of_each_request() -> None:
     model = find_model_spec("Qwen3.5-27B")
     matrices, inputs = 48 * 128 * 128 * 4, (2 * 2048 + 6144) * 3 * 4
     assert model.state_bytes == 48 * (matrices + inputs)
+    assert model.draft_state_bytes == 48 * (inputs // 3 + 2 * 48 * 4)
     assert find_model_spec("Qwen3-32B").state_bytes == 0
 
 

@@ -20,6 +20,7 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import BYTES
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve, resolve_for
+from onbeat.simulator.speculation import Drafts
 from onbeat.speculative_config import SpeculativeConfig
 from tests.examples import examples
 from tests.pure.planner.test_units import load_of
@@ -189,15 +190,28 @@ def test_a_cache_of_few_blocks_says_how_many_would_do() -> None:
     assert resolve(change(few, num_blocks=int(named[1]))).config.max_model_len == 1300
 
 
+LOOKED_UP = SpeculativeConfig(method="ngram", num_speculative_tokens=12)
+
+
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_states_take_their_part_of_the_memory(tensor_parallel: int) -> None:
-    deployment = Deployment(model="Qwen3.5-27B", device="h200", tensor_parallel=tensor_parallel)
+@pytest.mark.parametrize("speculative", [None, LOOKED_UP])
+def test_states_take_their_part_of_the_memory(
+    tensor_parallel: int, speculative: SpeculativeConfig | None
+) -> None:
+    deployment = Deployment(
+        model="Qwen3.5-27B",
+        device="h200",
+        tensor_parallel=tensor_parallel,
+        drafts=Drafts(speculative=speculative),
+    )
     resolved = resolve(deployment)
     memory, limits = resolved.memory, resolved.config.scheduler
     assert memory is not None
     assert limits.num_snapshots
-    state_bytes = resolved.model.state_bytes / tensor_parallel
+    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    model = resolved.model
+    state_bytes = (model.state_bytes + num_drafts * model.draft_state_bytes) / tensor_parallel
     held = memory.num_blocks * memory.block_bytes + (limits.max_num_seqs + limits.num_snapshots) * state_bytes
     assert 0.99 * memory.kv_bytes < held <= memory.kv_bytes
-    assert memory.block_bytes == 16 * resolved.model.kv_bytes_per_token(resolved.precision) / tensor_parallel
+    assert memory.block_bytes == 16 * model.kv_bytes_per_token(resolved.precision) / tensor_parallel
     assert (limits.max_num_seqs + limits.num_snapshots) * state_bytes <= memory.kv_bytes / 2

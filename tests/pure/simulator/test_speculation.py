@@ -148,10 +148,11 @@ def test_classes_have_rates_of_their_own() -> None:
     pipeline=st.sampled_from([1, 1, 2]),
     declared=st.sampled_from([None, 50]),
     num_blocks=st.integers(16, 40),
+    num_snapshots=st.sampled_from([None, 3]),
     seed=st.integers(0, 3),
 )
 def test_every_request_gets_its_tokens(
-    policy, num_drafts, draft_length, rate, hit_rate, pipeline, declared, num_blocks, seed
+    policy, num_drafts, draft_length, rate, hit_rate, pipeline, declared, num_blocks, num_snapshots, seed
 ) -> None:
     load = random_load(25, rate=100, seed=seed)
     config = make_config(
@@ -160,6 +161,7 @@ def test_every_request_gets_its_tokens(
             "num_blocks": num_blocks,
             "speculation": drafting(num_drafts, draft_length),
             "num_micro_batches": pipeline,
+            "num_snapshots": num_snapshots,
         },
         acceptance=Acceptance(rate=rate, hit_rate=hit_rate),
         pipeline=pipeline,
@@ -279,6 +281,21 @@ def test_a_draft_model_takes_time_and_memory() -> None:
     assert simulation.memory.weight_bytes > plain.memory.weight_bytes + 2e9
     result = simulate(random_load(10, rate=5, seed=0), simulation.config, simulation.step_time)
     assert all(record.is_completed for record in result.records)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model": "meta-llama/Llama-3.2-1B"}], ids=["ngram", "draft-model"])
+def test_models_that_keep_states_draft(changes) -> None:
+    simulation = resolve(settings_of(model="Qwen3.5-27B", device="h200", speculative=drafts_of(**changes)))
+    model, limits, memory = simulation.model, simulation.config.scheduler, simulation.memory
+    assert memory is not None
+    assert limits.num_snapshots
+    states = (limits.max_num_seqs + limits.num_snapshots) * (model.state_bytes + 4 * model.draft_state_bytes)
+    assert states <= memory.kv_bytes / 2
+    assert 0.99 * memory.kv_bytes < states + memory.num_blocks * memory.block_bytes <= memory.kv_bytes
+    result = simulate(random_load(10, rate=5, seed=0), simulation.config, simulation.step_time)
+    assert all(record.is_completed for record in result.records)
+    assert result.total.drafts is not None
+    assert result.total.drafts.num_accepted > 0
 
 
 def test_a_pool_for_prompts_drafts_nothing() -> None:

@@ -38,6 +38,10 @@ SettleLimits = Callable[..., scheduler_config.SchedulerConfig]
 """From a number of KV blocks to limits that go with it."""
 
 
+_MOST_DRAFTS = 32
+"""Of a model that keeps states, as many as the native engine takes at once."""
+
+
 class Room(NamedTuple):
     """What the start of an engine leaves to the backend that serves."""
 
@@ -178,7 +182,7 @@ class CheckpointBackend(ForwardBackend):
         self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None
     ) -> scheduler_config.SchedulerConfig:
         """Calculate them from `needs`; see `Backend.fit`."""
-        footprint, windows = self._sized(config.limits, draft)
+        footprint, windows = self._sized(config, draft)
         free = free_for(config.memory_share, self.device.device)
         kv_cache_bytes = config.kv_cache_memory_bytes or 0
         footprint.check_weights(free, kv_cache_bytes=kv_cache_bytes, savings=self.savings())
@@ -204,13 +208,14 @@ class CheckpointBackend(ForwardBackend):
         return iter(())
 
     def _sized(
-        self, limits: scheduler_config.SchedulerLimits, draft: CheckpointBackend | None
+        self, config: EngineConfig, draft: CheckpointBackend | None
     ) -> tuple[Footprint, dict[str, int]]:
         """Return what models take whose blocks are those of all tables, and `KVGroups.windows`."""
+        limits = config.limits
         block_size = limits.block_size or self.block_size
-        footprint = self.needs(block_size)
+        footprint = self.needs(block_size).with_drafts(config.most_drafts)
         if draft is not None:
-            return footprint.beside(draft.needs(block_size)), {}
+            return footprint.beside(draft.needs(block_size).with_drafts(config.most_drafts)), {}
         longest = limits.max_model_len or self.model.max_position_embeddings
         windows = self.model.kv_groups.windows(self.model.sliding_window, longest)
         if not windows or not self.frees_windows:
@@ -243,18 +248,18 @@ class CheckpointBackend(ForwardBackend):
 
         Raises
         ------
-        ConfigError : drafts, which it does not go with, or not even one state fits.
+        ConfigError : more drafts than it goes with, or not even one state fits.
         """
-        footprint, windows = self._sized(config.limits, draft)
+        footprint, windows = self._sized(config, draft)
         free = free_for(config.memory_share, self.device.device)
         spare_bytes = free.num_bytes - footprint.weight_bytes
         limits = self._with_steps_that_fit(config, footprint, spare_bytes, windows)
         if not footprint.state_bytes:
             return limits
-        if config.speculative is not None:
+        if (most_drafts := config.most_drafts) > _MOST_DRAFTS:
             raise ConfigError(
-                f"{self.name} keeps a state of each request, which cannot go back behind a draft that is not "
-                "accepted; leave --speculative-config out"
+                f"{self.name} keeps a state of each request, beside which there is room for {_MOST_DRAFTS} "
+                f"drafts, but num_speculative_tokens is {most_drafts}; lower it"
             )
         footprint.check_weights(free, savings=self.savings())  # or nothing would be left for states
         budget = self._kv_bytes(replace(config, limits=limits), footprint, free, windows)

@@ -136,7 +136,8 @@ class TorchBackend(CheckpointBackend):
             weights,
             num_blocks=limits.num_pages,
             block_size=limits.block_size,
-            num_slots=limits.max_num_seqs + (limits.num_snapshots or 0),
+            num_slots=limits.num_states,
+            most_drafts=limits.most_drafts,
             num_tables=limits.num_tables,
         )
         return forward, limits

@@ -164,6 +164,11 @@ class LinearAttention:
         """Numbers of one layer's state of one request: a matrix of each value head, the last inputs."""
         return self.num_value_heads * self.key_dim * self.value_dim + self.conv_size * (self.conv_width - 1)
 
+    @property
+    def draft_numbers(self) -> int:
+        """Numbers beside it of a draft: what it puts in, with two gates of each value head."""
+        return self.conv_size + 2 * self.num_value_heads
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -385,6 +390,11 @@ class ModelConfig:
     def state_numbers(self) -> int:
         """Numbers that all layers' states of one request have, float32; 0 without linear attention."""
         return 0 if self.linear is None else self.num_linear_layers * self.linear.state_numbers
+
+    @property
+    def draft_numbers(self) -> int:
+        """Numbers that they have beside these for each draft of a step."""
+        return 0 if self.linear is None else self.num_linear_layers * self.linear.draft_numbers
 
     @property
     def kv_groups(self) -> KVGroups:

@@ -125,6 +125,8 @@ class NativeForward(ForwardPass):
             kept_rows=address(kept_3K[0], np.int64),
             kept_tokens=address(kept_3K[1], np.int64),
             kept_slots=address(kept_3K[2], np.int64),
+            pending=address(batch.pending_R, np.int64),
+            untaken=address(batch.untaken_R, np.int64),
         )
         status = self._functions.ob_engine_step(self._engine, ctypes.byref(step))
         if status != CallStatus.OK:

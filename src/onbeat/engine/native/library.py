@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.engine_config import ActivationQuantization
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 
 
 class CallStatus(IntEnum):
@@ -106,8 +106,8 @@ class ModelStructure(Structure):
         *_fields(c_int32, "num_blocks num_threads activation_quantization batch_invariant head_norms"),
         *_fields(c_int32, "norms_center norms_have_bias is_ungated is_parallel growth_context num_experts"),
         *_fields(c_int32, "experts_per_token expert_size shared_experts num_state_layers kv_numbers"),
-        *_fields(c_int32, "num_tables gates_attention num_slots key_heads value_heads key_dim value_dim"),
-        *_fields(c_int32, "conv_width alternates_values layer_input_size normalizes_experts"),
+        *_fields(c_int32, "num_tables gates_attention num_slots most_drafts key_heads value_heads key_dim"),
+        *_fields(c_int32, "value_dim conv_width alternates_values layer_input_size normalizes_experts"),
         *_fields(c_float, "rms_norm_eps attention_scale embedding_scale query_growth attention_softcap"),
         *_fields(c_float, "logits_softcap mixer_jitter residual_scale"),
         *_fields(c_void_p, "embedding lm_head final_norm head_norm head_bias layers layer_table"),
@@ -128,7 +128,7 @@ class StepStructure(Structure):
         ("num_hidden", c_int64),
         *_fields(c_void_p, "hidden_tokens hidden"),
         ("num_kept", c_int64),
-        *_fields(c_void_p, "kept_rows kept_tokens kept_slots"),
+        *_fields(c_void_p, "kept_rows kept_tokens kept_slots pending untaken"),
         ("seconds", c_double),
     )
 

@@ -40,6 +40,8 @@ class NativeOptions:
     num_tables: int = 1
     num_slots: int = 0
     """Requests whose states are kept, where layers keep any."""
+    most_drafts: int = 0
+    """Of a request in a step, where layers keep states."""
     activation_quantization: ActivationQuantization = "auto"
     """Of what quantized weights are multiplied with."""
     instruction_set: str | None = None
@@ -139,6 +141,7 @@ class EngineStructures:
             return {}
         return {
             "num_slots": options.num_slots,
+            "most_drafts": options.most_drafts,
             "key_heads": linear.num_key_heads,
             "value_heads": linear.num_value_heads,
             "key_dim": linear.key_dim,

@@ -49,6 +49,7 @@ class TorchForward(ForwardPass):
     num_blocks : KV blocks, ids 0 to `num_blocks` - 1.
     block_size : tokens of a block, a multiple of 16.
     num_slots : requests whose states are kept, where layers keep any.
+    most_drafts : of a request in a step, where layers keep states.
     num_tables : block tables of a request: more than one where groups of layers have blocks of their own.
     """
 
@@ -59,6 +60,7 @@ class TorchForward(ForwardPass):
         num_blocks: int,
         block_size: int,
         num_slots: int = 0,
+        most_drafts: int = 0,
         num_tables: int = 1,
     ) -> None:
         self.weights, self.config, self.device = weights, weights.config, device_of(weights.device)
@@ -77,7 +79,7 @@ class TorchForward(ForwardPass):
                 self.kv = allocate_kv(spec, num_blocks, weights.device)
                 self._memory: Sequence[Sequence[Tensor]] = self.kv
             self._kept: list[LayerKVCache | LayerState] = [
-                allocate_state(self.config, num_slots, weights.wide_dtype, weights.device)
+                allocate_state(self.config, num_slots, most_drafts, weights.wide_dtype, weights.device)
                 if self.config.is_linear(index)
                 else self.kv[index if num_tables > 1 else self.config.place(index)[1]]
                 for index in range(self.config.num_layers)
@@ -164,7 +166,7 @@ class TorchForward(ForwardPass):
     def state_regions(self) -> list[KVRegion]:
         """Return the parts of each layer that keeps states; see `Computes.state_regions`."""
         states = (kept for kept in self._kept if isinstance(kept, LayerState))
-        return [region_of(part) for state in states for part in state]
+        return [region_of(part) for state in states for part in state if part.numel()]
 
     def products(self) -> RowProducts:
         """Return those of the model's first layer; see `GivesProducts`."""

@@ -4,8 +4,12 @@ Each value head has a matrix that decays, forgets what it answers to a key, and 
 (Yang et al., "Gated Delta Networks", 2024). Prompts are computed in pieces: a triangular system gives all
 changes of one at once (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024).
 
-Legend: T tokens of a step, C numbers of a token that pass the convolution, W tokens that it sees, U value
-heads, K width of a key, V of a value, R rows that decode, P tokens of a piece, S slots of requests.
+A draft may be rejected, so no state takes one in: drafts meet a copy, and what they put in is kept beside the
+state until the next step, which knows how many were accepted, and begins with these.
+
+Legend: T tokens of a step, E those and what was pending, C numbers of a token that pass the convolution, W
+tokens that it sees, U value heads, K width of a key, V of a value, R rows that decode, P tokens of a piece, D
+drafts, S slots of requests, X = C + 2 U.
 """
 
 # ruff: noqa: N815 -- tensor names carry shape suffixes
@@ -19,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from onbeat.engine.input_batch import AttentionBatch
+from onbeat.engine.input_batch import AttentionBatch, IntArray
 from onbeat.engine.model_config import LinearAttention, ModelConfig
 from onbeat.engine.torch.kernels import Kernels, Norm
 from onbeat.engine.torch.kv import allocate_zeroed
@@ -33,10 +37,16 @@ class LayerState(NamedTuple):
     inputs_SCW: Tensor
     """The last W - 1 inputs of the convolution."""
     memory_SUKV: Tensor
+    drafts_SDX: Tensor
+    """What tokens put in that the state has not taken in."""
+
+
+_COPY = -1
+"""Slot in which drafts meet a copy of their request's state: the last one, which no request has."""
 
 
 class StateRows(NamedTuple):
-    """Whose states a step goes on with; tokens are places in the packed ones."""
+    """Whose states a step goes on with; tokens are places among those of all rows, pending ones first."""
 
     new_S: Tensor
     """Slots of requests that begin: their states are nothing."""
@@ -46,38 +56,64 @@ class StateRows(NamedTuple):
     chunks: list[tuple[int, int, int, int | None]]
     """Of the others, and of parts of rows behind which a state is kept: first token, end, slot, and the slot
     where it is kept."""
+    order_E: Tensor
+    """Of each token its place in the step's, behind which those that were pending are."""
+    own_T: Tensor
+    """Where the step's tokens are."""
+    pending_2P: Tensor
+    """Slots and places of what is pending."""
+    untaken_3D: Tensor
+    """Tokens that will be, and their slots and places then."""
 
     @classmethod
     def of(cls, batch: AttentionBatch, device: torch.device) -> StateRows:
         """Return the rows of a step."""
-        lens_R, slots_R = batch.query_lens_R, batch.slots_R
-        ends_R, is_one_R = np.cumsum(lens_R), lens_R == 1
+        slots_R, nothing_R = batch.slots_R, np.zeros_like(batch.slots_R)
+        pending_R = nothing_R if batch.pending_R is None else batch.pending_R
+        untaken_R = nothing_R if batch.untaken_R is None else batch.untaken_R
+        lens_R = batch.query_lens_R + pending_R
+        ends_R, is_one_R = np.cumsum(lens_R), (lens_R == 1) & (untaken_R == 0)
         is_one_R[[row for row, _, _ in batch.kept]] = False
-        chunks: list[tuple[int, int, int, int | None]] = []
+        chunks = list[tuple[int, int, int, int | None]]()
         for row in np.flatnonzero(~is_one_R).tolist():
-            first, slot = int(ends_R[row] - lens_R[row]), int(slots_R[row])
-            start = first
-            for _, num_tokens, place in sorted(each for each in batch.kept if each[0] == row):
-                chunks.append((start, first + num_tokens, slot, place))
-                start = first + num_tokens
-            if start < ends_R[row]:
-                chunks.append((start, int(ends_R[row]), slot, None))
-        new_S, tokens_R, ones_R = (
-            torch.from_numpy(part).to(device)
-            for part in (slots_R[batch.context_lens_R == lens_R], (ends_R - 1)[is_one_R], slots_R[is_one_R])
+            start, end, slot = int(ends_R[row] - lens_R[row]), int(ends_R[row]), int(slots_R[row])
+            first, untaken = start + int(pending_R[row]), int(untaken_R[row])
+            stops = [(first + num, place) for each, num, place in sorted(batch.kept) if each == row]
+            for stop, place in (*stops, (end - untaken, _COPY if untaken else None)):
+                chunks.append((start, stop, slot, place))
+                start = stop
+            chunks.append((start, end, _COPY, None))
+        is_pending_E = _places(lens_R) < np.repeat(pending_R, lens_R)
+        places_D = _places(untaken_R)
+        last_D = np.repeat(ends_R - untaken_R, untaken_R) + places_D
+        parts = (
+            slots_R[batch.context_lens_R == batch.query_lens_R],
+            (ends_R - 1)[is_one_R],
+            slots_R[is_one_R],
+            np.argsort(np.argsort(is_pending_E, kind="stable")),
+            np.flatnonzero(~is_pending_E),
+            np.stack((np.repeat(slots_R, pending_R), _places(pending_R))),
+            np.stack((last_D, np.repeat(slots_R, untaken_R), places_D)),
         )
-        return cls(new_S, tokens_R, ones_R, chunks)
+        new_S, tokens_R, ones_R, *others = (torch.from_numpy(part).to(device) for part in parts)
+        return cls(new_S, tokens_R, ones_R, chunks, *others)
+
+
+def _places(lens_R: IntArray) -> IntArray:
+    """Return the place of each token in its row."""
+    return np.arange(lens_R.sum()) - np.repeat(np.cumsum(lens_R) - lens_R, lens_R)
 
 
 def allocate_state(
-    config: ModelConfig, num_slots: int, wide: torch.dtype, device: torch.device
+    config: ModelConfig, num_slots: int, most_drafts: int, wide: torch.dtype, device: torch.device
 ) -> LayerState:
-    """Return the states of one layer."""
+    """Return the states of one layer, and room for a copy of one."""
     linear = config.linear
     assert linear is not None, "the model has linear attention"
-    inputs = num_slots, linear.conv_size, linear.conv_width - 1
-    memory = num_slots, linear.num_value_heads, linear.key_dim, linear.value_dim
-    return LayerState(*(allocate_zeroed(shape, wide, device) for shape in (inputs, memory)))
+    inputs = linear.conv_size, linear.conv_width - 1
+    memory = linear.num_value_heads, linear.key_dim, linear.value_dim
+    shapes = inputs, memory, (most_drafts, linear.draft_numbers)
+    return LayerState(*(allocate_zeroed((num_slots + 1, *shape), wide, device) for shape in shapes))
 
 
 class _Tokens(NamedTuple):
@@ -111,21 +147,28 @@ class DeltaRule(NamedTuple):
         sizes, heads = self.sizes, self.sizes.num_value_heads
         widths = sizes.conv_size, sizes.value_size, heads, heads
         input_TC, gate_TZ, b_TU, a_TU = x_TX.split(widths, dim=-1)
-        for part in state:
+        for part in state[:2]:
             part.index_fill_(0, rows.new_S, 0.0)
         wide = state.memory_SUKV.dtype
-        conv_TC = self._convolved(input_TC.to(wide), rows, state.inputs_SCW)
-        decay_TU = -self.a_log_U.float().exp() * functional.softplus(a_TU.float() + self.dt_bias_U)
-        tokens = self._tokens(conv_TC, decay_TU.to(wide), b_TU.sigmoid().to(wide))
-        mixed_TUV = torch.empty_like(tokens.v_TUV)
+        put_in_EX = torch.cat((input_TC, b_TU, a_TU), -1).to(wide)
+        if rows.pending_2P.numel():
+            put_in_EX = torch.cat((put_in_EX, state.drafts_SDX[tuple(rows.pending_2P)]))[rows.order_E]
+        input_EC, b_EU, a_EU = put_in_EX.split((sizes.conv_size, heads, heads), dim=-1)
+        conv_EC = self._convolved(input_EC, rows, state.inputs_SCW)
+        decay_EU = -self.a_log_U.float().exp() * functional.softplus(a_EU.float() + self.dt_bias_U)
+        tokens = self._tokens(conv_EC, decay_EU.to(wide), b_EU.to(x_TX.dtype).sigmoid().to(wide))
+        mixed_EUV = torch.empty_like(tokens.v_TUV)
         if len(rows.slots_R):
             decodes = _Tokens(*(part[rows.tokens_R] for part in tokens))
-            mixed_TUV[rows.tokens_R] = _decode(decodes, state.memory_SUKV, rows.slots_R)
+            mixed_EUV[rows.tokens_R] = _decode(decodes, state.memory_SUKV, rows.slots_R)
         for first, end, slot, place in rows.chunks:
-            some = _Tokens(*(part[first:end] for part in tokens))
-            mixed_TUV[first:end] = _prompt(some, state.memory_SUKV[slot])
+            if first < end:
+                some = _Tokens(*(part[first:end] for part in tokens))
+                mixed_EUV[first:end] = _prompt(some, state.memory_SUKV[slot])
             if place is not None:
                 state.memory_SUKV[place] = state.memory_SUKV[slot]
+        state.drafts_SDX[tuple(rows.untaken_3D[1:])] = put_in_EX[rows.untaken_3D[0]]
+        mixed_TUV = mixed_EUV[rows.own_T]
         flat = mixed_TUV.to(x_TX.dtype).view(-1, sizes.value_dim)
         kernels.add_norm(None, flat, self.norm, flat)
         gates = functional.silu(gate_TZ.to(torch.float32)).view_as(mixed_TUV)
@@ -140,10 +183,11 @@ class DeltaRule(NamedTuple):
             out_TC[rows.tokens_R] = (seen_RCW * filter_CW).sum(-1)
             inputs_SCW[rows.slots_R] = seen_RCW[:, :, 1:]
         for first, end, slot, place in rows.chunks:
-            seen_CT = torch.cat((inputs_SCW[slot], input_TC[first:end].T), -1)
-            found = functional.conv1d(seen_CT[None], filter_CW[:, None], groups=len(filter_CW))
-            out_TC[first:end] = found[0].T
-            inputs_SCW[slot] = seen_CT[:, seen_CT.shape[1] - before :]
+            if first < end:
+                seen_CT = torch.cat((inputs_SCW[slot], input_TC[first:end].T), -1)
+                found = functional.conv1d(seen_CT[None], filter_CW[:, None], groups=len(filter_CW))
+                out_TC[first:end] = found[0].T
+                inputs_SCW[slot] = seen_CT[:, seen_CT.shape[1] - before :]
             if place is not None:
                 inputs_SCW[place] = inputs_SCW[slot]
         return functional.silu(out_TC)

@@ -1,0 +1,145 @@
+"""Drafts change no token of models that keep a state of each request, whatever becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from onbeat.core.request import Request
+from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.speculation.build import NoDrafts
+from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine
+from tests.cpu.engine.forwards import MOST_DRAFTS, on_native
+from tests.cpu.engine.stateful_models import STATEFUL
+from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
+from tests.cpu.golden.test_structured import LIMITS_HERE, PORT, requests_of
+from tests.cpu.speculation.runs import (
+    Run,
+    ScriptedProposer,
+    answers,
+    assert_same,
+    fixed,
+    make_request,
+    make_requests,
+    ngram,
+    run,
+)
+from tests.many_cases import each_case
+
+pytestmark = pytest.mark.golden
+
+every_family = each_case("name", STATEFUL)
+NUM_TOKENS = 24
+CHAT = random_prompt(110)
+PROMPTS = [random_prompt(length) for length in (3, 16, 17, 90, 45)] + [CHAT[:40], CHAT[:75], CHAT[:75]]
+WAYS: dict[str, dict[str, Any]] = {
+    "chunked": {"max_num_batched_tokens": 24, "enable_prefix_caching": False},
+    "preempted": {"num_blocks": 16, "enable_prefix_caching": False},
+    "cached": {"num_snapshots": 12},
+    "short-of-states": {"num_snapshots": 1, "num_blocks": 20},
+    "slo": {"policy": "slo", "num_snapshots": 4},
+}
+
+
+@pytest.fixture(params=["torch", "native"])
+def engine(request: pytest.FixtureRequest) -> TinyEngine:
+    if request.param == "native":
+        return NativeEngine(request.getfixturevalue("native_library"))
+    return RoundedTorchEngine()
+
+
+def answer(name: str, prompt: Sequence[int]) -> tuple[list[int], torch.Tensor]:
+    return tiny_model(name).reference(tuple(prompt), NUM_TOKENS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@every_family
+def test_tokens_are_the_references(engine: TinyEngine, name: str, way: str) -> None:
+    """Drafts are right in runs of any length, across blocks' ends; second turns go on from kept states."""
+    first = [make_request(f"r{index}", prompt, NUM_TOKENS) for index, prompt in enumerate(PROMPTS)]
+    second = [
+        make_request(
+            f"again-{each.request_id}", [*each.prompt_token_ids, *answer(name, prompt)[0]], NUM_TOKENS
+        )
+        for each, prompt in zip(first, PROMPTS, strict=True)
+    ]
+    script = ScriptedProposer(
+        lambda row: answer(name, row.prompt_token_ids)[0],
+        right=lambda position: position % 5 and position % 7,
+        shortfall=lambda position: position % 3,
+    )
+    length = "adaptive" if way == "slo" else "fixed"
+    drafted = run(
+        engine.make_forward(name),
+        first,
+        later=second,
+        speculation=fixed(6, length),
+        proposer=script,
+        **WAYS[way],
+    )
+    for request in (*first, *second):
+        tokens = drafted.outcomes[request.request_id].token_ids
+        engine.check(tokens, *answer(name, request.prompt_token_ids))
+    assert 50 < drafted.num_accepted < drafted.num_drafted
+    assert drafted.num_preemptions or way not in ("preempted", "short-of-states")
+    assert drafted.num_cached_tokens > 300 or way != "cached"
+
+
+def chances(requests: Sequence[Request], expected: Run, random: Random) -> ScriptedProposer:
+    """Return a proposer that is right, and has drafts, by chance; by how much changes from time to time."""
+    shares = [random.choice((0.0, 0.5, 0.9, 1.0)) for _ in range(8)]
+    return ScriptedProposer(
+        answers(requests, expected),
+        right=lambda position: random.random() < shares[position // 9 % 8],
+        shortfall=lambda position: random.choice((0, 0, 1, 5, 20)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@every_family
+def test_any_luck_with_drafts_gives_the_numbers_of_none(
+    native_library: NativeLibrary, name: str, seed: int
+) -> None:
+    """Bit for bit where sums have one order; on torch as near as float64 is."""
+    requests = make_requests(num_logprobs=2)
+    invariant = on_native(
+        native_library, StateCheckpoint(hf_tiny_model(name, torch.float64)), batch_invariant=True
+    )
+    for make_forward, is_exact in ((invariant, True), (RoundedTorchEngine().make_forward(name), False)):
+        random = Random(seed)
+        limits: dict[str, Any] = {"num_snapshots": 4, "num_blocks": random.choice((24, 64))}
+        expected = run(make_forward, requests, **limits)
+        drafted = run(
+            make_forward,
+            requests,
+            speculation=fixed(random.choice((1, 4, MOST_DRAFTS))),
+            proposer=chances(requests, expected, random),
+            overlapped=bool(seed % 2),
+            **limits,
+        )
+        assert_same(drafted, expected)
+        assert 0 < drafted.num_accepted < drafted.num_drafted
+        for key, outcome in drafted.outcomes.items():
+            assert not is_exact or outcome.logprobs == expected.outcomes[key].logprobs
+
+
+def test_what_follows_the_same_tokens_is_drafted(engine: TinyEngine) -> None:
+    requests = make_requests()
+    forward = engine.make_forward("qwen3.5")
+    expected = run(forward, requests, num_snapshots=8)
+    drafted = run(forward, requests, speculation=fixed(4), proposer=ngram(4), num_snapshots=8)
+    assert_same(drafted, expected)
+    assert 0 < drafted.num_accepted < drafted.num_drafted
+
+
+def test_text_that_grammars_prescribe_is_drafted() -> None:
+    forward = RoundedTorchEngine().make_forward("qwen3.5")
+    requests, limits = requests_of(range(0, 30, 6)), {**LIMITS_HERE, "num_snapshots": 8}
+    expected = run(forward, requests, guides=PORT, **limits)
+    drafted = run(forward, requests, speculation=fixed(5), proposer=NoDrafts(), guides=PORT, **limits)
+    assert_same(drafted, expected)
+    assert drafted.num_accepted > 20
