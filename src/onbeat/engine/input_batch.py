@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from onbeat.core.step import AdmittedRequest, KeptState, NewPages, ScheduledRequest
 from onbeat.engine.pooling import PooledPrompt, PooledTokens
 from onbeat.engine.sampler import SampledTokens, SamplingRow
+from onbeat.engine.state_ends import StateEnds
 
 IntArray = NDArray[np.int64]
 BlockTable = NDArray[np.int32]
@@ -143,8 +144,7 @@ class InputBatch:
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.admissions_S: IntArray = np.zeros(max_num_seqs, np.int64)
         """Number of the admission of the request that is in the slot, or was last; no other has the same."""
-        self.state_ends_S: IntArray = np.zeros(num_states, np.int64)
-        """Tokens that each state has taken in; it goes with the state, wherever that goes."""
+        self.states = StateEnds(num_states)
         self._last_rows: _Rows | None = None
         """Of the last step, where each of its requests is still in its slot."""
 
@@ -161,9 +161,8 @@ class InputBatch:
         self.token_ids_SP[slot, num_prompt_tokens:num_tokens] = admitted.output_token_ids
         self.num_tokens_S[slot] = num_tokens
         self.num_blocks_S[slot] = 0
-        if len(self.state_ends_S):
-            kept = admitted.snapshot
-            self.state_ends_S[slot] = 0 if kept is None else self.state_ends_S[self.max_num_seqs + kept]
+        snapshot = admitted.snapshot
+        self.states.begin(slot, None if snapshot is None else self.max_num_seqs + snapshot)
         self._append_blocks(slot, admitted.block_ids)
         if request.pooling is not None:
             self.pooled[request.request_id] = PooledPrompt(request.pooling, num_prompt_tokens)
@@ -234,8 +233,11 @@ class InputBatch:
         attention = self.attention(
             step.slots_R, step.query_lens_R, starts_R + step.query_lens_R, step.slots_T, positions_T
         )
-        if len(self.state_ends_S):
-            attention = self._with_states(attention, num_drafts_R, kept_states)
+        if len(self.states):
+            kept = tuple([(row, num, self.max_num_seqs + snapshot) for row, num, snapshot in kept_states])
+            ends_R = attention.context_lens_R - num_drafts_R
+            pending_R = self.states.advance(step.slots_R, starts_R, ends_R, kept)
+            attention = replace(attention, kept=kept, pending_R=pending_R, untaken_R=num_drafts_R)
         return StepInputs(
             token_ids_T=self.token_ids_SP[step.slots_T, positions_T].astype(np.int64),
             positions_T=positions_T,
@@ -271,19 +273,6 @@ class InputBatch:
             slot_mapping_T=blocks_T * self.block_size + offsets_T,
             admissions_S=self.admissions_S,
         )
-
-    def _with_states(
-        self, batch: AttentionBatch, num_drafts_R: IntArray, kept_states: Sequence[KeptState]
-    ) -> AttentionBatch:
-        """Say what states take in and which are kept, and note how far they are then."""
-        ends_S, slots_R = self.state_ends_S, batch.slots_R
-        starts_R = batch.context_lens_R - batch.query_lens_R
-        pending_R = np.maximum(starts_R - ends_S[slots_R], 0)  # a padding row's state may be ahead of it
-        ends_S[slots_R] = batch.context_lens_R - num_drafts_R
-        kept = tuple([(row, num, self.max_num_seqs + snapshot) for row, num, snapshot in kept_states])
-        for row, num, slot in kept:
-            ends_S[slot] = starts_R[row] + num
-        return replace(batch, kept=kept, pending_R=pending_R, untaken_R=num_drafts_R)
 
     def _rows(self, request_ids: tuple[str, ...], lens: tuple[int, ...], samples: tuple[bool, ...]) -> _Rows:
         """Return what holds of rows wherever they stand; for those of the last step it is known."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onbeat.engine.backends.base import Backend
 from onbeat.engine.device import device_name
 from onbeat.engine.executor import Runner
-from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, KVRegion, States, region_bytes
+from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, States, region_bytes
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.speculation.build import ProposerBuilder
 from onbeat.perfmodel.device_spec import Parallelism, known_device
@@ -72,11 +72,11 @@ class LoadedModel:
 
 def states_of(runner: ModelRunner) -> States | None:
     """Return the states of an engine's requests, each with how many tokens it has taken in."""
-    ends, regions = runner.batch.state_ends_S, runner.forward.state_regions()
-    if not len(ends):
+    batch = runner.batch
+    if not len(batch.states):
         return None
-    regions.append(KVRegion(int(ends.__array_interface__["data"][0]), ends.itemsize))
-    return States(regions, len(ends), runner.batch.slots.__getitem__)
+    regions = [*runner.forward.state_regions(), batch.states.region]
+    return States(regions, len(batch.states), batch.slots.__getitem__)
 
 
 def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:

@@ -163,8 +163,12 @@ class Footprint:
 
     def beside(self, draft: Footprint) -> Footprint:
         """Return what both models take, of which the other proposes drafts for this one."""
-        weight_bytes = self.weight_bytes + draft.weight_bytes
-        return replace(self, draft_block_bytes=draft.block_bytes, weight_bytes=weight_bytes)
+        return replace(
+            self,
+            draft_block_bytes=draft.block_bytes,
+            weight_bytes=self.weight_bytes + draft.weight_bytes,
+            state_bytes=self.state_bytes + draft.state_bytes,
+        )
 
     @property
     def block_bytes(self) -> int:

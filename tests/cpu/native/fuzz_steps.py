@@ -42,6 +42,28 @@ LAYOUTS = (
 
 
 @dataclass
+class LinearSizes:
+    """Of a layer that keeps a state of each request."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    most_drafts: int
+    num_slots: int = 16
+
+    @property
+    def inputs(self) -> int:
+        """Numbers of a token that pass the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+@dataclass
 class Sizes:
     """A model's sizes, drawn at random."""
 
@@ -64,6 +86,17 @@ class Sizes:
     own_input: int
     """Numbers of a token's own input of a layer; 0: none."""
     num_layers: int = 2
+    linear: LinearSizes | None = None
+    """Of the first layer, where it keeps a state."""
+
+
+def draw_linear(sizes: Sizes, rng: np.random.Generator) -> LinearSizes | None:
+    """Return sizes of a first layer that keeps a state; None where the other one does not go with it."""
+    key_heads, most_drafts = int(rng.integers(1, 4)), int(rng.choice([0, 1, 5, 32]))
+    dims = 4 * int(rng.integers(4, 20)), 16 * int(rng.integers(1, 6))
+    if sizes.num_heads * sizes.widths[1] % 32 or rng.integers(2):
+        return None
+    return LinearSizes(key_heads, 2 * key_heads, *dims, int(rng.integers(2, 6)), most_drafts)
 
 
 def draw_sizes(rng: np.random.Generator) -> Sizes:
@@ -110,6 +143,7 @@ class Engine:
         others = [count for count in range(1, 4) if sizes.num_heads % count == 0]
         counts = [int(rng.choice(others)), sizes.num_kv_heads]
         shares_kv = sizes.widths[0] == sizes.widths[1] and counts[0] == counts[1] and int(rng.integers(2))
+        shares_kv = shares_kv and sizes.linear is None
         layers = [
             self._layer(sizes, index, counts[index], head_norms, shares_kv=bool(index and shares_kv))
             for index in range(sizes.num_layers)
@@ -170,11 +204,39 @@ class Engine:
             layer_input_norm=self._vector(sizes.own_input) if own_inputs else None,
             head_bias=self._vector(-(-sizes.vocab // 32) * 32) if rng.integers(2) else None,
         )
+        if sizes.linear is not None:
+            self._keep_states(sizes, sizes.linear)
+            self._model.kv_numbers = numbers[1]
         error = ctypes.create_string_buffer(ERROR_BYTES)
         sets = library.instruction_sets
         name = sets[rng.integers(len(sets))]
         self._engine = self._functions.ob_engine_create(self._model, name.encode(), error, len(error))
         assert self._engine, error.value
+
+    def _keep_states(self, sizes: Sizes, linear: LinearSizes) -> None:
+        """Let the first layer keep a state."""
+        first, model = self._layers[0], self._model
+        outputs = linear.inputs + linear.values + 2 * linear.value_heads
+        first.qkv = self._handles([outputs], sizes.hidden)
+        first.qkv_bias = None
+        first.o = self._matrix(sizes.hidden, linear.values)
+        first.conv = self._vector(linear.conv_width * linear.inputs)
+        first.decay = self._vector(linear.value_heads, sign=-1)
+        first.dt_bias = self._vector(linear.value_heads)
+        first.delta_norm = self._vector(linear.value_dim)
+        self._layers[1].place = 0
+        model.num_state_layers = 1
+        for name in (
+            "num_slots",
+            "most_drafts",
+            "key_heads",
+            "value_heads",
+            "key_dim",
+            "value_dim",
+            "conv_width",
+        ):
+            setattr(model, name, getattr(linear, name))
+        model.alternates_values = int(self._rng.integers(2))
 
     def step(self, **fields: Any) -> int:
         step = StepStructure(
@@ -286,8 +348,8 @@ class Engine:
         self._kept.append(matrix)
         return matrix.handle
 
-    def _vector(self, size: int) -> int | None:
-        vector = self._rng.uniform(0.1, 1.0, size).astype(np.float32)
+    def _vector(self, size: int, sign: int = 1) -> int | None:
+        vector = sign * self._rng.uniform(0.1, 1.0, size).astype(np.float32)
         self._kept.append(vector)
         return address(vector, np.float32)
 
@@ -309,7 +371,8 @@ def draw_step(sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
     num_samples = int(rng.integers(0, num_rows + 1))
     samples = np.sort(rng.permutation(ends - 1)[:num_samples])
     wants_logits = bool(rng.integers(2))
-    return {
+    states = {} if sizes.linear is None else draw_states(sizes.linear, queries, contexts, rng)
+    return states | {
         "num_tokens": len(rows),
         "token_ids": rng.integers(0, sizes.vocab, len(rows)),
         "positions": positions,
@@ -326,6 +389,23 @@ def draw_step(sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
         "logits": np.full((num_samples, sizes.vocab), np.nan, np.float32) if wants_logits else None,
         "best_ids": np.full(num_samples, -1, np.int64),
         "best_logits": np.full(num_samples, np.nan, np.float32),
+    }
+
+
+def draw_states(
+    linear: LinearSizes, queries: np.ndarray, contexts: np.ndarray, rng: np.random.Generator
+) -> dict[str, Any]:
+    """Return what states have yet to take in, what they shall not take in, and which are kept."""
+    pending = rng.integers(0, np.minimum(linear.most_drafts, contexts - queries) + 1)
+    untaken = rng.integers(0, np.minimum(linear.most_drafts, pending + queries) + 1)
+    rows = np.flatnonzero((untaken < queries) & (rng.random(len(queries)) < 0.5))
+    return {
+        "pending": pending,
+        "untaken": untaken,
+        "num_kept": len(rows),
+        "kept_rows": rows,
+        "kept_tokens": rng.integers(1, (queries - untaken)[rows] + 1),
+        "kept_slots": len(queries) + rng.permutation(linear.num_slots - len(queries))[: len(rows)],
     }
 
 
@@ -371,6 +451,10 @@ def spoil(fields: dict[str, Any], sizes: Sizes, rng: np.random.Generator) -> dic
         ("block_table_stride", last),
         ("block_table_stride", -last),
     )
+    if sizes.linear is not None:
+        most = sizes.linear.most_drafts
+        changes += (("pending", -1), ("pending", most + 1), ("untaken", -1), ("untaken", most + 1))
+        changes += (("kept_tokens", 0), ("kept_tokens", 10_000)) if fields["num_kept"] else ()
     name, value = changes[rng.integers(len(changes))]
     if isinstance(fields[name], int):
         return fields | {name: value}
@@ -386,6 +470,7 @@ def fuzz(library: NativeLibrary, seconds: float, seed: int) -> int:
     num_steps = 0
     while time.monotonic() < end or not num_steps:
         sizes = draw_sizes(rng)
+        sizes.linear = draw_linear(sizes, rng)
         engine = Engine(library, sizes, rng)
         for _ in range(20):
             fields = draw_step(sizes, rng)

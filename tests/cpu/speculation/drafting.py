@@ -83,6 +83,7 @@ class Setting:
     max_num_seqs: int = 8
     repeats: int = 1
     """How often the whole set is sent; from the second time on the prefix cache holds it."""
+    is_cached: bool = True
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in (self.num_drafts, self.depth, self.num_blocks, self.repeats))
@@ -116,6 +117,7 @@ def serve(
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=setting.max_num_seqs,
         max_num_batched_tokens=setting.budget,
+        enable_prefix_caching=setting.is_cached,
         speculation=None
         if make_proposer is None
         else SpeculationConfig(

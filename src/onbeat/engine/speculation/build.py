@@ -266,10 +266,10 @@ def _choose_draft_model(
             f"the draft model {files.name} has {size / 1e6:.1f} million parameters, more than the "
             f"{target_size / 1e6:.1f} million of {config.model.name}; take a smaller one"
         )
-    if checkpoint.config.linear is not None:
+    if checkpoint.config.state_numbers and not target.model.state_numbers:
         raise ConfigError(
-            f"the draft model {files.name} keeps a state of each request, which cannot go back behind a "
-            "draft that is not accepted; take one without linear attention"
+            f"the draft model {files.name} keeps a state of each request, for which {config.model.name} has "
+            "no room beside its KV cache; take one without linear attention"
         )
     check_same_tokenizer(config.model, files)
     backend = choose_backend(draft, checkpoint, target.device)

@@ -32,6 +32,7 @@ from onbeat.engine.input_batch import InputBatch, IntArray, StepInputs
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
+from onbeat.engine.state_ends import StateEnds
 from onbeat.speculative_config import MAX_CATCH_UP_TOKENS
 
 
@@ -104,10 +105,12 @@ class Guesser:
     forward : the model.
     sampler : chooses tokens from its logits.
     vocab_size : tokens that the requests' own model knows.
+    max_num_seqs : request slots.
     """
 
-    def __init__(self, forward: ForwardPass, sampler: Sampler, vocab_size: int) -> None:
+    def __init__(self, forward: ForwardPass, sampler: Sampler, vocab_size: int, max_num_seqs: int) -> None:
         self._forward = forward
+        self._states = StateEnds(max_num_seqs)
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._sampling_rows: dict[int, SamplingRow] = {}
@@ -128,7 +131,7 @@ class Guesser:
             np.array([row.end for row in rows], np.int64),
             np.array([row.num_drafts > 0 for row in rows], np.bool_),
         )
-        going_on = self._pass(batch, rows, asking, inputs, guesses)
+        going_on = self._pass(batch, rows, asking, self._with_states(inputs, are_drafts=False), guesses)
         while going_on:
             drafts = [guesses.drafts[index] for index in going_on]
             positions = [
@@ -140,8 +143,18 @@ class Guesser:
                 np.array(positions, np.int64),
                 np.array([draft[-1] for draft in drafts], np.int64),
             )
-            going_on = self._pass(batch, rows, going_on, inputs, guesses)
+            going_on = self._pass(batch, rows, going_on, self._with_states(inputs, are_drafts=True), guesses)
         return guesses
+
+    def _with_states(self, inputs: StepInputs, *, are_drafts: bool) -> StepInputs:
+        """Say what states take in: neither these drafts nor those before."""
+        batch = inputs.attention
+        starts_R = batch.context_lens_R - batch.query_lens_R
+        pending_R = self._states.advance(
+            batch.slots_R, starts_R, None if are_drafts else batch.context_lens_R
+        )
+        untaken_R = (pending_R + batch.query_lens_R) * are_drafts
+        return replace(inputs, attention=replace(batch, pending_R=pending_R, untaken_R=untaken_R))
 
     def _pass(
         self, batch: InputBatch, rows: list[GuessRow], asking: list[int], inputs: StepInputs, guesses: Guesses
@@ -298,7 +311,7 @@ class DraftModelProposer(Proposer):
         max_catch_up_tokens: int = MAX_CATCH_UP_TOKENS,
     ) -> None:
         self.forward = forward
-        self._guesser = Guesser(forward, Sampler(forward.config.vocab_size), vocab_size)
+        self._guesser = Guesser(forward, Sampler(forward.config.vocab_size), vocab_size, max_num_seqs)
         self._kv = DraftKV(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
         self._near = block_size
         """Rows no further behind than this are not held back: they are so after any step with drafts."""
@@ -310,7 +323,8 @@ class DraftModelProposer(Proposer):
 
     def admit(self, batch: InputBatch, slot: int, num_computed_tokens: int) -> None:
         """Take in a request; see `Proposer.admit`."""
-        self._kv.admit(batch, slot, num_computed_tokens)
+        # No state of the model is kept from which it could go on.
+        self._kv.admit(batch, slot, 0 if self.forward.config.state_numbers else num_computed_tokens)
 
     def release(self, slot: int) -> None:
         """Forget a request; see `Proposer.release`."""
