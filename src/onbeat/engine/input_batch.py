@@ -235,9 +235,10 @@ class InputBatch:
         )
         if len(self.states):
             kept = tuple([(row, num, self.max_num_seqs + snapshot) for row, num, snapshot in kept_states])
-            ends_R = attention.context_lens_R - num_drafts_R
-            pending_R = self.states.advance(step.slots_R, starts_R, ends_R, kept)
-            attention = replace(attention, kept=kept, pending_R=pending_R, untaken_R=num_drafts_R)
+            pending_R, untaken_R = self.states.advance(
+                step.slots_R, starts_R, attention.context_lens_R, num_drafts_R, kept
+            )
+            attention = replace(attention, kept=kept, pending_R=pending_R, untaken_R=untaken_R)
         return StepInputs(
             token_ids_T=self.token_ids_SP[step.slots_T, positions_T].astype(np.int64),
             positions_T=positions_T,

@@ -19,7 +19,9 @@ from onbeat.engine.kv_access import KVRegion
 
 
 class StateEnds:
-    """The tokens that each state has taken in; the number goes with the state, wherever that goes.
+    """The tokens that each state has taken in, and those of which it has what they put in.
+
+    These numbers go with the state, wherever that goes.
 
     Parameters
     ----------
@@ -27,38 +29,43 @@ class StateEnds:
     """
 
     def __init__(self, num_states: int) -> None:
-        self._ends_S: NDArray[np.int64] = np.zeros(num_states, np.int64)
+        self._ends_S2: NDArray[np.int64] = np.zeros((num_states, 2), np.int64)
 
     def __len__(self) -> int:
-        return len(self._ends_S)
+        return len(self._ends_S2)
 
     @property
     def region(self) -> KVRegion:
         """Where the numbers lie."""
-        return KVRegion(int(self._ends_S.__array_interface__["data"][0]), self._ends_S.itemsize)
+        return KVRegion(int(self._ends_S2.__array_interface__["data"][0]), self._ends_S2.strides[0])
 
     def begin(self, slot: int, source: int | None) -> None:
         """Let a request begin, from a state that is kept in another slot, or from none."""
-        if len(self._ends_S):
-            self._ends_S[slot] = 0 if source is None else self._ends_S[source]
+        if len(self._ends_S2):
+            self._ends_S2[slot] = 0 if source is None else self._ends_S2[source]
 
     def advance(
         self,
         slots_R: NDArray[np.int64],
         starts_R: NDArray[np.int64],
-        ends_R: NDArray[np.int64] | None = None,
+        ends_R: NDArray[np.int64],
+        untaken_R: NDArray[np.int64] | None = None,
         kept: Iterable[tuple[int, int, int]] = (),
-    ) -> NDArray[np.int64]:
-        """Let the states of rows take in tokens, and return how many of these come before each row's own.
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Let the states of rows take in tokens; return `AttentionBatch.pending_R` and `untaken_R`.
 
         Parameters
         ----------
-        starts_R : tokens before each row's own.
-        ends_R : tokens that its state has then taken in; None: no more than now.
+        starts_R, ends_R : tokens before each row's own, and with these.
+        untaken_R : the last of them that its state must not take in; None: it takes in none at all.
         kept : as of `AttentionBatch`.
         """
-        before_R = self._ends_S[slots_R]
-        self._ends_S[slots_R] = before_R if ends_R is None else ends_R
+        taken_R, beside_R = self._ends_S2[slots_R].T
+        # A padding row's state may be ahead of it, and one that is timed has come from nowhere.
+        pending_R = np.clip(starts_R - taken_R, 0, beside_R)
+        if untaken_R is None:
+            untaken_R = pending_R + ends_R - starts_R
+        self._ends_S2[slots_R, 0], self._ends_S2[slots_R, 1] = ends_R - untaken_R, untaken_R
         for row, num_tokens, slot in kept:
-            self._ends_S[slot] = starts_R[row] + num_tokens
-        return np.maximum(starts_R - before_R, 0)  # a padding row's state may be ahead of it
+            self._ends_S2[slot] = starts_R[row] + num_tokens, 0
+        return pending_R, untaken_R

@@ -150,10 +150,8 @@ class Guesser:
         """Say what states take in: neither these drafts nor those before."""
         batch = inputs.attention
         starts_R = batch.context_lens_R - batch.query_lens_R
-        pending_R = self._states.advance(
-            batch.slots_R, starts_R, None if are_drafts else batch.context_lens_R
-        )
-        untaken_R = (pending_R + batch.query_lens_R) * are_drafts
+        untaken_R = None if are_drafts else np.zeros_like(starts_R)
+        pending_R, untaken_R = self._states.advance(batch.slots_R, starts_R, batch.context_lens_R, untaken_R)
         return replace(inputs, attention=replace(batch, pending_R=pending_R, untaken_R=untaken_R))
 
     def _pass(
