@@ -12,6 +12,7 @@ import torch
 from onbeat.core.request import Request
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.speculation.build import NoDrafts
+from onbeat.scheduler.scheduler_config import DraftLength
 from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine
 from tests.cpu.engine.forwards import MOST_DRAFTS, on_native
 from tests.cpu.engine.stateful_models import STATEFUL
@@ -73,7 +74,7 @@ def test_tokens_are_the_references(engine: TinyEngine, name: str, way: str) -> N
         right=lambda position: position % 5 and position % 7,
         shortfall=lambda position: position % 3,
     )
-    length = "adaptive" if way == "slo" else "fixed"
+    length: DraftLength = "adaptive" if way == "slo" else "fixed"
     drafted = run(
         engine.make_forward(name),
         first,

@@ -25,7 +25,8 @@ from tests.cpu.native.amx_kernels import (
     trapped_engine_units,
     trapped_units,
 )
-from tests.cpu.native.fuzz_steps import Engine, Sizes, draw_sizes, draw_step
+from tests.cpu.native.fuzz_sizes import Sizes, draw_sizes
+from tests.cpu.native.fuzz_steps import Engine, draw_step
 from tests.cpu.native.test_batch_invariant import all_logits, open_quantized
 from tests.cpu.native.test_forward import checkpoint_of, first_logits, relative_error
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from onbeat.engine.native.library import VARIABLE, CallStatus, NativeLibrary
 from tests.cpu.native.amx_kernels import compile_units, emulated_units
-from tests.cpu.native.fuzz_steps import Engine, draw_sizes, draw_step, fuzz
+from tests.cpu.native.fuzz_sizes import draw_sizes
+from tests.cpu.native.fuzz_steps import Engine, draw_step, fuzz
 from tests.cpu.native.quant_kernels import hatch_build
 from tests.cpu.native.test_forward import relative_error
 
