@@ -330,25 +330,20 @@ class KVCacheManager:
         num_blocks = -(-(num_tokens + self._num_lookahead) // self.block_size)
         return self._windows.num_blocks(num_blocks, num_requests) if self._num_groups else num_blocks
 
-    def looks_up(self, state: RequestState) -> bool:
-        """Return whether a cached prefix of it may be used."""
-        # A mean needs the hidden states of all tokens, and `cls` that of the first.
-        needs_all = state.scores_prompt or state.request.pooling in ("mean", "cls")
-        return self.enable_prefix_caching and not needs_all
-
     def match(self, state: RequestState) -> list[int]:
         """Return the longest cached prefix as block ids, without taking a reference.
 
         At least one token is left to compute: without a forward pass there would be no logits to sample. For
         the same reason a prompt whose log-probabilities are reported is computed whole.
         """
-        if not self.looks_up(state):
+        if not (self.enable_prefix_caching and state.looks_up):
             return []
         num_usable_blocks = (state.num_tokens - 1) // self.block_size
         block_ids: list[int] = []
         hashes, id_of_hash = state.block_hashes, self.pool.id_of_hash
+        has_all = state.request.block_hashes is not None  # that it will ever have
         for index in range(num_usable_blocks):
-            if index >= len(hashes) and self._extend_hashes(state, index + 1) <= index:
+            if index >= len(hashes) and (has_all or self._extend_hashes(state, index + 1) <= index):
                 break
             block_id = id_of_hash.get(hashes[index])
             if block_id is None:

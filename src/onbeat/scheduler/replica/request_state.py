@@ -75,7 +75,7 @@ class RequestState:
         *("num_registered_blocks", "num_shared_blocks", "num_tokens", "num_tokens_to_register"),
         *("output_token_ids", "page_ids", "pause_at", "places_to_keep", "queued_work", "request"),
         *("request_id", "scheduled_time", "scores_prompt", "sits_out", "slo", "sort_key", "status"),
-        *("stop_token_ids", "times"),
+        *("stop_token_ids", "times", "looks_up"),
     )
 
     def __init__(
@@ -91,6 +91,9 @@ class RequestState:
         """Known tokens: prompt and delivered output."""
         self.scores_prompt = request.num_prompt_logprobs is not None and not self.output_token_ids
         """Whether log-probabilities of its prompt are to be reported, and were not yet, here or elsewhere."""
+        # A mean needs the hidden states of all tokens, and `cls` that of the first.
+        self.looks_up = not self.scores_prompt and request.pooling not in ("mean", "cls")
+        """Whether a cached prefix of it may be used."""
         self.pause_at = NEVER
         """Tokens, those in flight included, with which it sits out until more of its output is fetched."""
         self.num_computed_tokens = 0
@@ -218,7 +221,7 @@ class RequestState:
         elif num_tokens >= self.max_total_tokens:
             finish_reason = FinishReason.LENGTH
         self.num_tokens = num_tokens
-        self.scores_prompt = False
+        self.scores_prompt, self.looks_up = False, True
         self.output_token_ids += sampled_ids
         self.num_in_flight_tokens -= 1 + num_drafts
         self.num_in_flight_drafts -= num_drafts

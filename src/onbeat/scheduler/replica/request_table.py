@@ -101,7 +101,8 @@ class RequestTable:
         if is_first:
             state.scheduled_time = now
             state.num_cached_tokens = min(state.num_computed_tokens, state.num_prompt_tokens)
-            self.num_prefix_queries += state.num_prompt_tokens if self.kv.looks_up(state) else 0
+            is_looked_up = self.kv.enable_prefix_caching and state.looks_up
+            self.num_prefix_queries += state.num_prompt_tokens if is_looked_up else 0
             self.num_prefix_hits += state.num_cached_tokens
             if self._tracker is not None:
                 self._tracker.on_start(state)
