@@ -119,12 +119,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe(settings: Deployment, simulation: Resolved) -> str:
-    limits, model = simulation.config.scheduler, simulation.model
+    limits, model = simulation.config.scheduler, simulation.target.model
     parallel = f"TP {settings.tensor_parallel}" + (
         f" PP {settings.pipeline_parallel}" if settings.pipeline_parallel > 1 else ""
     )
     kv_tokens = limits.num_blocks * limits.block_size
-    where = f"{simulation.num_devices} x {simulation.device.name}, {parallel}"
+    where = f"{simulation.num_devices} x {simulation.target.device.name}, {parallel}"
     if settings.fleet.kinds:
         where = (
             f"{simulation.num_devices} devices ({'; '.join(map(str, settings.fleet.kinds))}), of the first"
@@ -267,7 +267,7 @@ def _header(
     label: str | None,
 ) -> RunHeader:
     return RunHeader(
-        model_id=simulation.model.name,
+        model_id=simulation.target.model.name,
         backend="simulation",
         label=label,
         date=datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
@@ -290,8 +290,8 @@ def _settings(settings: Deployment, simulation: Resolved, result: SimulationResu
         *("shed_order", "max_num_queued_reqs", "max_num_queued_tokens", "max_queue_seconds"),
     )
     return {
-        "device": simulation.device.id,
-        "tensor_parallel_size": simulation.parallelism.tensor,
+        "device": simulation.target.device.id,
+        "tensor_parallel_size": simulation.target.parallelism.tensor,
         "pipeline_parallel_size": settings.pipeline_parallel,
         "replicas": len(result.replicas),
         "kinds": list(map(str, fleet.kinds)),
@@ -350,7 +350,7 @@ def _utilisation(
     """Return MBU and MFU of the busy time, against the device's specification (`perfmodel.utilisation`)."""
     if not (result.total.num_steps and busy):
         return None, None
-    target, draft = _operations(simulation, simulation.model), None
+    target, draft = _operations(simulation, simulation.target.model), None
     if simulation.draft is not None:
         draft = _operations(simulation, simulation.draft)
     num_bytes = num_operations = 0.0
@@ -367,15 +367,15 @@ def _utilisation(
             one = draft_pass(total)
             num_bytes += draft.bytes_read(one) * total.num_draft_passes
             num_operations += draft.flops(one) * total.num_draft_passes
-    device = simulation.device
+    device = simulation.target.device
     return (
         num_bytes / busy / device.memory_bandwidth,
-        num_operations / busy / device.peak(simulation.precision.compute),
+        num_operations / busy / device.peak(simulation.target.precision.compute),
     )
 
 
 def _operations(simulation: Resolved, model: ModelSpec) -> StepOperations:
-    return StepOperations(model, simulation.precision, simulation.parallelism)
+    return StepOperations(model, simulation.target.precision, simulation.target.parallelism)
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -10,7 +10,7 @@ from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.core.kinds import as_settings
 from onbeat.core.options import change
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, find_device
+from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.engines import NO_ENGINE, described_terms
 from onbeat.perfmodel.fitted import FitErrors, FitTarget
 from onbeat.perfmodel.memory import (
@@ -53,12 +53,9 @@ class Resolved:
     step_time: StepTimeModel
     errors: FitErrors | None
     """Of the step times on held-back steps; None where they were fitted to none."""
-    model: ModelSpec
+    target: FitTarget
     draft: ModelSpec | None
     """What makes drafts, where a model does."""
-    device: DeviceSpec
-    parallelism: Parallelism
-    precision: Precision
     memory: KVCapacity | None
     """None where the number of blocks was given."""
     num_devices: int
@@ -69,8 +66,8 @@ class Resolved:
         return ReplicaKind(
             scheduler=self.config.scheduler,
             step_time=self.step_time,
-            device=self.device.id,
-            memory_bandwidth=self.device.memory_bandwidth * self.parallelism.num_devices,
+            device=self.target.device.id,
+            memory_bandwidth=self.target.device.memory_bandwidth * self.target.parallelism.num_devices,
         )
 
 
@@ -181,18 +178,15 @@ def _resolve(said: Deployment) -> Resolved:
         # None through stages, where vLLM refuses it too.
         steps_ahead=0 if said.pipeline_parallel > 1 else server.steps_ahead,
         acceptance=said.drafts.acceptance(Acceptance() if record is None else read_acceptance(record)),
-        kv_link=_link(said, model, precision) if said.hands_over else None,
+        kv_link=_link(said, target) if said.hands_over else None,
     )
     config = replace(config, scheduler=replace(config.scheduler, num_snapshots=num_snapshots))
     resolved = Resolved(
         config=config,
         step_time=step_time,
         errors=target_time.errors,
-        model=model,
+        target=target,
         draft=draft,
-        device=device,
-        parallelism=parallelism,
-        precision=precision,
         memory=memory,
         num_devices=num_devices,
     )
@@ -253,7 +247,7 @@ def _resolve_kinds(said: Deployment) -> Resolved:
     config = replace(
         first.config,
         fleet=said.fleet,
-        kv_link=_link(said, first.model, first.precision) if said.hands_over else None,
+        kv_link=_link(said, first.target) if said.hands_over else None,
         kinds=_without_drafts(said, kinds),
     )
     num_devices = sum(each.num_devices * count for each, count in zip(built, counts, strict=True))
@@ -287,13 +281,13 @@ def _with_budget(resolved: Resolved, tbt: float | None, context_tokens: int | No
     return replace(resolved, config=replace(config, scheduler=first, kinds=kinds))
 
 
-def _link(said: Deployment, model: ModelSpec, precision: Precision) -> KVLink:
+def _link(said: Deployment, target: FitTarget) -> KVLink:
     """Return what lies between the replicas, where requests go on elsewhere with their KV."""
     return KVLink(
-        bytes_per_token=model.kv_bytes_per_token(precision),
+        bytes_per_token=target.model.kv_bytes_per_token(target.precision),
         bandwidth=said.kv_bandwidth or POOL_BANDWIDTH,
         latency=said.kv_latency,
-        state_bytes=_state_bytes(said, model),
+        state_bytes=_state_bytes(said, target.model),
     )
 
 

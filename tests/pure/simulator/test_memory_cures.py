@@ -209,9 +209,9 @@ def test_states_take_their_part_of_the_memory(
     assert memory is not None
     assert limits.num_snapshots
     num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    model = resolved.model
+    model = resolved.target.model
     state_bytes = (model.state_bytes + num_drafts * model.draft_state_bytes) / tensor_parallel
     held = memory.num_blocks * memory.block_bytes + (limits.max_num_seqs + limits.num_snapshots) * state_bytes
     assert 0.99 * memory.kv_bytes < held <= memory.kv_bytes
-    assert memory.block_bytes == 16 * model.kv_bytes_per_token(resolved.precision) / tensor_parallel
+    assert memory.block_bytes == 16 * model.kv_bytes_per_token(resolved.target.precision) / tensor_parallel
     assert (limits.max_num_seqs + limits.num_snapshots) * state_bytes <= memory.kv_bytes / 2

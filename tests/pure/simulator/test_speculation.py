@@ -286,7 +286,7 @@ def test_a_draft_model_takes_time_and_memory() -> None:
 @pytest.mark.parametrize("changes", [{}, {"model": "meta-llama/Llama-3.2-1B"}], ids=["ngram", "draft-model"])
 def test_models_that_keep_states_draft(changes) -> None:
     simulation = resolve(settings_of(model="Qwen3.5-27B", device="h200", speculative=drafts_of(**changes)))
-    model, limits, memory = simulation.model, simulation.config.scheduler, simulation.memory
+    model, limits, memory = simulation.target.model, simulation.config.scheduler, simulation.memory
     assert memory is not None
     assert limits.num_snapshots
     states = (limits.max_num_seqs + limits.num_snapshots) * (model.state_bytes + 4 * model.draft_state_bytes)
