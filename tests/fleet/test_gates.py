@@ -42,11 +42,8 @@ class Desk:
         """Forget nothing."""
 
 
-@asynccontextmanager
-async def two_gates(client: FleetClient) -> AsyncIterator[tuple[list[GateClient], MetricsExporter, GateHost]]:
-    """Serve two gates of a fleet, in this process but by their wire."""
-    exporter = MetricsExporter(RunCounts(), model_name="fake")
-    host = GateHost(
+def host_of(client: FleetClient, exporter: MetricsExporter) -> GateHost:
+    return GateHost(
         client,
         client.folder,
         cast(FrontEnds, Watched()),
@@ -54,6 +51,13 @@ async def two_gates(client: FleetClient) -> AsyncIterator[tuple[list[GateClient]
         on_ended=lambda *_: None,
         make_desk=lambda: cast(GateDesk, Desk()),
     )
+
+
+@asynccontextmanager
+async def two_gates(client: FleetClient) -> AsyncIterator[tuple[list[GateClient], MetricsExporter, GateHost]]:
+    """Serve two gates of a fleet, in this process but by their wire."""
+    exporter = MetricsExporter(RunCounts(), model_name="fake")
+    host = host_of(client, exporter)
     gates = [GateClient(host.endpoint, f"gate-{number}", client.info) for number in range(2)]
     try:
         for gate in gates:
@@ -117,6 +121,23 @@ async def test_what_a_gate_had_asked_for_is_counted_when_it_dies() -> None:
         await check_all(going_on)
         with pytest.raises(asyncio.CancelledError):
             await tasks[0]
+
+
+async def test_another_keeper_is_asked_for_the_rest_of_what_is_open() -> None:
+    async with fleet_of(2) as client, two_gates(client) as (gates, exporter, host):
+        going_on = [
+            each for gate in gates for each in started(gate, 3, gates.index(gate) * "b" + "a", max_tokens=300)
+        ]
+        await until(lambda: len([each for each in client.streams.open.values() if each.token_ids]) == 6)
+        await host.close()
+        assert not client.streams.open
+        going_on += started(gates[0], 1, "late", max_tokens=9)
+        other = host_of(client, exporter)
+        for gate in gates:  # as each does every second
+            gate.say_counts(snapshot(flat(samples(RunCounts()))), {}, 0)
+        await check_all(going_on)
+        assert client.counts.num_resumed == 6
+        await other.close()
 
 
 async def test_what_the_keeper_is_late_is_in_the_waits_of_gates() -> None:

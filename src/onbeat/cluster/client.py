@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import stat
 import tempfile
 import time
@@ -112,6 +113,8 @@ def check_length_of_socket_paths() -> None:
 logger = logging.getLogger("onbeat.cluster")
 
 
+LAST_WORDS_SECONDS = 0.5
+"""What a keeper that is to end has to tell whoever asked for it."""
 FIRST_REPORT_SECONDS = 30.0
 """A replica that is ready says how it stands at once."""
 
@@ -174,6 +177,7 @@ class FleetClient:
         self.counts = self.streams.counts
         self._info: EngineInfo | None = None
         self._folder, self._takes_over = nursed.folder, nursed.num_before > 0
+        self._is_nursed = nursed.folder is not None
 
     @property
     def info(self) -> EngineInfo:
@@ -360,8 +364,17 @@ class FleetClient:
             raise InvalidRequest(str(error), param="min", code="invalid_value") from error
         self.controller.ask(ScalingAsked(bounds.least, bounds.most))
 
-    async def restart(self) -> None:
-        self.controller.restart()
+    async def restart(self, *, keeper: bool = False) -> None:
+        if not keeper:
+            self.controller.restart()
+        elif self._is_nursed:  # whoever asked hears before that it is done
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, os.kill, os.getpid(), signal.SIGKILL)
+        else:
+            raise InvalidRequest(
+                "the keeper is in the process of the only front end; start with --front-ends 2 or more",
+                param="keeper",
+                code="invalid_value",
+            )
 
     def expect_end(self) -> None:
         self.controller.is_ending = True

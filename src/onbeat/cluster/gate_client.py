@@ -215,8 +215,8 @@ class GateClient:
     async def autoscale(self, least: int, most: int) -> None:
         await self.wish("autoscale", least=least, most=most)
 
-    async def restart(self) -> None:
-        await self.wish("restart")
+    async def restart(self, *, keeper: bool = False) -> None:
+        await self.wish("restart", keeper=keeper)
 
     def expect_end(self) -> None:
         """Nothing depends on it: the keeper ends when it is told itself."""

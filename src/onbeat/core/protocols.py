@@ -220,12 +220,16 @@ class FleetView(Protocol):
         InvalidRequest : it was not started with a policy for that, or no number is between them.
         """
 
-    async def restart(self) -> None:
+    async def restart(self, *, keeper: bool = False) -> None:
         """Start all replicas again, one after another, without loss; each waits for the one before.
+
+        Parameters
+        ----------
+        keeper : whether it is who decides about them that is started again, in their place.
 
         Raises
         ------
-        InvalidRequest : the round before is under way.
+        InvalidRequest : the round before is under way, or nobody starts the keeper again.
         """
 
     def expect_end(self) -> None:

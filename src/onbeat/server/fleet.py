@@ -43,7 +43,9 @@ class ScaleRequest(Closed):
 
 
 class RestartRequest(Closed):
-    """All replicas are started again, one after another."""
+    """All replicas are started again, one after another; or the keeper of several front ends is, once."""
+
+    keeper: bool = False
 
 
 class FleetState(Struct):
@@ -164,9 +166,9 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
         return _state(fleet)
 
     async def restart(request: Request) -> Response:
-        """Start all replicas again, one after another, without loss."""
-        await read_body(request, RestartRequest)
-        await fleet.restart()
+        """Start all replicas again, one after another, without loss; or the keeper."""
+        body = await read_body(request, RestartRequest)
+        await fleet.restart(keeper=body.keeper)
         return _state(fleet)
 
     shown = router.telling(FleetState, 401, 403)

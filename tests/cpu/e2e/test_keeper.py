@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.cpu.e2e.program import ServerProgram, is_running, serving, starting
 from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, replicas, text_of
-from tests.cpu.e2e.test_front_ends import front_ends, streams_on_both
+from tests.cpu.e2e.test_front_ends import CLASSES, KEYS, front_ends, streams_on_both
 from tests.waiting import wait_for
 
 FLAGS = ("smollm2-135m-instruct", *STAND_IN_FLAGS, "--front-ends", "2", "--replicas", "2")
@@ -134,6 +135,35 @@ def test_an_engine_and_the_keeper_die_at_once(server: ServerProgram, whole: str)
         assert text_of(stream.end(60)) == whole
     wait_for(lambda: [each["state"] for each in replicas(server)] == ["ready", "ready"], 60)
     assert victim not in [each["process_id"] for each in replicas(server)]
+
+
+def test_the_keeper_is_replaced_when_asked_for(server: ServerProgram, whole: str) -> None:
+    streams = streams_on_both(server, **ASKED)
+    replace_keeper(server, lambda _: server.change_fleet("restart", keeper=True).raise_for_status())
+    for stream in streams:
+        assert text_of(stream.end(60)) == whole
+
+
+def test_what_a_key_has_open_counts_at_the_next_keeper(tmp_path: Path, smollm2_gguf: Path) -> None:
+    classes = tmp_path / "classes.yaml"
+    classes.write_text(CLASSES)
+    flags = (*STAND_IN_FLAGS, "--front-ends", "2", "--slo-classes", classes, "--api-key", KEYS["LIMITED"])
+    model = ("Llama-3.1-8B", "--tokenizer", smollm2_gguf)  # its steps take long
+    with serving(*model, *flags, env={**os.environ, **KEYS}) as server:
+        headers = {"Authorization": f"Bearer {KEYS['LIMITED']}"}
+
+        def ask(max_tokens: int) -> int:
+            fields = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
+            reply = httpx.post(f"{server.url}/v1/completions", json=fields, headers=headers, timeout=60)
+            return reply.status_code
+
+        with ThreadPoolExecutor(3) as pool:
+            taken = [pool.submit(ask, 2000) for _ in range(3)]
+            wait_for(lambda: ask(1) == 429)
+            replace_keeper(server, kill)
+            assert ask(1) == 429
+            assert [each.result() for each in taken] == [200] * 3
+        assert ask(1) == 200
 
 
 def test_a_keeper_killed_before_it_serves_is_followed_by_one_that_does() -> None:

@@ -71,7 +71,7 @@ class FakeFleet(FakeEngine):
     async def autoscale(self, least: int, most: int) -> None:
         """Nothing starts or ends."""
 
-    async def restart(self) -> None:
+    async def restart(self, *, keeper: bool = False) -> None:
         """Nothing ends."""
 
 
