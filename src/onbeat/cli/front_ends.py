@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("onbeat.cluster")
 
+SETTLED_SECONDS = 1.0
+"""A keeper that has lasted so long is killed by no request that it was asked for again."""
 TELL_SECONDS = 1.0
 """How often a front end says what it has counted."""
 
@@ -171,12 +173,13 @@ async def keep(
         front_ends.terminate()
 
     async def say_started() -> None:
-        await front_ends.serving.wait()
-        nursed.mark.touch()
         if nursed.num_before:
             logger.error("the keeper was killed; another goes on with what it has left")
+            await asyncio.sleep(SETTLED_SECONDS)
         else:
+            await front_ends.serving.wait()
             on_started(served_url(config, sock))
+        nursed.mark.touch()
 
     started = asyncio.create_task(say_started())
     try:

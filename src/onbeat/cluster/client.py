@@ -246,7 +246,8 @@ class FleetClient:
     async def _wait_until_ready(self, num_replicas: int) -> None:
         while self._fleet.status().count(ReplicaState.READY) < num_replicas:
             self.controller.changed.clear()
-            self.controller.processes.raise_start_error()
+            if not (self._takes_over and self.controller.lives):  # else another one may get ready
+                self.controller.processes.raise_start_error()
             await self.controller.changed.wait()
 
     async def _load_first_adapters(self) -> None:

@@ -427,9 +427,11 @@ class FleetController:
     def _hear(self, name: bytes, message: messages.FromEngine) -> None:
         life = self.processes.by_name[name]
         life.heard = now = time.monotonic()
-        if not life.is_greeted:
+        if life.place is not None and life.place.name and not life.version:
             # what it says until it has begun again is of requests of another keeper
-            life.is_greeted = self._wire.send(life.name, messages.Greet())
+            life.is_greeted = life.is_greeted or self._wire.send(life.name, messages.Greet())
+            if not isinstance(message, messages.Hello):
+                return
         if offset := self._launcher.clock_offset(life.replica, life.number):
             message = by_our_clock(message, offset, now)
         self._on_message(life, message)

@@ -90,8 +90,8 @@ class Life:
     public_key: bytes = b""
     """Of its connection, where that is encrypted."""
     place: ReplicaPlace | None = None
-    is_greeted: bool = True
-    """Whether it has been told to begin again, where it ran before this process."""
+    is_greeted: bool = False
+    """Whether it has been told to begin again, since it ran before this process."""
     version: str = ""
     """Of its onbeat, once it has said so."""
     info: EngineInfo | None = None

@@ -140,7 +140,7 @@ class Processes:
             life.heard = time.monotonic()
             if place.name:
                 del self.by_name[life.name]
-                life.name, life.is_greeted = place.name, False
+                life.name = place.name
                 self.by_name[life.name] = life
         except asyncio.CancelledError:
             self.kill(life)

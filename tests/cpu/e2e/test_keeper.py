@@ -157,10 +157,12 @@ def test_what_a_key_has_open_counts_at_the_next_keeper(tmp_path: Path, smollm2_g
             reply = httpx.post(f"{server.url}/v1/completions", json=fields, headers=headers, timeout=60)
             return reply.status_code
 
-        with ThreadPoolExecutor(3) as pool:
+        with ThreadPoolExecutor(3) as pool:  # one more would take the place of one of them
             taken = [pool.submit(ask, 2000) for _ in range(3)]
-            wait_for(lambda: ask(1) == 429)
+            wait_for(lambda: replicas(server)[0]["num_streaming"] == 3)
+            assert ask(1) == 429
             replace_keeper(server, kill)
+            wait_for(lambda: replicas(server)[0]["num_streaming"] == 3)
             assert ask(1) == 429
             assert [each.result() for each in taken] == [200] * 3
         assert ask(1) == 200
