@@ -34,7 +34,7 @@ def whole(server: ServerProgram) -> str:
     return text_of(Stream(server.url, **ASKED).end(60))
 
 
-def replace_keeper(server: ServerProgram, end: Callable[[int], None]) -> None:
+def replace_keeper(server: ServerProgram, end: Callable[[int], object]) -> None:
     """End the keeper in some way, and wait until another one serves."""
     [keeper] = server.keepers
     num_lines = len(server.lines)
