@@ -132,6 +132,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._refusal = MALFORMED
         self._is_refused = False  # what comes from here on is thrown away
 
+    @property
+    def has_asked(self) -> bool:
+        """Whether a request has come."""
+        return self.cycle is not None
+
     # --- what asyncio calls ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

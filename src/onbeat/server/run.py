@@ -17,6 +17,7 @@ import ssl
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -79,7 +80,7 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ABORT_SECONDS = 2.0
 """What requests that are aborted get to tell their clients."""
 
-_FIRST_REQUEST_SECONDS = 1.0
+_FIRST_REQUEST_SECONDS = 5
 """Whoever has connected to a server that leaves is about to ask, and is not to be turned away."""
 
 _READ_SECONDS = 3.0
@@ -344,9 +345,14 @@ class _Stopper:
             await self._drain
 
     async def _leave(self) -> None:
-        await asyncio.sleep(_FIRST_REQUEST_SECONDS)
-        for connection in list(self._server.server_state.connections):
-            connection.shutdown()  # those that are idle; the others with their answers
+        connections = cast(set[BoundedConnection], self._server.server_state.connections)
+        for seconds_left in reversed(range(_FIRST_REQUEST_SECONDS)):
+            await asyncio.sleep(1)  # some are not known yet
+            for connection in list(connections):
+                if connection.has_asked or not seconds_left:
+                    connection.shutdown()  # now if it is idle, else with its answer
+            if all(connection.has_asked for connection in connections):
+                break
         await self._stop_when_idle()
 
     async def _stop_when_idle(self) -> None:
