@@ -1,10 +1,10 @@
 """`onbeat serve` beside `llama-server` on one GGUF file, in turns: a server that is not asked is suspended.
 
-    python -m benchmarks.serve.native_served FILE.gguf DIRECTORY/llama-server --tokenizer TOKENIZER.gguf
+    python -m benchmarks.serve.native_served FILE.gguf DIRECTORY/llama-server -- --tokenizer TOKENIZER.gguf
 
 For files of random weights, whose tokens are no text: prompts are random token ids below `--ids`. A prompt of
-512 tokens is timed to its only token; decodes are whole answers less those of one token. Flags that are not
-known here are onbeat's. Needs a machine with nothing else to do.
+512 tokens is timed to its only token; decodes are whole answers less those of one token. Needs a machine with
+nothing else to do.
 """
 
 from __future__ import annotations
@@ -64,9 +64,18 @@ def main() -> None:
     parser.add_argument("peer", help="llama-server")
     parser.add_argument("--ids", type=int, default=20_000, help="how many tokens to choose from")
     parser.add_argument("--rounds", type=int, default=3, help="in turns")
-    args, flags = parser.parse_known_args()
+    parser.add_argument("flags", nargs="*", help="of `onbeat serve`, after --")
+    args = parser.parse_args()
     port = free_port()
-    ours = ["--served-model-name", "default", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "2G", *flags]
+    ours = [
+        "--served-model-name",
+        "default",
+        "--max-num-seqs",
+        "32",
+        "--kv-cache-memory-bytes",
+        "2G",
+        *args.flags,
+    ]
     theirs = f"{args.peer} -m {args.file} --port {port} -t 2 -np 32 -c 32768 -cram 0"
     with Fleet() as fleet:
         servers = (

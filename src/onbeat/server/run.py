@@ -125,7 +125,6 @@ def bind(config: ServerConfig) -> socket.socket:
     except OSError as error:
         sock.close()
         raise _cannot_listen(where, error) from error
-    sock.settimeout(0)
     return sock
 
 
@@ -147,6 +146,8 @@ def listen(sock: socket.socket, where: str) -> None:
     ------
     ConfigError : another server has taken the port since.
     """
+    # One that another process has sent does not know that it must not wait: its copies would make all wait.
+    sock.settimeout(0)
     try:
         # connections inherit it: those that fade away must not keep the next server from the port
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -22,7 +23,7 @@ import uvloop
 
 from onbeat.core.errors import ConfigError
 from onbeat.server.connection import BoundedConnection
-from onbeat.server.run import bind, check_tls, serve
+from onbeat.server.run import bind, check_tls, listen, serve
 from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.fake_app import make_app
 from tests.cpu.server.running import HELLO, parse_events
@@ -161,8 +162,9 @@ async def test_streams_are_told_of_the_end_also_where_the_engine_answers_nothing
                 return await response.read()
 
         begun: list[str] = []
-        reading = [asyncio.create_task(read(path, body)) for path, (body, _) in STREAMS.items()]
         whole = asyncio.create_task(server.session.post(server.url + CHAT, json=STREAMS[CHAT][0]))
+        await server.wait_for_load()
+        reading = [asyncio.create_task(read(path, body)) for path, (body, _) in STREAMS.items()]
         await until(lambda: len(begun) == len(STREAMS))
         server.send_signal(signal.SIGTERM)
         for task, (_, end) in zip(reading, STREAMS.values(), strict=True):
@@ -243,6 +245,17 @@ async def test_a_port_that_was_taken_meanwhile_is_told_as_such() -> None:
             other.listen()
             with pytest.raises(ConfigError, match=f":{config.port}: .*in use.*--port"):
                 await serve(make_app(FakeEngine(), config), config, sock, on_started=lambda _: None)
+
+
+def test_a_socket_of_another_process_goes_on_not_to_wait() -> None:
+    with bind(ServerConfig(port=0)) as sock:
+        listen(sock, "here")
+        assert sock.gettimeout() == 0
+        # as multiprocessing makes a socket that it has sent; all three share what is known of waiting
+        with socket.socket(sock.family, sock.type, sock.proto, fileno=os.dup(sock.fileno())) as sent:
+            listen(sent, "here")
+            sent.dup().close()
+            assert not os.get_blocking(sock.fileno())
 
 
 async def test_the_port_of_a_server_that_has_ended_is_free_at_once() -> None:
