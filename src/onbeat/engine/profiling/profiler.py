@@ -174,7 +174,7 @@ def _measure(
     batches |= dict.fromkeys(verify_batches(limits, settings.num_levels))
     batches |= dict.fromkeys(mixed_batches(limits, settings.num_mixed))
     to_test = dict.fromkeys(random_batches(limits, settings.num_held_back, settings.seed))
-    # Models that keep states take no drafts, and nobody can give those of the timer to another runner.
+    # States have no room for drafts that nobody asked for, and no other runner takes those of the timer.
     if loaded.backend.model.state_numbers or not isinstance(loaded.runner, ModelRunner):
         batches, to_test = (dict.fromkeys(map(without_drafts, each)) for each in (batches, to_test))
     num_to_fit = len(batches)
