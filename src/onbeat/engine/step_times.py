@@ -379,8 +379,8 @@ class StepWatch:
 
 _MOST_TOKENS = 2048
 """Of the prompt; a decode reads half as many."""
-_LONG_DECODE = 0.25
-"""Seconds of a decode from which on a prompt, which takes a multiple, would hold up the start."""
+_LONG_DECODE, _FEW_TOKENS = 0.25, 16
+"""Seconds of a decode from which on a prompt has these: nobody knows yet how long more would take."""
 _SHORTEST_PROMPT, _DECODES = 0.03, 2
 """Seconds, and decodes: a prompt that is to take as long does not only read weights."""
 _RUNS, _SECONDS = 3, 0.4
@@ -388,7 +388,7 @@ _RUNS, _SECONDS = 3, 0.4
 
 
 def time_both(loaded: LoadedModel, model: StepTimeModel) -> list[MeasuredStep]:
-    """Time a decode, and a prompt unless a decode alone takes long; about a second in all.
+    """Time a decode and a prompt: about a second in all, and where a decode takes longer, some ten of them.
 
     Parameters
     ----------
@@ -401,14 +401,13 @@ def time_both(loaded: LoadedModel, model: StepTimeModel) -> list[MeasuredStep]:
     decode = MeasuredBatch((BatchRow(longest // 2, 1, samples),))
     timer = StepTimer(loaded.runner, num_blocks=-(-longest // limits.block_size))
     try:
-        steps = [_time(timer, decode)]
-        if (seconds := steps[0].seconds) < _LONG_DECODE:
-            estimate = max(_SHORTEST_PROMPT, _DECODES * seconds) * model.step_time(decode.shape) / seconds
-            tokens = min(max(model.max_chunk_tokens(BatchShape(), 0, estimate), 2), longest)
-            steps.append(_time(timer, MeasuredBatch((BatchRow(0, tokens, samples),))))
+        seconds = (first := _time(timer, decode)).seconds
+        estimate = max(_SHORTEST_PROMPT, _DECODES * seconds) * model.step_time(decode.shape) / seconds
+        most = longest if seconds < _LONG_DECODE else min(longest, _FEW_TOKENS)
+        tokens = min(max(model.max_chunk_tokens(BatchShape(), 0, estimate), 2), most)
+        return [first, _time(timer, MeasuredBatch((BatchRow(0, tokens, samples),)))]
     finally:
         timer.close()
-    return steps
 
 
 def _time(timer: StepTimer, batch: MeasuredBatch) -> MeasuredStep:

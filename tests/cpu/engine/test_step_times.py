@@ -122,12 +122,18 @@ def test_the_first_verdicts_are_of_what_this_machine_takes(config, monkeypatch):
     assert len(timed) <= 6
 
 
-def test_a_decode_that_takes_long_is_all_that_a_start_waits_for(config, monkeypatch):
+def test_where_a_decode_takes_long_a_start_waits_for_few_tokens_of_a_prompt(config, monkeypatch):
+    """A decode alone says nothing of prompts: 24 billion weights took 14 times as long as it promised."""
     timed: list[BatchShape] = []
-    monkeypatch.setattr(StepTimer, "time", lambda _, batch: (timed.append(batch.shape), 0.3)[1])
+
+    def slow(self: StepTimer, batch: MeasuredBatch) -> float:
+        timed.append(batch.shape)
+        return 0.15 * max(batch.shape.num_new_tokens, 2)
+
+    monkeypatch.setattr(StepTimer, "time", slow)
     _, said = run(config)
-    assert {shape.num_chunks for shape in timed} == {0}
-    assert " 1 in 300 ms" in said[0]
+    assert {shape.num_new_tokens for shape in timed if shape.num_chunks} == {16}
+    assert " 1 in 300 ms, 16 in 2400 ms" in said[0]
 
 
 def test_what_was_timed_at_the_start_leaves_nothing_behind(config):
