@@ -11,6 +11,9 @@ from typing import NamedTuple
 _LEAST_SHARE = 8
 """Of a model whose layers all have windows, one of so many keeps the KV of all tokens, as if it had none."""
 
+_WINDOWS_SHARE = 8
+"""Of a KV cache, one request's windows hold one part of so many, where nobody says how large steps are."""
+
 
 class KVGroups(NamedTuple):
     """How a model's layers share KV blocks, each of which belongs to one group."""
@@ -68,6 +71,21 @@ class KVWindows(NamedTuple):
     def of(cls, num_tables: int, num_tokens: int, block_size: int) -> KVWindows:
         """Return what a request holds whose windows, and the tokens of a step, have so many tokens."""
         return cls(num_tables - 1, num_tokens // block_size + 2) if num_tables > 1 else cls()
+
+    @staticmethod
+    def step_beside(num_tables: int, num_tokens: int, num_blocks: int, block_size: int, longest: int) -> int:
+        """Return the tokens of a step that go with a KV cache: a window holds those of a step beside its own.
+
+        Parameters
+        ----------
+        num_tables : two or more.
+        num_tokens : of a window.
+        num_blocks : of each table.
+        longest : blocks of tokens of the longest request that is asked for; 0 where none is.
+        """
+        num_pages = num_blocks * num_tables
+        most = min(num_pages // _WINDOWS_SHARE, num_pages - longest) // (num_tables - 1)
+        return (most - 2) * block_size - num_tokens
 
     def num_blocks(self, num_token_blocks: int, num_requests: int = 1) -> int:
         """Return the blocks of all tables that requests of so many blocks of tokens, in sum, hold."""

@@ -94,7 +94,7 @@ _START_BYTES = 160 * 2**20
 _FLOAT_BYTES = 4
 
 
-def _most_tokens(limits: SchedulerLimits) -> int:
+def most_tokens(limits: SchedulerLimits) -> int:
     """Return the tokens of the largest step, before a budget is chosen."""
     given = limits.max_num_batched_tokens
     return given if isinstance(given, int) else LARGEST_BUDGET
@@ -202,7 +202,7 @@ class Footprint:
 
     def step_bytes(self, limits: SchedulerLimits) -> int:
         """Return about what the largest steps take, before it is known how many tokens these have."""
-        return self._work_bytes(_most_tokens(limits), limits.max_num_seqs)
+        return self._work_bytes(most_tokens(limits), limits.max_num_seqs)
 
     def kv_bytes_of(self, num_tokens: int, limits: SchedulerLimits, windows: Mapping[str, int]) -> int:
         """Return a KV cache that holds a request of so many tokens, and a block more for drafts.
@@ -212,7 +212,7 @@ class Footprint:
         windows : see `KVGroups.windows`; `block_bytes` are of blocks of all tables.
         """
         block_size, num_tables = self.kv_cache.block_size, windows.get("num_tables", 1)
-        num_seen = windows.get("window_length", 0) + _most_tokens(limits)
+        num_seen = windows.get("window_length", 0) + most_tokens(limits)
         held = KVWindows.of(num_tables, num_seen, block_size).num_blocks(num_tokens // block_size + 2)
         return -(-held // num_tables) * self.block_bytes
 
@@ -225,7 +225,7 @@ class Footprint:
         """
         slot_bytes = self.block_bytes / self.kv_cache.block_size
         beside_rows = spare_bytes - limits.max_num_seqs * self.row_bytes
-        num_slots = min(int(beside_rows / (slot_bytes + self.token_bytes)), _most_tokens(limits))
+        num_slots = min(int(beside_rows / (slot_bytes + self.token_bytes)), most_tokens(limits))
         few = min(int(num_slots * slot_bytes), spare_bytes - self._work_bytes(0, 0))
         return max(few, spare_bytes - self.step_bytes(limits))
 

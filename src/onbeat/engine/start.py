@@ -14,7 +14,6 @@ from importlib.util import find_spec
 
 from onbeat.core.errors import ConfigError, NeedsVllm, counted
 from onbeat.core.protocols import EngineInfo
-from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.backends.base import Backend, CheckpointBackend, Room, SettleLimits
 from onbeat.engine.backends.stand_in import StandInBackend
 from onbeat.engine.backends.table import choose_backend, open_weights, vllm_backend, vllm_commands
@@ -25,7 +24,7 @@ from onbeat.engine.executor import ThreadExecutor, run_apart
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.loaded_model import LoadedModel
-from onbeat.engine.memory import short_memory_in_words
+from onbeat.engine.memory import most_tokens, short_memory_in_words
 from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.speculation.build import ProposerBuilder, choose_proposer
@@ -264,11 +263,12 @@ def prepare(config: EngineConfig) -> ModelLoader:
     if isinstance(backend, CheckpointBackend):
         draft = None if proposer is None else proposer.backend
         config = replace(config, limits=backend.bounded(config, draft))
-    settle = partial(
-        _settle, config.limits, backend.model.max_position_embeddings, backend.ahead(), speculation
-    )
-    limits = backend.fit(config, settle, None if proposer is None else proposer.backend)
-    return ModelLoader(asked, backend, proposer, limits, settle)
+    # What bounds steps that the user leaves open is no number of the user's.
+    limits = replace(config.limits, max_num_batched_tokens=asked.limits.max_num_batched_tokens)
+    own_settle = partial(settle, limits, model=backend.ahead(), most_tokens=most_tokens(config.limits))
+    settle_limits = partial(_settle, own_settle, limits, backend.model.max_position_embeddings, speculation)
+    fitted = backend.fit(config, settle_limits, None if proposer is None else proposer.backend)
+    return ModelLoader(asked, backend, proposer, fitted, settle_limits)
 
 
 def _choose(config: EngineConfig) -> Backend:
@@ -301,9 +301,9 @@ def _choose(config: EngineConfig) -> Backend:
 
 
 def _settle(
+    settle: SettleLimits,
     limits: scheduler_config.SchedulerLimits,
     model_len: int,
-    step_time: StepTimeModel | None,
     speculation: scheduler_config.SpeculationConfig | None,
     num_blocks: int,
     **windows: int,
@@ -312,22 +312,16 @@ def _settle(
 
     Parameters
     ----------
-    step_time : derives how many tokens the largest step has; None where nothing is known of the device yet.
+    settle : `policies.settle`, with the limits and what is known of steps.
     windows : `num_tables` and `window_length`, where windows give KV back.
     """
     wanted_len = limits.max_model_len or model_len
     block_size = limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE
     if speculation is not None:
         wanted_len += speculation.num_lookahead_tokens
-    return settle(
-        limits,
-        # More blocks than every slot can fill would be memory for nothing.
-        num_blocks=min(num_blocks, limits.max_num_seqs * -(-wanted_len // block_size)),
-        model_len=model_len,
-        model=step_time,
-        speculation=speculation,
-        **windows,
-    )
+    # More blocks than every slot can fill would be memory for nothing.
+    num_blocks = min(num_blocks, limits.max_num_seqs * -(-wanted_len // block_size))
+    return settle(num_blocks=num_blocks, model_len=model_len, speculation=speculation, **windows)
 
 
 def _propose(

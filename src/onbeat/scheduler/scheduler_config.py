@@ -186,6 +186,7 @@ class SchedulerConfig(SchedulerLimits):
         room = self.longest_request
         if self.max_model_len > room:
             needed = -(-(self.max_model_len + self.num_lookahead_tokens) // self.block_size)
+            needed = -(-self.windows.num_blocks(needed) // self.num_tables)
             raise ConfigError(
                 f"max_model_len is {self.max_model_len} tokens but the KV cache holds {room} "
                 f"({self.num_blocks} blocks of {self.block_size}); lower max_model_len, or make it {needed} "

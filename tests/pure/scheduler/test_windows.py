@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits
+from onbeat.scheduler.replica.policies import settle
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 
 WINDOWED: dict[str, Any] = {"num_tables": 6, "window_length": 32}
@@ -95,3 +98,35 @@ def test_a_router_knows_how_many_more_long_requests_fit() -> None:
     assert queued.num_waiting == 6
     assert queued.num_queued_blocks == -(-6 * 150 // 16) + 5 * 6 * queued.num_waiting
     assert queued.num_wanted_blocks == max(0, limits.num_blocks_for(150) - queued.num_free_blocks)
+
+
+GEMMA_4: dict[str, Any] = {"num_tables": 10, "window_length": 1024}
+"""As in gemma-4-26B-A4B."""
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "asked", "step", "longest"),
+    [
+        (511, None, 512, 67_648),  # an eighth would be less than a step is worth
+        (1340, None, 1920, 187_616),
+        (1340, 190_000, 1648, 190_000),  # what is asked for leaves windows less
+        (20_000, None, 8192, 262_144),
+    ],
+)
+def test_steps_are_no_larger_than_goes_with_the_windows(
+    num_blocks: int, asked: int | None, step: int, longest: int
+) -> None:
+    """A window holds the tokens of a step beside its own: with 8,192 a request had 8,176 in 511 blocks."""
+    limits = SchedulerLimits(max_num_seqs=32, max_model_len=asked)
+    found = settle(limits, num_blocks=num_blocks, model_len=262_144, **GEMMA_4)
+    assert (found.max_num_batched_tokens, found.max_model_len) == (step, longest)
+    assert settle(limits, num_blocks=20_000, model_len=262_144).max_num_batched_tokens == 8192
+
+
+def test_a_step_that_is_asked_for_stays() -> None:
+    limits = SchedulerLimits(max_num_seqs=32, max_num_batched_tokens=8192)
+    assert settle(limits, num_blocks=511, model_len=262_144, **GEMMA_4).max_model_len == 8176
+    few = SchedulerLimits(max_num_seqs=600)
+    assert settle(few, num_blocks=511, model_len=262_144, **GEMMA_4).max_num_batched_tokens == 600
+    with pytest.raises(ConfigError, match=r"holds 67648 .* make it 514 blocks"):
+        settle(SchedulerLimits(max_model_len=68_000), num_blocks=511, model_len=262_144, **GEMMA_4)

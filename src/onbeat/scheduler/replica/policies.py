@@ -12,17 +12,16 @@ from math import inf
 from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.kv_windows import KVWindows
 from onbeat.core.request import Request
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
-from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.admission import Admission
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import first_deadline
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan
-from onbeat.scheduler.replica.token_budget import DEFAULT_TILE, LARGEST_BUDGET
+from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, largest_step
 from onbeat.scheduler.scheduler_config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_POLICY,
@@ -210,10 +209,6 @@ whole prompts beside decodes, and chunks that take turns with decodes. Their nam
 DEFAULT_TOKEN_BUDGET = 512
 """Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""
 
-LONGEST_STEP = 0.2
-"""Seconds that a step with prompts may take, on which no device is too slow for an efficient chunk: two TBT
-objectives of 100 ms."""
-
 
 def composition(name: str) -> Composition:
     """Return a policy by its name; raises ConfigError for an unknown one."""
@@ -296,6 +291,7 @@ def settle(
     num_blocks: int,
     model_len: int,
     model: StepTimeModel | None = None,
+    most_tokens: int = LARGEST_BUDGET,
     **others: Any,
 ) -> SchedulerConfig:
     """Decide what the limits leave open, and check that all goes together.
@@ -305,6 +301,7 @@ def settle(
     num_blocks : KV blocks in the cache.
     model_len : tokens of the longest request that the model was made for.
     model : predicts steps; None where nobody does yet.
+    most_tokens : of a step whose budget is time, where the limits leave it open.
     others : further fields of `SchedulerConfig`.
 
     Raises
@@ -327,9 +324,13 @@ def settle(
     if limits.max_num_batched_tokens == "auto":
         raise ConfigError("max_num_batched_tokens is 'auto', which is for simulations; give a number")
     if limits.max_num_batched_tokens is None:
-        settled["max_num_batched_tokens"] = default_token_budget(
-            policy, max_model_len=longest, max_num_seqs=limits.max_num_seqs, model=model
-        )
+        if (num_tables := others.get("num_tables", 1)) > 1:
+            num_asked = -(-((limits.max_model_len or 0) + num_behind) // block_size)
+            num_seen = others["window_length"] + num_behind
+            beside = KVWindows.step_beside(num_tables, num_seen, num_blocks, block_size, num_asked)
+            most_tokens = min(most_tokens, max(beside, DEFAULT_TOKEN_BUDGET))
+        sizes = {"max_model_len": longest, "max_num_seqs": limits.max_num_seqs, "most_tokens": most_tokens}
+        settled["max_num_batched_tokens"] = default_token_budget(policy, model=model, **sizes)
     settled["max_queue_seconds"] = queue_seconds(policy, limits.max_queue_seconds)
     config = SchedulerConfig(**settled, num_blocks=num_blocks, **others)
     if limits.max_model_len is None:
@@ -339,19 +340,25 @@ def settle(
 
 
 def default_token_budget(
-    policy_name: str, *, max_model_len: int, max_num_seqs: int, model: StepTimeModel | None = None
+    policy_name: str,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    model: StepTimeModel | None = None,
+    most_tokens: int = LARGEST_BUDGET,
 ) -> int:
     """Return the token budget of a step where the user gave none.
 
     Parameters
     ----------
     model : predicts steps; None where nobody does yet.
+    most_tokens : where the budget is time; every request that runs has one all the same.
     """
     policy = composition(policy_name)
     if policy.whole_prompts:
         return max(2048, max_model_len, max_num_seqs)
     if policy.is_bound_by_time:
-        return largest_step(model, max_num_seqs)
+        return max(min(largest_step(model, max_num_seqs), most_tokens), max_num_seqs)
     return max(DEFAULT_TOKEN_BUDGET, max_num_seqs)
 
 
@@ -361,17 +368,3 @@ def most_step_tokens(limits: SchedulerLimits, model: StepTimeModel | None) -> in
         return limits.max_num_batched_tokens
     is_bound_by_time = composition(limits.policy or DEFAULT_POLICY).is_bound_by_time
     return largest_step(model, limits.max_num_seqs) if is_bound_by_time else LARGEST_BUDGET
-
-
-def largest_step(model: StepTimeModel | None, max_num_seqs: int) -> int:
-    """Return the tokens of the largest step that can pay where time is the budget, for its activations.
-
-    An efficient chunk beside a full batch, or what `LONGEST_STEP` holds; `LARGEST_BUDGET` without a model.
-    """
-    if model is None:
-        return max(LARGEST_BUDGET, max_num_seqs)
-    cost_model = CostModel(model, None)
-    num_tokens = max(
-        cost_model.efficient_chunk + max_num_seqs, cost_model.max_chunk(BatchShape(), 0, LONGEST_STEP)
-    )
-    return max(min(-(-num_tokens // DEFAULT_TILE) * DEFAULT_TILE, LARGEST_BUDGET), max_num_seqs)

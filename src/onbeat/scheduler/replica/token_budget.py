@@ -7,12 +7,17 @@ from collections.abc import Callable, Sequence
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 
 DEFAULT_TILE = 128
 """Tokens that matrix kernels take at once; one token more costs a whole tile."""
 
 LARGEST_BUDGET = 8192
 """Beyond this a larger chunk saves next to no time a token, while every gap beside it grows."""
+
+LONGEST_STEP = 0.2
+"""Seconds that a step with prompts may take, on which no device is too slow for an efficient chunk: two TBT
+objectives of 100 ms."""
 
 
 def full_step(token_budget: int, *, max_num_seqs: int, context_tokens: int) -> BatchShape:
@@ -107,3 +112,17 @@ def mean_decode_context(num_prompt_tokens: Sequence[int], num_output_tokens: Seq
         )
     read = sum(o * (p + o / 2) for p, o in zip(num_prompt_tokens, num_output_tokens, strict=True))
     return max(1, round(read / num_decodes))
+
+
+def largest_step(model: StepTimeModel | None, max_num_seqs: int) -> int:
+    """Return the tokens of the largest step that can pay where time is the budget, for its activations.
+
+    An efficient chunk beside a full batch, or what `LONGEST_STEP` holds; `LARGEST_BUDGET` without a model.
+    """
+    if model is None:
+        return max(LARGEST_BUDGET, max_num_seqs)
+    cost_model = CostModel(model, None)
+    num_tokens = max(
+        cost_model.efficient_chunk + max_num_seqs, cost_model.max_chunk(BatchShape(), 0, LONGEST_STEP)
+    )
+    return max(min(-(-num_tokens // DEFAULT_TILE) * DEFAULT_TILE, LARGEST_BUDGET), max_num_seqs)
