@@ -54,11 +54,16 @@ def kv_groups(model: ModelSpec) -> KVGroups:
     return KVGroups.of((model.kv_width or model.num_layers * layer) - sliding, sliding, layer)
 
 
-def held_bytes_per_token(model: ModelSpec, precision: Precision, num_tables: int = 1) -> float:
-    """Return what KV blocks of so many tables, and a state, take for each of their tokens."""
+def kv_bytes_in_blocks(model: ModelSpec, precision: Precision, num_tables: int) -> float:
+    """Return what KV blocks of so many tables take for each of their tokens."""
     whole = model.kv_width or 2 * model.num_layers * model.num_kv_heads * model.head_dim
     share = kv_groups(model).size * num_tables / whole if num_tables > 1 else 1
-    return model.kv_bytes_per_token(precision) * share + model.state_bytes / SPREAD_OVER
+    return model.kv_bytes_per_token(precision) * share
+
+
+def held_bytes_per_token(model: ModelSpec, precision: Precision, num_tables: int = 1) -> float:
+    """Return what they take with a state."""
+    return kv_bytes_in_blocks(model, precision, num_tables) + model.state_bytes / SPREAD_OVER
 
 
 def kv_capacity(  # noqa: PLR0913 - each is a flag of its own

@@ -18,6 +18,7 @@ from onbeat.perfmodel.memory import (
     Choices,
     KVCapacity,
     held_bytes_per_token,
+    kv_bytes_in_blocks,
     kv_capacity,
     kv_groups,
     what_fits,
@@ -178,7 +179,7 @@ def _resolve(said: Deployment) -> Resolved:
         # None through stages, where vLLM refuses it too.
         steps_ahead=0 if said.pipeline_parallel > 1 else server.steps_ahead,
         acceptance=said.drafts.acceptance(Acceptance() if record is None else read_acceptance(record)),
-        kv_link=_link(said, target) if said.hands_over else None,
+        kv_link=_link(said, target, windows.get("num_tables", 1)) if said.hands_over else None,
     )
     config = replace(config, scheduler=replace(config.scheduler, num_snapshots=num_snapshots))
     resolved = Resolved(
@@ -247,7 +248,7 @@ def _resolve_kinds(said: Deployment) -> Resolved:
     config = replace(
         first.config,
         fleet=said.fleet,
-        kv_link=_link(said, first.target) if said.hands_over else None,
+        kv_link=_link(said, first.target, first.config.scheduler.num_tables) if said.hands_over else None,
         kinds=_without_drafts(said, kinds),
     )
     num_devices = sum(each.num_devices * count for each, count in zip(built, counts, strict=True))
@@ -281,10 +282,10 @@ def _with_budget(resolved: Resolved, tbt: float | None, context_tokens: int | No
     return replace(resolved, config=replace(config, scheduler=first, kinds=kinds))
 
 
-def _link(said: Deployment, target: FitTarget) -> KVLink:
-    """Return what lies between the replicas, where requests go on elsewhere with their KV."""
+def _link(said: Deployment, target: FitTarget, num_tables: int) -> KVLink:
+    """Return what lies between the replicas, where requests go on elsewhere with their KV: whole blocks."""
     return KVLink(
-        bytes_per_token=target.model.kv_bytes_per_token(target.precision),
+        bytes_per_token=kv_bytes_in_blocks(target.model, target.precision, num_tables),
         bandwidth=said.kv_bandwidth or POOL_BANDWIDTH,
         latency=said.kv_latency,
         state_bytes=_state_bytes(said, target.model),

@@ -165,7 +165,7 @@ class KVLink:
     """
 
     bytes_per_token: float
-    """KV of one token, over all layers and devices."""
+    """Of one token in blocks of all tables, on all devices."""
     bandwidth: float
     """Bytes per second that one replica's link takes, in either direction."""
     latency: float = 0.0

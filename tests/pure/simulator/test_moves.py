@@ -15,6 +15,7 @@ from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import FleetChange, FleetTimes, KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.virtual_moves import Links
 from tests.pure.simulator.loads import (
     ShapeTime,
     StepByStep,
@@ -73,6 +74,34 @@ def test_the_time_that_a_stream_stands_still_does_not_grow_with_its_length(num_p
     num_last = [step.num_blocks for step in pulls][-1]
     assert num_last * 16 > num_prompt_tokens  # what is left is what it wrote meanwhile
     assert gap < 8 * STEP
+
+
+def test_a_move_copies_what_windows_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five layers in six have a window of 32 tokens: of these go the last blocks alone."""
+    sizes: list[float] = []
+    begin = Links.begin
+
+    def noted(links: Links[str], move: str, source: int, destination: int, size: float, now: float) -> None:
+        sizes.append(size)
+        begin(links, move, source, destination, size, now)
+
+    monkeypatch.setattr(Links, "begin", noted)
+
+    def moved(**windows: int) -> float:
+        config = fleet_of(
+            limits={"max_num_batched_tokens": 512, **windows},
+            fleet_changes=(FleetChange(1.0, "drain", 0),),
+            fleet_times=FleetTimes(drain_seconds=60.0),
+        )
+        load = make_load([8_000, 100], [1500, 1500], [0.0, 0.0])
+        assert simulate(load, config, ShapeTime(lambda shape: STEP)).num_completed == 2
+        num_bytes = sum(sizes)
+        sizes.clear()
+        return num_bytes
+
+    whole, kept = moved(), moved(num_tables=6, window_length=32)
+    assert 8_000 < whole < 9_000
+    assert whole / 6 <= kept < whole / 6 + 5 * 64
 
 
 def test_a_copy_slows_its_source_down_at_once_whether_steps_are_taken_together_or_not():

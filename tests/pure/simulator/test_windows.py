@@ -56,3 +56,12 @@ def test_a_simulated_replica_admits_as_many_long_requests_as_a_scheduler(name: s
     # it counts a step's tokens in each window, which only prompts need
     assert found >= limits.num_requests(NUM_PROMPT + NUM_OUTPUT)
     assert found > 3
+
+
+def test_a_moves_bytes_are_those_of_whole_blocks() -> None:
+    """Ten tables of gemma-4-26B-A4B, each as large as three layers with a window."""
+    settings = Deployment(model="gemma-4-26B-A4B", device="h100-sxm", kv_bandwidth=25e9)
+    config = resolve(settings).config
+    assert config.scheduler.num_tables == 10
+    assert config.kv_link is not None
+    assert config.kv_link.bytes_per_token == pytest.approx(10 * 3 * (2 * 8 * 256) * 2)
