@@ -32,10 +32,12 @@ from onbeat.report import plot
 from onbeat.report.page import write_page
 from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table, show
 from onbeat.report.units import exact_percent, whole_percent
+from onbeat.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from onbeat.engine.loaded_model import LoadedModel
     from onbeat.engine.profiling.profiler import ProfileResult, ProfileSettings
+    from onbeat.engine.start import ModelLoader
 
 
 FIGURE_HEIGHT = 380
@@ -364,13 +366,24 @@ def measured_engine(args: argparse.Namespace, model: ModelFiles) -> EngineConfig
     return read_options(args, EngineConfig, model=model, tensor_parallel_size=1, vllm_arguments=passed_on)
 
 
-def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
-    from onbeat.engine.profiling.profiler import FULL, profile_model
+def measured_loader(config: EngineConfig) -> ModelLoader:
+    """Return what loads it, with room for the drafts that are measured where the model keeps states."""
+    from onbeat.engine.backends.base import CheckpointBackend
+    from onbeat.engine.profiling.batches import MAX_DRAFTS
     from onbeat.engine.start import prepare
 
-    loaded = prepare(measured_engine(args, find_model(args))).load(
-        lambda text: console.print(text, markup=False)
-    )
+    loader = prepare(config)
+    if not (isinstance(loader.backend, CheckpointBackend) and loader.backend.model.state_numbers):
+        return loader
+    drafts = SpeculativeConfig(method="grammar", num_speculative_tokens=MAX_DRAFTS)
+    return replace(prepare(replace(config, speculative=drafts)), proposer=None)
+
+
+def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
+    from onbeat.engine.profiling.profiler import FULL, profile_model
+
+    loader = measured_loader(measured_engine(args, find_model(args)))
+    loaded = loader.load(lambda text: console.print(text, markup=False))
     settings = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
     with progress_bar(console, refresh_per_second=1) as bar:
         task = bar.add_task("measuring steps, %", total=100, note="")

@@ -44,6 +44,11 @@ class StateEnds:
         if len(self._ends_S2):
             self._ends_S2[slot] = 0 if source is None else self._ends_S2[source]
 
+    def put(self, slot: int, num_tokens: int, num_beside: int) -> None:
+        """Say how far a state has come, whatever is in it: for a step that is timed."""
+        if len(self._ends_S2):
+            self._ends_S2[slot] = num_tokens, num_beside
+
     def advance(
         self,
         slots_R: NDArray[np.int64],
@@ -61,7 +66,7 @@ class StateEnds:
         kept : as of `AttentionBatch`.
         """
         taken_R, beside_R = self._ends_S2[slots_R].T
-        # A padding row's state may be ahead of it, and one that is timed has come from nowhere.
+        # A padding row's state may be ahead of it.
         pending_R = np.clip(starts_R - taken_R, 0, beside_R)
         if untaken_R is None:
             untaken_R = pending_R + ends_R - starts_R

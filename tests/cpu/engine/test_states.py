@@ -9,14 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from onbeat.cli.profile import measured_loader
 from onbeat.core.errors import ConfigError
 from onbeat.engine.backends import base
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.input_batch import AttentionBatch, StepInputs
 from onbeat.engine.profiling import profiler
-from onbeat.engine.profiling.batches import MeasuredBatch
+from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
+from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.start import build_engine, prepare
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.hub.files import ModelFiles
@@ -122,7 +126,10 @@ def test_an_idle_engine_takes_the_memory_of_all_states(tmp_path: Path) -> None:
     loaded.runner.close()
 
 
-def test_steps_with_drafts_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [0, 3])
+def test_as_many_drafts_are_timed_as_states_have_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     seen: list[MeasuredBatch] = []
 
     def measure(_: Any, __: Any, batches: list[MeasuredBatch], ___: Any) -> list[None]:
@@ -130,12 +137,40 @@ def test_steps_with_drafts_are_not_timed(tmp_path: Path, monkeypatch: pytest.Mon
         return [None] * len(batches)
 
     monkeypatch.setattr(profiler.Campaign, "measure", measure)
-    loaded = prepare(config(tmp_path)).load(lambda _: None)
+    loaded = prepare(config(tmp_path, speculative=drafts(most) if most else None)).load(lambda _: None)
     with pytest.raises(ConfigError, match="only 0 batches"):
         profiler.profile_model(loaded, profiler.QUICK)
     loaded.runner.close()
     assert len(seen) > 10
-    assert not any(row.num_drafts for batch in seen for row in batch.rows)
+    assert max(row.num_drafts for batch in seen for row in batch.rows) == most
+    assert all(
+        row.num_new_tokens == 1 + row.num_drafts for batch in seen for row in batch.rows if row.num_drafts
+    )
+
+
+def test_a_profile_times_drafts_beside_states_that_take_in_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = measured_loader(config(tmp_path)).load(lambda _: None)
+    assert loaded.limits.most_drafts == 7
+    assert loaded.proposer is None
+    steps: list[AttentionBatch] = []
+    forward: Any = loaded.runner.forward
+    run = forward.run
+
+    def noted(inputs: StepInputs, **more: Any) -> Any:
+        steps.append(inputs.attention)
+        return run(inputs, **more)
+
+    monkeypatch.setattr(forward, "run", noted)
+    timer = StepTimer(loaded.runner, num_blocks=8)
+    rows = BatchRow(40, 8, num_drafts=7), BatchRow(1, 4, num_drafts=3), BatchRow(9, 1), BatchRow(0, 5)
+    for _ in range(2):
+        assert timer.time(MeasuredBatch(rows)) > 0
+        np.testing.assert_array_equal(steps[-1].pending_R, [4, 1, 0, 0])
+        np.testing.assert_array_equal(steps[-1].untaken_R, [7, 3, 0, 0])
+    timer.close()
+    loaded.runner.close()
 
 
 def test_weights_that_do_not_fit_are_named_before_states(

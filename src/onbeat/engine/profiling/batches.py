@@ -147,11 +147,13 @@ def verify_batches(limits: BatchLimits, num_levels: int) -> list[MeasuredBatch]:
     return _distinct(batches)
 
 
-def without_drafts(batch: MeasuredBatch) -> MeasuredBatch:
-    """Return a batch whose decodes have the same contexts, and verify nothing."""
+def with_drafts(batch: MeasuredBatch, most: int) -> MeasuredBatch:
+    """Return a batch whose decodes have the same contexts, and verify so many drafts at most."""
     return MeasuredBatch(
         tuple(
-            BatchRow(row.num_cached_tokens + row.num_drafts, 1) if row.num_drafts else row
+            BatchRow(row.num_cached_tokens + num_fewer, row.num_new_tokens - num_fewer, row.samples, most)
+            if (num_fewer := row.num_drafts - most) > 0
+            else row
             for row in batch.rows
         )
     )

@@ -100,6 +100,7 @@ class StepTimer:
         self._propose_by(self._given_drafts if has_drafts else None)
         # A step without rows only takes requests in, which is no part of the measured time.
         self._run(SchedulerOutput(0, (), admitted, self._released, BatchShape()))
+        self._place_states(batch, rows)
         self._released = tuple(row.request_id for row in rows)
         scheduled = SchedulerOutput(0, rows, (), (), batch.shape)
         self.num_runs += 1
@@ -114,6 +115,15 @@ class StepTimer:
         self._run(SchedulerOutput(0, (), (), self._released, BatchShape()))
         self._executor.shutdown()
         self._propose_by(self._own_proposer)
+
+    def _place_states(self, measured: MeasuredBatch, rows: Sequence[ScheduledRequest]) -> None:
+        """Let states be where they would be if half of the drafts before, as many as now, had been right."""
+        if self._proposing is None:
+            return
+        batch = self._proposing.batch
+        for own, row in zip(measured.rows, rows, strict=True):
+            num_right = min((own.num_drafts + 1) // 2, own.num_cached_tokens)
+            batch.states.put(batch.slots[row.request_id], own.num_cached_tokens - num_right, num_right)
 
     def _propose_by(self, proposer: Proposer | None) -> None:
         if self._proposing is not None:

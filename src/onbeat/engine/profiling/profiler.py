@@ -24,13 +24,14 @@ from onbeat.engine.forward import GivesProducts, RowProducts
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import (
+    MAX_DRAFTS,
     BatchLimits,
     MeasuredBatch,
     corner_batches,
     mixed_batches,
     random_batches,
     verify_batches,
-    without_drafts,
+    with_drafts,
 )
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of
@@ -174,9 +175,10 @@ def _measure(
     batches |= dict.fromkeys(verify_batches(limits, settings.num_levels))
     batches |= dict.fromkeys(mixed_batches(limits, settings.num_mixed))
     to_test = dict.fromkeys(random_batches(limits, settings.num_held_back, settings.seed))
-    # States have no room for drafts that nobody asked for, and no other runner takes those of the timer.
-    if loaded.backend.model.state_numbers or not isinstance(loaded.runner, ModelRunner):
-        batches, to_test = (dict.fromkeys(map(without_drafts, each)) for each in (batches, to_test))
+    # States have room for as many drafts as were asked for, and no other runner takes those of the timer.
+    most_drafts = loaded.limits.most_drafts if loaded.backend.model.state_numbers else MAX_DRAFTS
+    most_drafts *= isinstance(loaded.runner, ModelRunner)
+    batches, to_test = ({with_drafts(one, most_drafts): None for one in each} for each in (batches, to_test))
     num_to_fit = len(batches)
     batches |= to_test
     timer = StepTimer(loaded.runner, num_blocks=num_blocks_for([*batches], loaded.limits.block_size))
@@ -284,11 +286,7 @@ def cpu_limits(num_threads: int, products: RowProducts, number_format: str) -> M
 
 
 def gpu_limits(
-    device: DeviceConfig,
-    number_format: str,
-    *,
-    read_bytes: int = 2**31,
-    matrix_size: int = 8192,
+    device: DeviceConfig, number_format: str, *, read_bytes: int = 2**31, matrix_size: int = 8192
 ) -> MachineLimits:
     """Measure what a GPU without a data sheet reaches, in a fraction of a second.
 
