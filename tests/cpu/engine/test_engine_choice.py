@@ -19,6 +19,9 @@ from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
 BEYOND: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"architectures": ["DeepseekV3ForCausalLM"]}, {}, "latent attention"),
+    ({"architectures": ["Llama4ForCausalLM"]}, {}, "chunked attention"),
+    ({"architectures": ["FalconH1ForCausalLM"]}, {}, "Mamba layers"),
+    ({"architectures": ["Lfm2MoeForCausalLM"]}, {}, "a short convolution"),
     ({"quantization_config": {"quant_method": "bitsandbytes"}}, {}, "'bitsandbytes'"),
     ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, {}, "'longrope'"),
     ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping to 30.0"),

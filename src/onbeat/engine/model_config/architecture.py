@@ -25,6 +25,9 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "experts of a layer turned round in one tensor": ("qwen3vlmoe",),
     "KV shared by layers and streams that are predicted": ("gemma3n",),
     "latent attention (MLA)": ("deepseekv2", "deepseekv3", "deepseek2"),
+    "chunked attention": ("llama4",),
+    "Mamba layers": ("jamba", "mamba", "bamba", "zamba", "falconh1", "falconmamba", "nemotronh"),
+    "layers with a short convolution alone": ("lfm2",),
     "attention in both directions": ("bert", "modernbert", "roberta", "xlmroberta", "gemma3text", "gemmaemb"),
 }
 """Needs of the most used models, and how the names of these begin: lower case, letters and digits alone."""
