@@ -105,12 +105,7 @@ class Leases:
         """Return what another engine needs to copy the blocks of a lease that lasts."""
         with self._lock:
             lease = self._leases[lease_id]
-        return KVSource(
-            endpoint=endpoint,
-            lease_id=lease_id,
-            serial=lease.serial,
-            block_ids=lease.block_ids,
-        )
+        return KVSource(endpoint=endpoint, lease_id=lease_id, serial=lease.serial, block_ids=lease.block_ids)
 
 
 logger = logging.getLogger("onbeat.engine")

@@ -155,7 +155,5 @@ class ScoredTokens:
         for prompt, num in self.prompts:
             prompt.reports += [next(reports) for _ in range(num)]
         return replace(
-            logits,
-            values_RV=sampled_RV,
-            best=None if best is None else best.take(slice(self.num_sampling)),
+            logits, values_RV=sampled_RV, best=None if best is None else best.take(slice(self.num_sampling))
         )

@@ -79,10 +79,7 @@ class NativeBackend(CheckpointBackend):
     def needs(self, block_size: int) -> Footprint:
         """Return the memory of packed weights and padded heads."""
         kv_cache = KVCacheSpec.of_model(
-            self.model,
-            dtype=self.device.dtype,
-            block_size=block_size,
-            head_dim_multiple=HEAD_MULTIPLE,
+            self.model, dtype=self.device.dtype, block_size=block_size, head_dim_multiple=HEAD_MULTIPLE
         )
         return Footprint.of(self.model, kv_cache, self._layouts.num_bytes(), LOOKED_UP)
 

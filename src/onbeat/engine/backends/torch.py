@@ -158,11 +158,7 @@ class CudaBackend(TorchBackend):
     block_size = 64  # a row's plan changes when it gets another block: of 32 rows one in two steps, not each
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        device: DeviceConfig,
-        config: EngineConfig,
-        make_kernels: MakeKernels,
+        self, checkpoint: Checkpoint, device: DeviceConfig, config: EngineConfig, make_kernels: MakeKernels
     ) -> None:
         super().__init__(config.model.name, checkpoint, device, "")
         self._torch_device = torch_device(device.device)

@@ -265,11 +265,7 @@ class StepPacker:
         return next((size for size in self._options.piece_sizes if size >= num_tokens), num_tokens)
 
     def _choose(
-        self,
-        inputs: StepInputs,
-        parts: state.StepWords,
-        places: IntArray,
-        drawn_N: NDArray[np.bool_] | None,
+        self, inputs: StepInputs, parts: state.StepWords, places: IntArray, drawn_N: NDArray[np.bool_] | None
     ) -> bool:
         """Write for which slots tokens are chosen, and how; return whether any is drawn."""
         parts.write_slots_N[:] = self._options.padding_slot

@@ -73,12 +73,7 @@ def draw(
     # By rising id
     candidates_RC = logits_RV.new_empty(num_rows, most_candidates)
     candidate_ids_RC = logits_RV.new_empty(num_rows, most_candidates, dtype=torch.int32)
-    sizes = {
-        "VOCAB": vocab_size,
-        "PIECE": _PIECE,
-        "PIECES": pieces,
-        "DEPTHS": _DEPTHS,
-    }
+    sizes = {"VOCAB": vocab_size, "PIECE": _PIECE, "PIECES": pieces, "DEPTHS": _DEPTHS}
     _sum_pieces[(num_rows, pieces)](
         logits_RV,
         best.peaks_R,

@@ -220,13 +220,7 @@ def _yarn(rope: RopeConfig, values: Values, sizes: RopeSizes) -> RopeConfig:
 
 
 def yarn(
-    rope: RopeConfig,
-    fast: float,
-    slow: float,
-    *,
-    width: int,
-    attention_factor: float,
-    truncates: bool = True,
+    rope: RopeConfig, fast: float, slow: float, *, width: int, attention_factor: float, truncates: bool = True
 ) -> RopeConfig:
     """Return an embedding scaled by YaRN (Peng et al., 2023), whose factor and context it has already.
 

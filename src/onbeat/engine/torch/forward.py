@@ -27,14 +27,7 @@ from onbeat.engine.model_config import Activation
 from onbeat.engine.sampler import BestTokens
 from onbeat.engine.torch import layer as torch_layer
 from onbeat.engine.torch.kernels import BestBuffers, ChunkRows, Int32Array, LayerSpec, Norm, StepTensors
-from onbeat.engine.torch.kv import (
-    LayerKVCache,
-    allocate_kv,
-    allocate_pool,
-    layer_of_pool,
-    region_of,
-    scrub,
-)
+from onbeat.engine.torch.kv import LayerKVCache, allocate_kv, allocate_pool, layer_of_pool, region_of, scrub
 from onbeat.engine.torch.linear_attention import LayerState, StateRows, allocate_state
 from onbeat.engine.torch.types import Fp8Matrix, device_of, numpy_dtype, stored
 from onbeat.engine.torch.weights import TorchWeights, layer_products

@@ -113,12 +113,7 @@ def scale_embedding(weights: TorchWeights, residual_TD: Tensor) -> None:
 
 
 def before_attention(
-    layer: Layer,
-    x_TD: Tensor | None,
-    residual_TD: Tensor,
-    step: LayerStep,
-    kv: LayerKVCache,
-    q_TNH: Tensor,
+    layer: Layer, x_TD: Tensor | None, residual_TD: Tensor, step: LayerStep, kv: LayerKVCache, q_TNH: Tensor
 ) -> Tensor | None:
     """Run a layer up to attention: the queries are written, keys and values stored.
 

@@ -81,12 +81,7 @@ GEMMA3 = Family(
     model_type="gemma3_text",
     models="Gemma 3, its text",
     multimodal=("Gemma3ForConditionalGeneration",),
-    defaults={
-        "vocab_size": 262_208,
-        **_SIZES,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1_000_000.0,
-    },
+    defaults={"vocab_size": 262_208, **_SIZES, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0},
     always={"norms": "around", "norm_weight_offset": 1.0, "norm_rounds_once": True, "qk_norm": "head"},
     rope=RopeRules(per_layer_type=True),
     activation="gelu_pytorch_tanh",

@@ -213,11 +213,7 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
     models="SmolLM3",
-    defaults={
-        "max_position_embeddings": 32_768,
-        "rope_theta": 2_000_000.0,
-        "tie_word_embeddings": True,
-    },
+    defaults={"max_position_embeddings": 32_768, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
     reads=frozenset({"sliding_window"}),
     complete=_smollm3,
     gguf=GgufRules(architecture="smollm3", permutes=True),
