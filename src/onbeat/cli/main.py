@@ -26,7 +26,6 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("onbeat.cli.serve", "serve a model behind an OpenAI-compatible API"),
-    "chat": Command("onbeat.cli.chat", "talk to a running server in the terminal, with an objective"),
     "top": Command("onbeat.cli.top", "watch a running server: queues, classes, steps and plans"),
     "bench": Command("onbeat.cli.bench", "load any OpenAI-compatible server and report its latency"),
     "simulate": Command("onbeat.cli.simulate", "run the scheduler on virtual hardware under a virtual clock"),

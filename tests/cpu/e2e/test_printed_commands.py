@@ -39,7 +39,6 @@ LACKING = {
 }
 SLOW = r"^onbeat (serve|bench|capacity|plan)\b|--(replicas|disaggregate) |-name agents"
 ASKING = {
-    "onbeat chat ": "onbeat chat {url} ",
     "onbeat bench serve ": "onbeat bench serve --base-url {url} ",
     "python examples/": "OPENAI_BASE_URL={url}/v1 python examples/",
 }
