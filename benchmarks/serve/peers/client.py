@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onbeat.bench.bench_config import SendSLO, TargetConfig, choose_transport
-from onbeat.bench.bench_load import SHORT, Workload
+from onbeat.bench.bench_load import Workload
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
 from onbeat.bench.payload import Api, PayloadBuilder
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
-from onbeat.bench.result import group_errors, summarise_groups
+from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadRunner
 from onbeat.bench.session import RequestOffer
 from onbeat.core.protocols import Tokenizer
@@ -23,7 +23,7 @@ from onbeat.report.run import summary_values
 from onbeat.workload.prompts import PromptWriter, WordPool, tokenizer_pool
 from onbeat.workload.slo_classes import SLOClass
 
-from .workload import Cell
+from .workload import LONG_PROMPT_TOKENS, Cell
 
 REQUEST_SECONDS = 900.0
 KEYS: tuple[str, ...] = (
@@ -99,14 +99,15 @@ class LoadClient:
         workload = cell.workload(PromptWriter(self._pool, f"{salt}/{cell.name}"), seed=self._seed)
         outcome = asyncio.run(self._offer(target, workload, cell.concurrency))
         summary = summarise(outcome.records, duration=outcome.duration, options=self._options)
-        groups = summarise_groups(outcome.records, duration=outcome.duration, options=self._options)
+        short = [each for each in outcome.records if each.offered_prompt_tokens < LONG_PROMPT_TOKENS]
+        apart = summarise(short, duration=outcome.duration, options=self._options)
         return {
             **_chosen(summary_values(summary), KEYS),
             "num_short_answers": sum(
                 record.is_completed and record.num_output_tokens < record.max_tokens
                 for record in outcome.records
             ),
-            "short": _chosen(summary_values(groups[SHORT]), SHORT_KEYS) if SHORT in groups else None,
+            "short": _chosen(summary_values(apart), SHORT_KEYS) if short and cell.long_share else None,
             "errors": group_errors(outcome.records),
         }
 

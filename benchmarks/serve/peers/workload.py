@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onbeat.bench.bench_load import LONG, SHORT, Workload, every_nth
+from onbeat.bench.bench_load import Workload, every_nth
 from onbeat.workload.arrivals import LogNormalLength
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.prompts import FreshPrompts, PromptWriter
@@ -35,12 +35,10 @@ class Cell:
         """Return the requests: lengths follow from the seed, words from the writer."""
         rng, size = np.random.default_rng([seed, 0]), self.num_requests
         prompts, outputs = PROMPTS.draw(size, rng), OUTPUTS.draw(size, rng)
-        are_long = every_nth(size, self.long_share)
-        prompts[are_long] = LONG_PROMPT_TOKENS
+        prompts[every_nth(size, self.long_share)] = LONG_PROMPT_TOKENS
         return Workload(
             load=OfferedLoad(name=self.name, num_prompt_tokens=prompts, num_output_tokens=outputs),
             prompts=FreshPrompts(writer=writer, num_tokens=prompts.tolist()),
-            groups=tuple(np.where(are_long, LONG, SHORT).tolist()) if self.long_share else None,
         )
 
 

@@ -25,7 +25,6 @@ from onbeat.workload.slo_classes import SLOClass
 
 TEXT_DATASETS = frozenset({"sharegpt", "custom"})
 """Those that bring their own prompts, whose length only a tokenizer can tell."""
-SHORT, LONG = "short", "long"
 
 _data = partial(option, group="data set")
 _load = partial(option, group="load")
@@ -59,7 +58,7 @@ class BenchLoad(Load):
         metavar="X",
         at_least=0,
         below=1,
-        help="share of random's requests that have long prompts; both kinds are reported apart",
+        help="share of random's requests that have long prompts",
     )
     random_long_input_len: int | None = _data(
         None,
@@ -141,12 +140,8 @@ class BenchLoad(Load):
             ), None
         load, times = Load.requests(self, rng, count_tokens)
         prompts = load.num_prompt_tokens + self.random_prefix_len
-        prompts[self.are_long(len(load))] = self.random_long_input_len or 1500
+        prompts[every_nth(len(load), self.random_long_share)] = self.random_long_input_len or 1500
         return replace(load, num_prompt_tokens=prompts), times
-
-    def are_long(self, num_requests: int) -> NDArray[np.bool_]:
-        """Return which requests have long prompts."""
-        return every_nth(num_requests, self.random_long_share)
 
     def _custom(self, count_tokens: CountTokens) -> OfferedLoad:
         """Read JSON lines ``{"prompt": str, "output_tokens": int}``; the count may be --output-len."""
@@ -190,8 +185,6 @@ class Workload:
 
     load: OfferedLoad
     prompts: PromptSource
-    groups: tuple[str, ...] | None = None
-    """Kind of prompt of each request; None where there is one kind."""
 
     def __len__(self) -> int:
         return len(self.load)
@@ -207,10 +200,7 @@ def workload_of(load: BenchLoad, classes: Sequence[SLOClass], tools: PromptTools
     ConfigError : see `Load.offered`.
     """
     offered = load.offered(classes, count_tokens=tools.count_tokens)
-    groups = None
-    if load.random_long_share:
-        groups = tuple(LONG if flag else SHORT for flag in load.are_long(len(offered)).tolist())
-    return Workload(load=offered, prompts=_prompts(load, offered, tools.writer), groups=groups)
+    return Workload(load=offered, prompts=_prompts(load, offered, tools.writer))
 
 
 def _prompts(load: BenchLoad, offered: OfferedLoad, writer: PromptWriter) -> PromptSource:

@@ -134,8 +134,6 @@ class SentRequest:
     """Of a call of a job with a deadline."""
     num_cached_tokens: int | None = None
     """Of the prompt, tokens that the server's prefix cache held; None where it does not say."""
-    group: str | None = None
-    """Kind of prompt, where a data set mixes several."""
     verdict: ServerVerdict | None = None
     """What the server says of how it kept the objectives."""
     predicted_ttft: float | None = None

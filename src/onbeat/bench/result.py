@@ -1,6 +1,6 @@
 """The result of one run against a server: the numbers, and what they were measured with.
 
-Numbers of a run with objectives that its latencies do not show: refusals, verdicts, groups of prompts.
+Numbers of a run with objectives that its latencies do not show: refusals and verdicts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from onbeat.metrics.attainment import good_requests, has_objectives
 from onbeat.metrics.distribution import Distribution, describe, percentile
 from onbeat.metrics.jobs import JobSummary, lines_of_jobs
 from onbeat.metrics.summary import RunSummary, SummaryOptions, gaps, summarise, ttft, with_expired
-from onbeat.report.result import Column, Fact, Facts, Show, Table
-from onbeat.report.run import SCHEDULED, Level, Run, RunHeader, latency_values, milliseconds, summary_values
-from onbeat.report.run_report import GROUP_COLUMNS
+from onbeat.report.result import Fact, Facts, Show
+from onbeat.report.run import SCHEDULED, Level, Run, RunHeader, latency_values, milliseconds
 from onbeat.report.units import exact_percent, number
 
 Seconds = Sequence[float]
@@ -126,24 +125,6 @@ def verdict_facts(records: Sequence[SentRequest], options: SummaryOptions) -> li
     ]
 
 
-def summarise_groups(
-    records: Sequence[SentRequest], *, duration: float, options: SummaryOptions
-) -> dict[str, RunSummary]:
-    """Return the numbers of each group of prompts by its name; {} where there are none.
-
-    Parameters
-    ----------
-    duration : of the run, seconds.
-    """
-    names = sorted({record.group for record in records if record.group is not None})
-    return {
-        name: summarise(
-            [record for record in records if record.group == name], duration=duration, options=options
-        )
-        for name in names
-    }
-
-
 def group_errors(records: Sequence[SentRequest]) -> list[dict[str, Any]]:
     """Return failures and rejections grouped by cause, the most frequent first, each with an example."""
     groups: dict[tuple[str, str], list[SentRequest]] = {}
@@ -180,7 +161,6 @@ That is the time between two requests: the load is then not the one that was ask
 objective: requests miss it that the server served in time. Without an objective it is the TTFT itself.
 So 7 ms are nothing at one request per second within a second, and much within 50 ms.
 """
-PROMPT_COLUMNS = (Column("group", "prompts", str), *GROUP_COLUMNS, Column("max_itl_ms", "TBT max"))
 _OWN_KEYS = frozenset({*SETTINGS, "tokenizer", "salt", "trace", "sweep_rate", "sweep_concurrency"})
 
 BenchRun = Run[SentRequest]
@@ -215,8 +195,6 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
     lags_ms = np.array([max(0.0, each.client_queue_time - each.slot_wait) for each in records]) * 1e3
     most_lag_ms = percentile(lags_ms, 99) if lags_ms.size else None
     source = _token_count_source(records)
-    groups = summarise_groups(records, duration=outcome.duration, options=options)
-    of_groups = {name: summary_values(own) | {"classes": {}} for name, own in groups.items()}
     times = response_times(records, options)
     verdicts = Facts("Verdicts of the server", verdict_facts(records, options), key="server_verdicts")
     lateness = "client lateness P99 (ms)" if run.load.timing else ""
@@ -242,11 +220,6 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
             Facts("Objectives", objective_facts(summary, times, records)),
             verdicts,
             Facts("Speculation", measured_drafts(outcome.drafts, records)),
-            Table(
-                "Prompts (times in ms)",
-                PROMPT_COLUMNS,
-                [{"group": name, **own} for name, own in of_groups.items()],
-            ),
         ],
         lines=list(lines_of_jobs(jobs or {})),
         of_classes={
@@ -258,7 +231,6 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
         details={
             **latency_values(times),
             "server_verdicts": verdicts.values or None,
-            "groups": of_groups,
             "prompt_length_source": length_source,
             "token_count_source": source,
             "tokens_per_chunk": _tokens_per_chunk(records),
@@ -324,7 +296,6 @@ def request_columns(run: BenchRun) -> dict[str, Any]:
         "request_classes": [record.request_class for record in records],
         "tenants": [record.tenant for record in records],
         "job_ids": [None if record.job is None else record.job.job_id for record in records],
-        "request_groups": [record.group for record in records],
         "verdicts": [None if record.verdict is None else asdict(record.verdict) for record in records],
         "predicted_ttfts": [record.predicted_ttft for record in records],
         "generated_texts": [record.text for record in records],

@@ -227,9 +227,7 @@ class PromptFeed:
 
     def _offer(self, index: int) -> PlannedRequest:
         workload = self._workload
-        record = SentRequest.of(workload.load, index)
-        record.group = None if workload.groups is None else workload.groups[index]
-        return PlannedRequest(workload.prompts(index), record)
+        return PlannedRequest(workload.prompts(index), SentRequest.of(workload.load, index))
 
 
 class RequestOffer:

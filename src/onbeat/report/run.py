@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome
 from onbeat.metrics.distribution import Distribution
 from onbeat.metrics.summary import ClassSummary, GroupSummary, MeasuredRequest, RunSummary
-from onbeat.report.result import Fact, Facts, Table
+from onbeat.report.result import Fact, Facts
 from onbeat.report.units import exact_percent
 
 SCHEDULED = "scheduled arrival"
@@ -124,7 +124,7 @@ class Run(Generic[R]):
     """Failures and rejections by cause, as `ERROR_COLUMNS` shows them; the most frequent first."""
     facts: Sequence[Fact] = ()
     """More of the whole run."""
-    parts: Sequence[Facts | Table] = ()
+    parts: Sequence[Facts] = ()
     """Tables of its own."""
     lines: Sequence[str] = ()
     """Sentences under the tables."""
@@ -155,7 +155,7 @@ class Run(Generic[R]):
         found |= summary_values(self.summary, self.of_classes) | latency_values(self.latencies)
         found |= {fact.key: fact.value for fact in self.facts}
         for part in self.parts:
-            if isinstance(part, Facts) and part.facts:
+            if part.facts:
                 found |= {part.key: part.values} if part.key else part.values
         return found | {
             "num_interrupted_requests": self.num_interrupted_requests,

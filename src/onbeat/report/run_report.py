@@ -6,7 +6,6 @@ Who pays where not all requests are good (`metrics.breakdown`): a sentence, tabl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
@@ -125,14 +124,12 @@ TRADEOFFS = {
     LatencyStatistic("ttft", "p90"): "P90 TTFT",
     LatencyStatistic("ttft", "p99"): "P99 TTFT",
 }
-GROUP_COLUMNS = (
-    *(Column("offered", "offered"), Column("attainment", "good", exact_percent)),
-    *(Column("p50_ttft_ms", "TTFT P50"), Column("p99_ttft_ms", "TTFT P99")),
-    *(Column("p50_itl_ms", "TBT P50"), Column("p99_itl_ms", "TBT P99")),
-)
 CLASS_COLUMNS = (
     *(Column("class", "class", str), Column("slo_ttft_ms", "TTFT objective")),
-    *(Column("slo_tbt_ms", "TBT objective"), *GROUP_COLUMNS),
+    *(Column("slo_tbt_ms", "TBT objective"), Column("offered", "offered")),
+    Column("attainment", "good", exact_percent),
+    *(Column("p50_ttft_ms", "TTFT P50"), Column("p99_ttft_ms", "TTFT P99")),
+    *(Column("p50_itl_ms", "TBT P50"), Column("p99_itl_ms", "TBT P99")),
 )
 SWEEP_COLUMNS = (
     *(Column("title", "run", str), Column("done", "done", str)),
@@ -246,15 +243,13 @@ def _run_sections(run: AnyRun, metrics: Sequence[str], percentiles: Sequence[flo
     rows = [{"": METRIC_TITLES[name], **run.latencies[name].statistics_ms} for name in metrics]
     classes = [{"class": name, **run.values["classes"][name]} for name in run.summary.classes]
     numbers = Facts("", [*run_facts(run.summary), *run.facts])
-    own = [part for part in run.parts if isinstance(part, Facts)]
-    parts = Beside([numbers, Table("Latency (ms)", columns, rows), *own])
+    parts = Beside([numbers, Table("Latency (ms)", columns, rows), *run.parts])
     of_classes = Table("", CLASS_COLUMNS, classes if len(classes) > 1 else [])
     curves = [charts.cdf_figure([run], metric, title) for metric, title in CDF_TITLES.items()]
     return [
         Section("Numbers", [parts]),
         Section("Not completed", [Table("", ERROR_COLUMNS, run.errors)]),
         Section("Classes of objectives (times in ms)", [of_classes]),
-        *(Section(part.title, [replace(part, title="")]) for part in run.parts if isinstance(part, Table)),
         *breakdown_sections(run.summary.breakdown, limits_of(run.summary, "ttft")),
         Section("", [Lines(run.lines)]),
         Section("Distributions", [Plots(curves)]),

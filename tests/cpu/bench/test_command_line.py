@@ -95,7 +95,7 @@ def test_objectives_by_class_are_scored_apart(server: Background, tmp_path: Path
     assert result["attainment"] == sum(group["good"] for group in result["classes"].values()) / 8
 
 
-def test_refusals_and_groups_are_shown_saved_and_reported(
+def test_refusals_and_lengths_are_shown_saved_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake = FakeOpenAI(
@@ -113,7 +113,7 @@ def test_refusals_and_groups_are_shown_saved_and_reported(
     assert load(path)["attainment_admitted"] == 1.0
     out = capsys.readouterr().out
     for text in (out, page.read_text()):
-        for wanted in ("12 of 16", "objectives met, of admitted", "refused after P50 / P99 / max", "long"):
+        for wanted in ("12 of 16", "objectives met, of admitted", "refused after P50 / P99 / max"):
             assert wanted in text
         assert re.search(r"Worst decile .*\b(8|30) tokens\): [\d.]+ % .* [\d.]+ [mµ]?s", text)
 

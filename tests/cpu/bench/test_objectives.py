@@ -101,14 +101,3 @@ async def test_refusals_are_no_failures_and_are_sent_once(faults: dict[str, Any]
     if "predicted_ttft_ms" in faults:
         assert summary["median_rejected_predicted_ttft_ms"] == 4000.0
         assert summary["median_retry_after_ms"] == 1500.0
-
-
-async def test_groups_of_a_mixed_load_are_told_apart() -> None:
-    dataset = {"input_len": 5, "output_len": 3, "random_long_share": 0.25, "random_long_input_len": 40}
-    fake = FakeOpenAI()
-
-    result = await measure(fake, CLOSED, num_prompts=8, dataset=dataset)
-
-    groups = result.values["groups"]
-    assert {name: own["total_input_tokens"] for name, own in groups.items()} == {"long": 80, "short": 30}
-    assert groups["short"]["p50_ttft_ms"] is not None

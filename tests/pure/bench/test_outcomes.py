@@ -101,27 +101,15 @@ def test_a_verdict_with_odd_fields_is_read_as_far_as_it_goes() -> None:
     assert verdict == ServerVerdict(ttft=0.012)
 
 
-def test_groups_of_prompts_have_latencies_of_their_own() -> None:
-    records = answered(8)
-    for record in records:
-        record.group = "long" if record.index % 4 == 3 else "short"
-    groups = make_result(records).values["groups"]
-
-    assert {name: own["offered"] for name, own in groups.items()} == {"long": 2, "short": 6}
-    assert groups["short"]["attainment"] == 1.0
-    assert groups["long"]["p99_ttft_ms"] is not None
-
-
 def test_terminal_and_page_show_what_became_of_requests(tmp_path: Path) -> None:
     records = [*answered(4), refused(4, 0.004, Status.REJECTED, predicted_ttft=2.0)]
-    records[0].group = "short"
     records[0].verdict = ServerVerdict(is_met=True, ttft=0.05)
     result = make_result(records)
 
     path = tmp_path / "page.html"
     write_page(result_of(result), path)
     text, page = shown(result), path.read_text()
-    for wanted in ("4 of 5", "100.0%", "4.00 / 4.00 / 4.00", "100.0% of 1", "short"):
+    for wanted in ("4 of 5", "100.0%", "4.00 / 4.00 / 4.00", "100.0% of 1"):
         assert wanted in text
         assert wanted in page
 

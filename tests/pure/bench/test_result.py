@@ -96,7 +96,6 @@ OWN_KEYS = {
     "slo_sent",
     "server_verdicts",
     "load",
-    "groups",
     "max_dispatch_lag_ms",
     "p99_dispatch_lag_ms",
     *(
@@ -124,7 +123,7 @@ def test_details_add_one_entry_a_request() -> None:
 
     added = set(document) - KEYS_OF_VLLM - OWN_KEYS
     assert added == DETAILS_OF_VLLM | {
-        *("end_times", "statuses", "request_classes", "request_groups", "verdicts", "predicted_ttfts"),
+        *("end_times", "statuses", "request_classes", "verdicts", "predicted_ttfts"),
         *("tenants", "job_ids"),
     }
     assert {len(document[key]) for key in added} == {4}

@@ -27,7 +27,6 @@ def answers() -> list[SentRequest]:
         record.slo = SLO(ttft=0.048, tbt=0.05) if place % 3 else SLO(ttft=10.0, e2e=30.0)
         record.request_class = "hard" if place % 3 else "easy"
         record.tenant = "abc"[place % 3]
-        record.group = "long" if place % 4 == 3 else "short"
         record.offered_prompt_tokens = 10 * place + 10
         record.num_drafted_tokens, record.num_accepted_tokens = 8, 6
         if place % 5 == 0:
@@ -42,7 +41,7 @@ def refusals() -> list[SentRequest]:
     for index in range(40, 46):
         status = (Status.REJECTED, Status.EXPIRED, Status.FAILED)[index % 3]
         record = failure(index, status=status)
-        record.slo, record.request_class, record.group = SLO(ttft=10.0, tbt=1.0), "easy", "short"
+        record.slo, record.request_class = SLO(ttft=10.0, tbt=1.0), "easy"
         if status is Status.REJECTED:
             record.predicted_ttft, record.retry_after = 3.0 + index, 1.5
         records.append(record)
