@@ -52,6 +52,8 @@ def test_renders_as_in_this_process(template: TemplateProcess) -> None:
             "n.to_bytes(n)",
             "[1] | slice(n) | list",
             "lipsum(n=10**8)",
+            "'a' * n",
+            "([1] * n) | length",
         )
     ],
     indirect=True,
@@ -64,7 +66,15 @@ def test_memory_and_time_are_bounded(template: TemplateProcess) -> None:
 
 @pytest.mark.parametrize(
     "template",
-    [GREEDY.replace("SOURCE", "range(99999) | sum(start=2**3000000)")],
+    [
+        GREEDY.replace("SOURCE", "range(99999) | sum(start=2**3000000)"),
+        GREEDY.replace("SOURCE", "9 ** (9 ** 9)"),
+        GREEDY.replace(
+            "{{ SOURCE }}", "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+        ),
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{% if greedy %}{{ f(40) }}{% else %}fine{% endif %}",
+    ],
     indirect=True,
 )
 def test_time_is_bounded_and_the_next_chat_is_rendered(template: TemplateProcess) -> None:

@@ -1,31 +1,25 @@
 """Chat messages to a prompt, by the model's own Jinja template in a sandbox.
 
-The sandbox counts loops and calls, but one method of a text can ask for ten gigabytes, and a chain of
-products for minutes: only the system can stop these. So a server renders in a process of its own, which may
-take only so much time and memory: `python -m onbeat.text.chat_template SECONDS NICENESS`. What fails for want
-of memory is an error; what takes too long ends the process, which is started again for the next chat.
-
-The sandbox that chat templates run in: no way out, and an end to what they may compute.
-
-Jinja's sandbox keeps a template from reaching Python's internals and from changing its arguments, but nested
-loops, calls or a repeated string could still take all time and memory: these are counted or bounded. What is
-not, such as wide formats or text that doubles itself, the limits of a process end (`TemplateProcess`).
+Jinja's sandbox keeps a template from reaching Python's internals and from changing its arguments, but loops
+may ask for all time, and one method of a text for ten gigabytes: only the system can stop these. So a server
+renders in a process of its own, which may take only so much time and memory: `python -m
+onbeat.text.chat_template SECONDS NICENESS`. What fails for want of memory is an error; what takes too long
+ends the process, which is started again for the next chat.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes, pass_context
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from onbeat.core.errors import ConfigError, InvalidRequest, OnbeatError
@@ -33,62 +27,21 @@ from onbeat.core.protocols import Tokenizer
 from onbeat.files import read_text
 from onbeat.text.limited_process import Answer, Ended, LimitedProcess, serve, timer
 
-MAX_TURNS = 1_000_000
-"""Most loop turns of one rendering."""
-TURNS_PER_CALL = 10
-"""A call, a macro's above all, takes about as long as this many empty loop turns."""
-MAX_PRODUCT = 10_000_000
-"""Most items of a repeated string or list, and most bits of a power."""
-_BUDGET = "rendering budget"
-"""Not an identifier, so no template can name it."""
 _ERRORS_OF_TEMPLATES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 """What Python raises where a template does something that does not suit its values."""
 
 
-class RenderingBudget:
-    """Loop turns and calls that one rendering has left."""
-
-    def __init__(self) -> None:
-        self._num_left = MAX_TURNS
-
-    def spend(self, num_turns: int) -> None:
-        self._num_left -= num_turns
-        if self._num_left < 0:
-            raise jinja2.TemplateRuntimeError(
-                f"it takes more than {MAX_TURNS} loop turns, counting a call as {TURNS_PER_CALL}"
-            )
-
-
 class ChatSandbox(ImmutableSandboxedEnvironment):
-    """A Jinja environment with what Hugging Face's chat templates expect, and a budget for each rendering."""
+    """A Jinja environment with what Hugging Face's chat templates expect."""
 
+    # Constants of these are computed with a rendering, not when the template is compiled.
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
         self.filters["tojson"] = _to_json
-        self.filters[_BUDGET] = _counted
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Count the turns of every loop (a hook of jinja2)."""
-        tree = super()._parse(source, name, filename)
-        for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, _BUDGET, [], [], None, None, lineno=loop.lineno)
-        return tree
-
-    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        context[_BUDGET].spend(TURNS_PER_CALL)
-        return super().call(context, function, *args, **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            _check_power(left, right)
-        else:
-            _check_product(left, right)
-            _check_product(right, left)
-        return super().call_binop(context, operator, left, right)
 
 
 class SandboxedTemplate:
@@ -122,11 +75,11 @@ class SandboxedTemplate:
 
         Raises
         ------
-        InvalidRequest : the template refuses these messages, fails on them, or computes too much.
+        InvalidRequest : the template refuses these messages, or fails on them.
         RecursionError : messages or variables are nested deeper than the template can follow.
         """
         try:
-            return self._template.render({**variables, _BUDGET: RenderingBudget()})
+            return self._template.render(variables)
         except RecursionError:
             raise
         except (jinja2.TemplateError, MemoryError, *_ERRORS_OF_TEMPLATES) as error:
@@ -134,23 +87,6 @@ class SandboxedTemplate:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {problem}", param="messages"
             ) from error
-
-
-@pass_context
-def _counted(context: Context, iterable: Any) -> Any:
-    items = iterable if isinstance(iterable, Sized) else list(iterable)
-    context[_BUDGET].spend(len(items))
-    return items
-
-
-def _check_product(sequence: Any, times: Any) -> None:
-    if isinstance(sequence, Sized) and isinstance(times, int) and len(sequence) * times > MAX_PRODUCT:
-        raise jinja2.TemplateRuntimeError(f"a product of {len(sequence)} items and {times} is too large")
-
-
-def _check_power(base: Any, exponent: Any) -> None:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_PRODUCT:
-        raise jinja2.TemplateRuntimeError(f"the power with the exponent {exponent} is too large")
 
 
 class _GenerationBlock(Extension):

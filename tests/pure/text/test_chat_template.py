@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.errors import ConfigError, InvalidRequest
-from onbeat.text import chat_template
 from onbeat.text.chat_template import ChatTemplate, load_chat_template
 from tests.fakes_engine import ByteTokenizer
 
@@ -15,12 +14,6 @@ SIMPLE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture
-def small_budget(monkeypatch):
-    """A hundredth of the budget: what runs into it does so soon."""
-    monkeypatch.setattr(chat_template, "MAX_TURNS", chat_template.MAX_TURNS // 100)
 
 
 def template(source: str) -> ChatTemplate:
@@ -84,18 +77,12 @@ def test_the_templates_own_refusal_is_shown():
         "{{ cycler.__init__.__globals__.os }}",
         "{{ messages.append(1) }}",
         "{% for i in range(10**9) %}x{% endfor %}",
-        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-        "{% for i in messages | map(attribute='role') | list * 10**9 %}x{% endfor %}",
-        "{{ 'a' * 10**10 }}",
-        "{{ 10**10 * 'a' }}",
-        "{{ 9**(9**9) }}",
         "{{ 1 / 0 }}",
         "{{ messages[7]['role'] }}",
         "{{ undefined_function() }}",
     ],
 )
-def test_a_template_cannot_reach_out(source, small_budget):
+def test_a_template_cannot_reach_out(source):
     with pytest.raises(InvalidRequest, match="cannot render"):
         template(source).render(CHAT)
 
@@ -109,11 +96,6 @@ def test_loops_know_their_place():
     assert template(source).render(CHAT) == "none"
     source = "{% for k, v in messages[0] | items recursive %}{{ k }}={{ v }};{% endfor %}"
     assert template(source).render(CHAT) == "role=system;content=Be brief.;"
-
-
-def test_every_rendering_has_its_own_budget(small_budget):
-    long = template("{% for i in range(600) %}{{ f() if false }}{% endfor %}x")
-    assert [long.render(CHAT) for _ in range(20)] == ["x"] * 20
 
 
 def test_a_broken_template_is_a_configuration_error():
