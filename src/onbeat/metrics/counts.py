@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from onbeat.core.fleet import ReplicaId, replica_id
@@ -165,8 +165,6 @@ class ServerCounts:
     keeper_lag: Histogram = histogram(
         "keeper_loop_lag_seconds", "the same of the keeper of several front ends", LAG_SECONDS
     )
-    num_choices: Histogram = histogram("vllm:request_params_n", "choices asked for of each prompt", ROWS)
-    max_tokens: Histogram = histogram("vllm:request_params_max_tokens", "asked for, of each choice", TOKENS)
 
     @shown("log_lines_dropped_total")
     def num_dropped_lines(self) -> int:
@@ -180,18 +178,6 @@ class ServerCounts:
     def count_rate_limited(self, limit: str) -> None:
         """Count one request that was refused as its API key had reached a limit."""
         self.rate_limited[limit] += 1
-
-    def observe_asked(self, num_choices: int, max_tokens: Sequence[int]) -> None:
-        """Count one request.
-
-        Parameters
-        ----------
-        num_choices : of each of its prompts.
-        max_tokens : of each choice, of all prompts.
-        """
-        self.num_choices.observe_times(num_choices, len(max_tokens) // num_choices)
-        for number in max_tokens:
-            self.max_tokens.observe(number)
 
 
 @dataclass(slots=True)
@@ -255,19 +241,12 @@ class RunCounts(RunListener):
     queue: Histogram = histogram("request_queue_seconds", "queue time", REQUEST_SECONDS)
     prefill: Histogram = histogram("request_prefill_seconds", "prefill time", REQUEST_SECONDS)
     decode: Histogram = histogram("request_decode_seconds", "decode time", REQUEST_SECONDS)
-    inference: Histogram = histogram("vllm:request_inference_time_seconds", "inference time", REQUEST_SECONDS)
     prompt_lengths: Histogram = histogram("request_prompt_tokens", "prompt length of whole answers", TOKENS)
     output_lengths: Histogram = histogram("request_output_tokens", "output length of whole answers", TOKENS)
-    request_preemptions: Histogram = histogram(
-        "vllm:request_num_preemptions", "preemptions of each whole answer", ROWS
-    )
     first_token_lag: Histogram = histogram(
         "first_token_lag_seconds", "from the end of a step to a first token's hand-over", LAG_SECONDS
     )
     step: Histogram = histogram("step_seconds", "length of a step", GAP_SECONDS)
-    step_tokens: Histogram = histogram(
-        "vllm:iteration_tokens_total", "new tokens of a step, drafts included", TOKENS
-    )
     step_rows: Histogram = histogram("step_rows", "requests in a step", ROWS)
     step_decodes: Histogram = histogram("step_decodes", "decode rows of a step", ROWS)
     step_chunk_tokens: Histogram = histogram("step_chunk_tokens", "prompt tokens of a step", TOKENS)
@@ -350,20 +329,10 @@ class RunCounts(RunListener):
         """Share of the KV blocks that is held; 1 is full."""
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
-    @shown("vllm:num_requests_waiting_by_reason", "reason")
-    def waiting_by_reason(self) -> Mapping[str, int]:
-        """Waiting requests: all for `capacity`, none is `deferred`."""
-        return {"capacity": self.num_waiting, "deferred": 0}
-
     @shown("vllm:request_success_total", "finished_reason")
     def finished_for_vllm(self) -> Mapping[str, int]:
         """Ended requests."""
         return {reason: self.finished[reason] for reason in FINISHES_OF_VLLM}
-
-    @shown("vllm:admission_rejections_total", "reason")
-    def refused_by_queue(self) -> Mapping[str, int]:
-        """Requests that the queue's limits refused."""
-        return {reason: self.refused[reason] for reason in ("queue_full", "queue_too_long")}
 
     def keep_engines(self, replicas: Collection[ReplicaId]) -> None:
         """Forget how the replicas stood that do not serve any more.
@@ -416,7 +385,6 @@ class RunCounts(RunListener):
             return
         self.e2e.observe(record.e2e)
         self.prompt_lengths.observe(record.num_prompt_tokens)
-        self.request_preemptions.observe(record.num_preemptions)
         if record.is_embedding:
             self.embeddings[record.request_class or UNNAMED] += 1
             self.embedding_tokens[record.request_class or UNNAMED] += record.num_prompt_tokens
@@ -425,8 +393,6 @@ class RunCounts(RunListener):
             self.decode.observe(record.delivery_times[-1] - record.delivery_times[0])
         if record.tpot is not None:
             self.tpot.observe(record.tpot)
-        if record.scheduled is not None:
-            self.inference.observe(record.delivery_times[-1] - record.scheduled)
 
     def on_step(self, stats: StepStats, replica: int = 0) -> None:
         """Count a step of a replica."""
@@ -453,11 +419,6 @@ class RunCounts(RunListener):
             self.last_mbu, self.last_mfu = stats.mbu, stats.mfu
             self.mbu.observe(stats.mbu)
             self.mfu.observe(stats.mfu)
-        # rows that sample, a prompt's last chunk too; one whose tokens all have logits still gives one
-        num_outputs = min(shape.num_lm_head_rows - shape.num_draft_tokens, shape.num_sequences)
-        if stats.drafts is not None:
-            num_outputs += sum(stats.drafts.accepted_at)
-        self.step_tokens.observe(shape.num_chunk_tokens + num_outputs)
         self.step_decodes.observe(shape.num_decodes)
         self.step_chunk_tokens.observe(shape.num_chunk_tokens)
         self.step_rows.observe(shape.num_sequences)

@@ -76,8 +76,6 @@ ALIASES = {
     }.items()
 }
 """vLLM's names for what we count too."""
-_OF_NO_ENGINE = "vllm:admission_rejections_total"
-"""vLLM labels all others by engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,7 @@ class MetricsExporter(Collector):
     counts : what a `RequestTracker` feeds.
     model_name, policy : what is served, and how; shown as they are.
     proposer : what proposes draft tokens, as metrics label it; None where nothing is speculated.
-    aliases : `vllm` adds the metrics of vLLM that this server can fill truthfully.
+    aliases : `vllm` adds the metrics that boards for vLLM show.
     fleet_counts : what a fleet does with requests; None where there is none.
     clock : the clock of steps and requests, seconds.
 
@@ -213,7 +211,7 @@ class MetricsExporter(Collector):
             yield f"onbeat_{metric.name}", outer
         alias = ALIASES.get(metric.name, metric.name)
         if self._aliases and alias.startswith(VLLM):
-            yield alias, () if metric.kind == "info" else self._model[: 1 if alias == _OF_NO_ENGINE else 2]
+            yield alias, () if metric.kind == "info" else self._model
 
     def state(self) -> bytes:
         """Return the same numbers as JSON: by name and then by the values of labels."""

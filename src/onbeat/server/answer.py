@@ -122,13 +122,12 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
         self._flow, self._caller = scope.get("state", {}).get(FLOW), context.caller
-        context.num_choices = self._body.num_choices
-        context.max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
         try:
             if context.allowance is not None:
                 num_prompt_tokens = answer_report.counts_of(self._choices).prompt
+                max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
                 await context.allowance.take_answers(
-                    num_prompt_tokens, context.max_tokens, is_stated=self._body.bounds_answer
+                    num_prompt_tokens, max_tokens, is_stated=self._body.bounds_answer
                 )
             with self._services.lifecycle.generation():
                 async with (

@@ -80,10 +80,6 @@ class HttpContext:
     """What the answer must match."""
     job: JobCall | None = None
     """Of which job it is a call; None of none."""
-    num_choices: int = 0
-    """Choices of each prompt that were asked for; 0 where no answer was begun."""
-    max_tokens: Sequence[int] = ()
-    """Most output tokens of each choice, of all prompts."""
     num_prompt_tokens: int = 0
     """0 where no answer was begun."""
     num_output_tokens: int = 0

@@ -222,8 +222,6 @@ class Telemetry:
         """Count an HTTP request that has ended."""
         counts = self.exporter.server
         counts.http[context.endpoint, str(context.status)] += 1
-        if context.num_choices:
-            counts.observe_asked(context.num_choices, context.max_tokens)
         if context.status == 200 and context.error_code is not None:
             counts.stream_errors[context.error_code] += 1
 
