@@ -51,12 +51,6 @@ STEP_COLUMNS = (
     *(Column("predicted_ms", "predicted ms", "{:.1f}".format), Column("mbu", "MBU", whole_percent)),
     *(Column("mfu", "MFU", whole_percent),),
 )
-DRAFT_COLUMNS = (
-    *(Column("decodes", "decodes"), Column("drafts_each", "drafts each", "{:g}".format)),
-    *(Column("context", "context"), Column("measured_ms", "measured ms", "{:.1f}".format)),
-    *(Column("predicted_ms", "predicted ms", "{:.1f}".format),),
-    *(Column("ratio", "of a step with none", "{:.2f}x".format),),
-)
 
 
 def profile_result(result: ProfileResult, files: Sequence[str] = ()) -> Result:
@@ -68,13 +62,11 @@ def profile_result(result: ProfileResult, files: Sequence[str] = ()) -> Result:
     """
     errors = result.profile.fitted.errors
     tiles = [(f"error at {name.upper()}", f"{getattr(errors, name):.1%}") for name in ("p50", "p90", "p95")]
-    drafts = draft_rows(result)
     plots = Plots([_scatter(result), _error_figure(result)], per_row=2)
     parts: list[Part] = [
         plots,
         Table("Errors", ERROR_COLUMNS, error_rows(result), key="errors"),
         Table("Typical steps", STEP_COLUMNS, typical_rows(result), key="steps"),
-        Table("Steps that verify drafts", DRAFT_COLUMNS, drafts, key="drafts"),
         Lines([limits_line(result)]),
     ]
     return Result(
@@ -217,37 +209,6 @@ def _predicted(result: ProfileResult, steps: Sequence[MeasuredStep], unit: float
     if not steps:
         return []
     return [float(seconds) * unit for seconds in result.target.predict(result.profile.fitted, steps)]
-
-
-# ---- steps that verify drafts ----
-
-
-def draft_rows(result: ProfileResult) -> list[dict[str, Any]]:
-    """Return the measured steps in which all decodes verify drafts, those of fewest rows first."""
-    steps = [
-        step
-        for step in result.fitted_steps
-        if not step.shape.num_chunks and 0 < step.shape.num_decodes == step.shape.num_verify_rows
-    ]
-    steps.sort(key=lambda step: (step.shape.num_decodes, step.shape.num_draft_tokens))
-    plain = [MeasuredStep(_without_drafts(step.shape), step.seconds) for step in steps]
-    predicted, without = (_predicted(result, part, 1e3) for part in (steps, plain))
-    return [
-        {
-            "decodes": step.shape.num_decodes,
-            "drafts_each": step.shape.num_draft_tokens / step.shape.num_decodes,
-            "context": step.shape.decode_context_tokens // step.shape.num_decodes,
-            "measured_ms": step.seconds * 1e3,
-            "predicted_ms": with_drafts,
-            "without_ms": bare,
-            "ratio": step.seconds * 1e3 / bare,
-        }
-        for step, with_drafts, bare in zip(steps, predicted, without, strict=True)
-    ]
-
-
-def _without_drafts(shape: BatchShape) -> BatchShape:
-    return BatchShape.of_decodes(shape.num_decodes, shape.decode_context_tokens - shape.num_draft_tokens)
 
 
 RECORD = "record"
