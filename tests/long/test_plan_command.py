@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -98,9 +97,6 @@ def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["best"]["is_kept"]
     assert all(fleet["usd_per_hour"] >= found["best"]["usd_per_hour"] for fleet in found["alternatives"])
     assert all(not fleet["is_kept"] for fleet in found["failed"])
-    costs = [each["usd_per_hour"] for each in found["costs_by_estimate"]]
-    assert costs == sorted(costs, reverse=True)  # over longer and longer objectives, in steps
-    assert max(more / less for more, less in pairwise(costs)) >= 1.3
     written = yaml.safe_load(files["plan.yaml"].read_text())
     assert written["fleet"]["replicas"] == sum(found["best"]["fleet"].values())
     assert written["plan"]["promise"]["request-rate"] == 2

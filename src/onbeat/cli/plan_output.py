@@ -13,7 +13,7 @@ from onbeat.cli.outputs import shown_settings
 from onbeat.planner.plan_task import FleetPlan, PlannedFleet, PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.report.objectives import classes_text
-from onbeat.report.plot import CATEGORIES, COLOURS, MISSED_COLOUR, Figure, bars, figure, series, trace
+from onbeat.report.plot import CATEGORIES, COLOURS, MISSED_COLOUR, Figure, bars, figure
 from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table
 from onbeat.report.units import significant
 from onbeat.simulator.deployment import Deployment
@@ -143,7 +143,7 @@ def plan_result(report: PlanReport) -> Result:
     kept = [fleet_values(each, plan.rate) for each in plan.kept]
     failed = [fleet_values(each, plan.rate) for each in plan.failed]
     dearest = failed[::-1][:MOST_FAILED]
-    figures = Plots([objective_figure(report), fleets_figure(plan)], per_row=2)
+    figures = Plots([fleets_figure(plan)], per_row=1)
     folded: dict[str, Part] = {
         "Kinds of replica, alone": Table("", UNIT_COLUMNS, list(unit_values(plan)), key="units"),
         "Fleets that do not keep the promise": Table("", FAILED_COLUMNS, dearest),
@@ -177,7 +177,6 @@ def _values(
         "best": kept[0] if kept else None,
         "alternatives": kept[1:],
         "failed": failed,
-        "costs_by_estimate": plan.costs,
         "pools_by_arithmetic": pools,
         "cost_bound": plan.cost_bound,
         "is_exhausted": plan.is_exhausted,
@@ -185,27 +184,6 @@ def _values(
         "infeasible": plan.infeasible or None,
         "nearest": plan.nearest,
     }
-
-
-def objective_figure(report: PlanReport) -> Figure | None:
-    """Return the cost over the objectives as steps, by the estimates, and the fleet that was simulated.
-
-    The axis shows the TBT of the only class, else its TTFT, else how much longer all objectives are.
-    """
-    plan, classes = report.plan, report.task.load.classes
-    if len(plan.costs) < 2 or plan.best is None:
-        return None
-    slo = classes[0].slo
-    limit, name = (slo.tbt, "TBT") if slo.tbt is not None else (slo.ttft, "TTFT")
-    unit, title = 1.0, "objectives, of the promised ones"
-    if len(classes) == 1 and limit is not None:
-        unit, title = limit * 1e3, f"{name} objective (ms); others in proportion"
-    look = {"customdata": [each.fleet for each in plan.costs], "line": {"shape": "hv"}, "marker": {"size": 6}}
-    xs, ys = [each.scale * unit for each in plan.costs], [each.usd_per_hour for each in plan.costs]
-    steps = series("by the estimates", 0, xs, ys, hover="%{customdata}: $%{y:.2f}", **look)
-    marker = {"color": COLOURS[1], "size": 9}
-    best = trace("simulated", [unit], [plan.best.usd_per_hour], "markers", hover="$%{y:.2f}", marker=marker)
-    return figure("Cost over the objective", [steps, best], title, PER_HOUR)
 
 
 def fleets_figure(plan: FleetPlan) -> Figure | None:

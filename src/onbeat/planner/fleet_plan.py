@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import changed
 from onbeat.planner.fleets import FleetCase, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
-from onbeat.planner.mix import solve_mix
-from onbeat.planner.mix_search import MixSearch, Parts, everything, most_of, problem_of, unservable
+from onbeat.planner.mix_search import MixSearch, Parts, everything, most_of, unservable
 from onbeat.planner.objectives import with_longer_objectives
 from onbeat.planner.parallel import Pool, Worker
-from onbeat.planner.plan_task import CostAt, FleetPlan, PlanInterrupted, PlannedFleet, PlanProgress, PlanTask
+from onbeat.planner.plan_task import FleetPlan, PlanInterrupted, PlannedFleet, PlanProgress, PlanTask
 from onbeat.planner.search import Bracket, SearchOptions
 from onbeat.planner.units import (
     Bucket,
@@ -138,10 +137,6 @@ RATE_TRIES = 8
 """Lower and lower rates that are tried, where a fleet does not keep what its runs kept one by one."""
 PLENTY = 2.0
 """Times the replicas that the estimates ask for, where nothing bounds the devices."""
-SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)
-"""Of the objectives, for the cost over them."""
-LOAD_SCALES = (0.1, 2.0)
-"""Between which factors the estimated loads are scaled to the cost that was found."""
 
 
 Key = tuple[FleetCase, int, bool]
@@ -229,8 +224,7 @@ class PlanSearch:
         found = plan()
         best = found.best
         assert best is not None, "it was proved before"
-        costs = self._costs(rated, units, best)
-        yield replace(found, best=self._with_capacities(best), costs=costs)
+        yield replace(found, best=self._with_capacities(best))
 
     def _sort_runs(self, rated: RatedUnit) -> None:
         """Order the runs by what a unit would serve of each, the least first."""
@@ -322,36 +316,6 @@ class PlanSearch:
         for device in [device for device, number in bounds.items() if number == inf]:
             bounds[device] = max((enough(each) for each in rated if each.unit.device == device), default=0)
         return bounds
-
-    def _costs(
-        self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], best: PlannedFleet
-    ) -> tuple[CostAt, ...]:
-        """Return the cost over objectives that are shorter or longer, estimated.
-
-        The estimates are scaled so that they give the promised objectives the cost that was found.
-        """
-        factors = {each.unit.device: each.factor for each in reversed(units)}
-        known = [each for each in rated if each.unit.device in factors]
-
-        def cheapest(scale: float, load_scale: float) -> CostAt | None:
-            buckets = buckets_of(with_longer_objectives(self.task.load, scale))
-            estimates, _ = without_dominated([rate_unit(each.unit, buckets) for each in known])
-            worthy = [each.calibrated(factors[each.unit.device] / load_scale) for each in estimates]
-            if unservable(worthy, buckets, self.task.objective.share):
-                return None
-            mix = solve_mix(problem_of(self.task, worthy, buckets, [1.0] * len(worthy)))
-            if mix is None:
-                return None
-            parts = tuple((each.unit, n) for each, n in zip(worthy, mix.counts, strict=True) if n)
-            return CostAt(scale=scale, usd_per_hour=mix.cost, fleet=PlannedFleet(parts=parts, runs=()).name)
-
-        low, high = LOAD_SCALES
-        for _ in range(8):
-            middle = (low + high) / 2
-            found = cheapest(1.0, middle)
-            is_too_dear = found is None or found.usd_per_hour > best.usd_per_hour + 1e-6
-            low, high = (low, middle) if is_too_dear else (middle, high)
-        return tuple(cost for scale in SCALES if (cost := cheapest(scale, low)) is not None)
 
     # ---- what is simulated ----
 

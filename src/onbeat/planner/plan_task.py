@@ -142,16 +142,6 @@ class PlannedFleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostAt:
-    """What the estimates alone say of other objectives; nothing of it was simulated."""
-
-    scale: float
-    """All objectives are so many times as long as the promised ones."""
-    usd_per_hour: float
-    fleet: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
     """What was found."""
 
@@ -180,8 +170,6 @@ class FleetPlan:
     """What binds, where nothing keeps the promise."""
     nearest: tuple[str, ...] = ()
     """Promises that could be kept instead, as flags."""
-    costs: tuple[CostAt, ...] = ()
-    """Over objectives that are shorter and longer."""
 
     @property
     def kept(self) -> list[PlannedFleet]:
