@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from statistics import median
 
-import msgspec
 from rich.console import Console
 
 from onbeat.cli.engine_args import model_name
 from onbeat.cli.options import milliseconds
 from onbeat.cli.outputs import result_console
 from onbeat.cli.step_socket import is_address, record_steps
-from onbeat.core.errors import ConfigError, counted
+from onbeat.core.errors import ConfigError
 from onbeat.core.options import changed, check, option
-from onbeat.core.step import BatchShape
-from onbeat.files import read
 from onbeat.perfmodel import profile as profiles
 from onbeat.perfmodel.device_spec import CPU, Parallelism, find_device
 from onbeat.perfmodel.engines import ENGINES, find_engine
 from onbeat.perfmodel.fitted import FitTarget, KindErrors, StreamFit, fit_stream
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import fitted_predictor
 from onbeat.perfmodel.precision import BYTES, precision_by_weights
-from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.step_log import StepOrigin, StepStream, StepTimes, step_times
 from onbeat.report.result import Column, Lines, Result, Section, Table, show
 from onbeat.report.units import exact_percent
 from onbeat.simulator.replay.model import read_steps
-from onbeat.typed import Number
 from onbeat.version import __version__
 
 _recorded = partial(option, group="steps of another engine")
@@ -83,13 +75,6 @@ class FromOptions:
         help="server time of each first token beside steps (default: 0)",
     )
 
-    requests: Path | None = _recorded(
-        None,
-        metavar="FILE",
-        help="measure --request-overhead-ms from a detailed result of `onbeat bench serve`, one request at a "
-        "time",
-    )
-
     def __post_init__(self) -> None:
         check(self, FromOptions)
         given = list(changed(self))
@@ -97,8 +82,6 @@ class FromOptions:
             raise ConfigError(
                 f"{given[0].flag} describes recorded steps; give --from SOURCE too, or leave it out"
             )
-        if self.requests is not None and self.request_overhead is not None:
-            raise ConfigError("--requests and --request-overhead-ms set the same time; leave one out")
 
 
 def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -> int:
@@ -207,20 +190,11 @@ def _profile(
         fitted=found.fitted,
         server=profiles.ServerTerms(
             steps_ahead=_steps_ahead(key, options),
-            request_seconds=_request_seconds(options, target, found),
+            request_seconds=options.request_overhead or 0.0,
         ),
         limits=limits,
         engine={"source": str(options.source), "num_recorded": len(stream.steps), "times": timed.basis},
     )
-
-
-def _request_seconds(options: FromOptions, target: FitTarget, found: StreamFit) -> float:
-    """Return what the server does for a request beside steps: given, or measured by clients."""
-    if options.request_overhead is not None:
-        return options.request_overhead
-    if options.requests is not None:
-        return request_seconds(options.requests, fitted_predictor(found.fitted, target))
-    return 0.0
 
 
 def _steps_ahead(key: profiles.ProfileKey, options: FromOptions) -> int:
@@ -258,58 +232,3 @@ def error_table(title: str, errors: Sequence[KindErrors]) -> Table:
         Column("bias", "bias", "{:+.1%}".format),
     )
     return Table(title, columns, [asdict(each) for each in errors], key="errors")
-
-
-# ---- what a server does for a request beside its steps ----
-
-
-FEWEST = 5
-_MADE_BY = "`onbeat bench serve --max-concurrency 1 --save-detailed --json FILE` makes one"
-
-
-class _Requests(msgspec.Struct):
-    start_times: tuple[Number | None, ...]
-    end_times: tuple[Number | None, ...]
-    ttfts: tuple[Number | None, ...]
-    input_lens: tuple[Number | None, ...]
-
-
-def request_seconds(path: Path, model: Predictor) -> float:
-    """Return the median, over requests that were served alone, of TTFT less the predicted step of its prompt.
-
-    Prompts longer than any step that the model was fitted to are left out: they came in pieces.
-
-    Parameters
-    ----------
-    path : a result of `onbeat bench serve` with its requests.
-    model : of the server's steps.
-
-    Raises
-    ------
-    ConfigError : the file cannot be read, has no requests, or too few that were alone.
-    """
-    saved = read(_Requests, path, "the requests", hint=f"; {_MADE_BY}")
-    columns = (saved.start_times, saved.end_times, saved.ttfts, saved.input_lens)
-    if len(set(map(len, columns))) > 1:
-        raise ConfigError(f"{path} has columns of different lengths for its requests; {_MADE_BY}")
-    rows = sorted(
-        (start, end, ttft, num_tokens)
-        for start, end, ttft, num_tokens in zip(*columns, strict=True)
-        if start is not None and end is not None and ttft is not None and num_tokens is not None
-    )
-    longest = math.inf if model.shape_range is None else model.shape_range.num_new_tokens
-    found: list[float] = []
-    busy_until = -math.inf
-    for index, (start, end, ttft, num_tokens) in enumerate(rows):
-        is_alone = start >= busy_until and (index + 1 == len(rows) or rows[index + 1][0] >= end)
-        busy_until = max(busy_until, end)
-        if is_alone and 1 < num_tokens <= longest:
-            shape = BatchShape()
-            shape.add(0, int(num_tokens), samples=True)
-            found.append(ttft - model.step_time(shape))
-    if len(found) < FEWEST:
-        raise ConfigError(
-            f"{path} has {counted(len(found), 'request')} served alone, with prompts of up to {longest:,} "
-            f"tokens; at least {FEWEST} are needed: {_MADE_BY}"
-        )
-    return max(0.0, median(found))

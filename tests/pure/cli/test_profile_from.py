@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -130,49 +129,6 @@ def test_what_was_never_measured_is_not_extrapolated_in_silence(
     arguments = ["capacity", *common.split(), *load.split(), *shape.split()]
     assert main([*arguments, "--profile", str(profile)]) == 0
     assert " ".join(capsys.readouterr().out.split()).count(words) == 1
-
-
-def saved_requests(path: Path, *, num_requests: int, beside: float, apart: float) -> Path:
-    """Write what `onbeat bench serve` saves of requests of 100 tokens, one after another."""
-    ttft = 0.006 + 0.001 + 100 * 2.5e-5 + beside
-    starts = [number * apart for number in range(num_requests)]
-    requests = {"start_times": starts, "end_times": [start + 0.1 for start in starts]}
-    path.write_text(
-        json.dumps(requests | {"ttfts": [ttft] * num_requests, "input_lens": [100] * num_requests})
-    )
-    return path
-
-
-def test_what_is_beside_steps_is_measured_by_clients(recorded: Path, tmp_path: Path) -> None:
-    requests = saved_requests(tmp_path / "result.json", num_requests=9, beside=0.02, apart=0.2)
-    path = tmp_path / "profile.json"
-    files = ["--from", str(recorded), "--output", str(path), "--requests", str(requests)]
-    assert main(["profile", *files, *ORIGIN]) == 0
-    assert read_profile(path).server.request_seconds == pytest.approx(0.02, abs=0.001)
-
-
-def test_requests_beside_others_measure_nothing(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    requests = saved_requests(tmp_path / "result.json", num_requests=9, beside=0.02, apart=0.05)
-    arguments = [
-        "profile",
-        "--from",
-        str(recorded),
-        "--output",
-        str(tmp_path / "p.json"),
-        *ORIGIN,
-        "--requests",
-    ]
-    assert main([*arguments, str(requests)]) == 2
-    assert "0 requests" in capsys.readouterr().err
-    requests.write_text(json.dumps({"mean_ttft_ms": 4}))
-    assert main([*arguments, str(requests)]) == 2
-    assert "lacks start_times" in capsys.readouterr().err
-    assert main([*arguments, str(requests), "--request-overhead-ms", "3"]) == 2
-    assert re.search(
-        r"--requests.*--request-overhead-ms|--request-overhead-ms.*--requests", capsys.readouterr().err
-    )
 
 
 def test_what_is_measured_here_is_one_process(tmp_path: Path) -> None:
