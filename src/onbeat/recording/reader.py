@@ -6,8 +6,7 @@ Lines are read as far as they go: a file whose writer was killed ends in the mid
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,6 @@ class Recording:
     def _check(self, *, allow_partial: bool) -> None:
         lines = gzip_lines(self.path)
         trailer: log.Trailer | None = None
-        consistency = Consistency()
         number = 0
         for number, line in enumerate(lines, 1):
             if number == 1:
@@ -112,10 +110,6 @@ class Recording:
                 trailer = call
                 break
             self.num_calls += 1
-            try:
-                consistency.check(call)
-            except ValueError as error:
-                raise ConfigError(f"{self.path}, line {number}: {error}{self._remedy}") from error
             self._note(call)
         if number == 0:
             raise ConfigError(f"{self.path} is cut short before its first line; record the run again")
@@ -156,82 +150,3 @@ class Recording:
     def _parse(self, number: int, line: bytes) -> log.Call | log.Trailer:
         found: log.Call | log.Trailer = decode(_LINE, line, f"{self.path}, line {number}", hint=self._remedy)
         return found
-
-
-class Consistency:
-    """Checks that calls speak of requests and steps which the calls before them have named."""
-
-    def __init__(self) -> None:
-        self._ids: list[str] = []
-        self._open: set[str] = set()
-        self._steps: deque[log.ScheduleCall] = deque()
-
-    def check(self, call: log.Call) -> None:
-        """Check the next call.
-
-        Raises
-        ------
-        ValueError : says what it speaks of in vain.
-        """
-        match call:
-            case log.AddCall():
-                self._add(call)
-            case log.AbortCall():
-                self._end(call.requests)
-            case log.ScheduleCall():
-                self._schedule(call)
-            case log.UpdateCall():
-                self._update(call)
-            case log.HandoverCall():
-                if call.verb == "free":
-                    self._open.discard(call.id)
-
-    def _add(self, call: log.AddCall) -> None:
-        if call.request != len(self._ids):
-            raise ValueError(f"request is {call.request}, the next is {len(self._ids)}")
-        if call.request_id in self._open:
-            raise ValueError(f"request_id {quoted(call.request_id)} is that of an open request")
-        self._ids.append(call.request_id)
-        if call.refused is None:
-            self._open.add(call.request_id)
-
-    def _schedule(self, call: log.ScheduleCall) -> None:
-        self._end(call.expired)
-        self._known(row.request for row in call.rows)
-        self._known(each.request for each in call.admitted)
-        self._known(each for each in call.released if not isinstance(each, str))
-        if any(row >= len(call.rows) for row in call.new_block_ids):
-            raise ValueError("new_block_ids names a row that the step does not have")
-        if len({row.request for row in call.rows}) != len(call.rows):
-            raise ValueError("rows has a request twice")
-        if call.step_id is not None:
-            self._steps.append(call)
-
-    def _update(self, call: log.UpdateCall) -> None:
-        if not self._steps:
-            raise ValueError(f"step {call.step_id} is not in flight")
-        step = self._steps.popleft()
-        most = [1 + row.num_draft_tokens for row in step.rows if row.samples]
-        for name in ("counts", "drafted", "available"):
-            values = getattr(call, name)
-            if values is not None and len(values) != len(most):
-                raise ValueError(f"{name} has {len(values)} values for {len(most)} rows that sample")
-        counts = list(call.counts or [1] * len(most))
-        for row, count in call.undelivered.items():
-            if row >= len(most):
-                raise ValueError(f"undelivered names row {row} of {len(most)}")
-            counts[row] += count
-        if any(count > limit for count, limit in zip(counts, most, strict=True)):
-            raise ValueError("a row has more tokens than were planned")
-        self._known(call.block_hashes)
-        self._end(call.finished)
-        self._end(call.failed)
-
-    def _known(self, requests: Iterable[int]) -> None:
-        if unknown := [each for each in requests if each >= len(self._ids)]:
-            raise ValueError(f"request {unknown[0]} is unknown")
-
-    def _end(self, requests: Iterable[int]) -> None:
-        requests = list(requests)
-        self._known(requests)
-        self._open.difference_update(self._ids[each] for each in requests)
