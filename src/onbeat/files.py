@@ -15,7 +15,6 @@ import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from importlib import resources
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +28,6 @@ T = TypeVar("T")
 GZIP_MAGIC = b"\x1f\x8b"
 _YAML = (".yaml", ".yml")
 _MOST_OF_A_DEVICE = 2**20
-_MOST_NODES = 1_000_000
-"""Values of a YAML file; aliases make any number of a few bytes."""
 
 
 def read(kind: type[T], path: Path, what: str = "", *, hint: str = "") -> T:
@@ -181,14 +178,7 @@ def parse_object(text: str, what: str, hint: str = "") -> dict[str, Any]:
 
 def _yaml(text: str) -> Any:
     """Return the content of a YAML text; no tags that would make objects are taken."""
-    loader = _Loader(_without_endless(text))
-    try:
-        node = loader.get_single_node()
-        if _num_nodes(node, {}) > _MOST_NODES:
-            raise ValueError("its aliases stand for more than a million values")
-        return None if node is None else loader.construct_document(node)
-    finally:
-        loader.dispose()
+    return yaml.load(_without_endless(text), _Loader)
 
 
 class _Loader(yaml.SafeLoader):
@@ -208,17 +198,6 @@ def _without_endless(content: str) -> str:
     if found := re.search(r"\d{300}", content):
         raise ValueError(f"the number {found[0][:20]}... has 300 digits or more")
     return content
-
-
-def _num_nodes(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Return how many values a node stands for, each alias counted with all that it names."""
-    if node is None or isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = _MOST_NODES  # within itself, an alias names it again without end
-        children = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_num_nodes(child, known) for child in children)
-    return known[id(node)]
 
 
 def csv_rows(
