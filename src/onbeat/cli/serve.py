@@ -318,7 +318,6 @@ def _keys_in_file(path: Path | None) -> list[str]:
 
 
 _Values = Mapping[str, tuple[str | None, str]]
-NO_MEDIA = "no-media"
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,26 +331,11 @@ class ForeignFlag:
     takes: int | str | None = None
     """As `nargs` of argparse: 0 for a switch, None for one value, `?` for one that may be missing."""
     values: Sequence[str] = ()
-    """The values that ask for nothing; empty where all do. `no-media`: limits of 0, as JSON or `image=0`."""
+    """The values that ask for nothing; empty where all do."""
     refusal: str = ""
     """What to say of the `--no-` form of a switch; without, it is taken."""
     json: bool = False
     """Whether a configuration file may give a mapping."""
-
-    def asks_for_nothing(self, value: str) -> bool:
-        """Whether a value is one of those that change nothing."""
-        if self.values == NO_MEDIA:
-            return _limits_nothing(value)
-        return not self.values or value in self.values
-
-
-def _limits_nothing(text: str) -> bool:
-    """Return whether limits of parts that are no text, JSON or vLLM's older `image=0`, allow none."""
-    try:
-        limits = json.loads(text)
-    except ValueError:
-        limits = dict(part.partition("=")[::2] for part in text.split(","))
-    return isinstance(limits, dict) and all(limit in (0, "0") for limit in limits.values())
 
 
 @cache
@@ -427,9 +411,9 @@ class _Ignore(argparse.Action):
 
     def __call__(self, _parser: Any, _namespace: Any, values: Any, option_string: str | None = None) -> None:
         flag, name = self._flag, option_string or self.option_strings[0]
-        if isinstance(values, str) and not flag.asks_for_nothing(values):
-            takes = "" if flag.values == NO_MEDIA else f"it takes {' or '.join(flag.values)}, "
-            raise argparse.ArgumentError(self, f"{flag.why}; {takes}not {values!r}")
+        if isinstance(values, str) and values not in (flag.values or (values,)):
+            takes = " or ".join(flag.values)
+            raise argparse.ArgumentError(self, f"{flag.why}; it takes {takes}, not {values!r}")
         if not name.startswith("--no-"):
             self._lines.append(f"ignored: {name} ({flag.why})")
         elif flag.refusal:
