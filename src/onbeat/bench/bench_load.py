@@ -236,8 +236,6 @@ def every_nth(num_requests: int, share: float) -> NDArray[np.bool_]:
     Evenly spread rather than drawn, so that a short run has the share it was asked for, and two runs meet
     the long prompts at the same places.
     """
-    if not 0 <= share <= 1:
-        raise ConfigError(f"a share of the requests must lie in [0, 1], got {share:g}")
     # A share such as 0.1 is a little below a tenth in binary: without the nudge the tenth would be missed.
     so_far = np.floor(np.arange(num_requests + 1) * share + 1e-9)
     return np.asarray(np.diff(so_far) > 0)

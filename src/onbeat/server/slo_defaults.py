@@ -45,23 +45,12 @@ class ClassDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """How much the requests of one API key may take. None is no limit.
-
-    Raises
-    ------
-    ConfigError : a limit below 1.
-    """
+    """How much the requests of one API key may take. None is no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     """Of prompts and answers."""
     max_open_requests: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in _LIMITS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
 
 
 NO_LIMITS = KeyLimits()

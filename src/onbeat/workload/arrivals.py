@@ -43,11 +43,6 @@ class UniformLength:
     mean: int
     range_ratio: float
 
-    def __post_init__(self) -> None:
-        check_length(self.mean)
-        if not 0 <= self.range_ratio < 1:
-            raise ConfigError(f"the range ratio must lie in [0, 1), got {self.range_ratio:g}")
-
     def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:
         low = max(1, math.floor(self.mean * (1 - self.range_ratio)))
         high = max(low, math.ceil(self.mean * (1 + self.range_ratio)))
@@ -64,24 +59,10 @@ class LogNormalLength:
     low: int = 1
     high: int = 1 << 20
 
-    def __post_init__(self) -> None:
-        check_length(self.low)
-        check_length(self.mean)
-        if not self.low <= self.mean <= self.high:
-            raise ConfigError(f"the mean length {self.mean:g} must lie in [{self.low}, {self.high}]")
-
     def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:
         location = math.log(self.mean) - self.sigma**2 / 2
         drawn = rng.lognormal(location, self.sigma, size=num_requests)
         return np.clip(np.rint(drawn), self.low, self.high).astype(np.int64)
-
-
-def check_length(num_tokens: float) -> None:
-    """Raise ConfigError unless a prompt or an output can be so long."""
-    if num_tokens < 1:
-        raise ConfigError(f"a length must be at least 1 token, got {num_tokens}")
-    if num_tokens > MOST_TOKENS:
-        raise ConfigError(f"a length must be at most {MOST_TOKENS:,} tokens, got {num_tokens:,}")
 
 
 Offsets = NDArray[np.float64]
@@ -104,15 +85,12 @@ def gamma_arrivals(
     rate : requests per second, finite.
     burstiness : shape of the gamma distribution.
     """
-    _require_positive("request rate", rate)
-    _require_positive("burstiness", burstiness)
     gaps = rng.gamma(shape=burstiness, scale=1 / (rate * burstiness), size=num_requests)
     return _rescale(np.cumsum(gaps), num_requests / rate)
 
 
 def constant_arrivals(num_requests: int, *, rate: float) -> Offsets:
     """Return evenly spaced arrivals, the last at num_requests / rate."""
-    _require_positive("request rate", rate)
     return np.arange(1, num_requests + 1) / rate
 
 
@@ -130,9 +108,11 @@ class RateStep:
     seconds: float
 
     def __post_init__(self) -> None:
-        if not (np.isfinite(self.rate) and self.rate >= 0):
-            raise ConfigError(f"the rate of a step must be a finite number of at least 0, got {self.rate:g}")
-        _require_positive("length of a step", self.seconds)
+        if not (0 <= self.rate < inf and 0 < self.seconds < inf):
+            raise ConfigError(
+                f"a step is {self.rate:g}:{self.seconds:g}; it must have a rate of at least 0 and some "
+                "seconds, both finite"
+            )
 
 
 def step_arrivals(
@@ -142,10 +122,10 @@ def step_arrivals(
 
     Arrivals of rate 1 are stretched in time until the expected count of the steps up to each is its own.
     """
-    _require_positive("burstiness", burstiness)
     counts = np.array([step.rate * step.seconds for step in steps])
     per_cycle = float(counts.sum())
-    _require_positive("expected number of requests in all rate steps", per_cycle)
+    if not per_cycle:
+        raise ConfigError("the rates of all steps are 0, so no request would ever come; give one above 0")
     ends = np.cumsum([step.seconds for step in steps])
     expected = np.cumsum(rng.gamma(shape=burstiness, scale=1 / burstiness, size=num_requests))
     cycles, within = np.divmod(expected, per_cycle)
@@ -160,7 +140,6 @@ def replay_arrivals(times: ArrayLike, *, rate_scale: float = 1.0) -> Offsets:
     ----------
     times : seconds, in any order; at least one.
     """
-    _require_positive("rate scale", rate_scale)
     ordered: Offsets = np.sort(np.asarray(times, dtype=np.float64))
     offsets: Offsets = (ordered - ordered[0]) / rate_scale
     return offsets
@@ -171,11 +150,6 @@ def _rescale(offsets: Offsets, end: float) -> Offsets:
     if not offsets.size or offsets[-1] <= 0:
         return offsets
     return np.multiply(offsets, end / float(offsets[-1]))
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not (np.isfinite(value) and value > 0):
-        raise ConfigError(f"the {name} must be a finite number above 0, got {value:g}")
 
 
 class Timing(NamedTuple):
@@ -212,7 +186,9 @@ class Arrivals:
         help="process of arrivals: constant, poisson, steps (--rate-steps); gamma: the default, Poisson at "
         "--burstiness 1; replay: a trace's own times, stretched to --request-rate if given",
     )
-    burstiness: float = _load(1.0, help="shape of the gamma distribution of gaps; below 1 is burstier")
+    burstiness: float = _load(
+        1.0, above=0, below=inf, help="shape of the gamma distribution of gaps; below 1 is burstier"
+    )
     rate_steps: str | None = _load(
         None, metavar="R:S,...", help="rates, each with its seconds; the list repeats; 0:S pauses"
     )

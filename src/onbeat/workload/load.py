@@ -223,10 +223,14 @@ class Load(Arrivals):
         help="the same for output tokens (default: 128); replaces those of a file",
     )
     random_range_ratio: float = _data(
-        0.0, metavar="X", help="random's lengths vary by this share around the mean"
+        0.0, metavar="X", at_least=0, below=1, help="random's lengths vary by this share around the mean"
     )
     random_output_range_ratio: float | None = _data(
-        None, metavar="X", help="the same of output tokens alone (default: --random-range-ratio)"
+        None,
+        metavar="X",
+        at_least=0,
+        below=1,
+        help="the same of output tokens alone (default: --random-range-ratio)",
     )
     disable_shuffle: bool = _data(
         default=False, is_switch=True, help="take requests of files without times in file order"

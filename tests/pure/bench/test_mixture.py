@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.bench.bench_load import every_nth
-from onbeat.core.errors import ConfigError
 
 
 @given(st.integers(1, 400), st.integers(1, 40))
@@ -20,8 +18,3 @@ def test_any_first_requests_have_the_share(num_requests: int, n: int) -> None:
 @given(st.integers(0, 300), st.floats(0, 1))
 def test_any_share_is_met_to_within_one_request(num_requests: int, share: float) -> None:
     assert abs(int(every_nth(num_requests, share).sum()) - math.floor(num_requests * share)) <= 1
-
-
-def test_a_share_above_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\[0.*1\].*1.5"):
-        every_nth(3, 1.5)
