@@ -64,11 +64,6 @@ def test_a_killed_worker_is_an_error_that_says_so() -> None:
         workers.run_in(2, workers.die, [0, 1, 2])
 
 
-def test_refuses_no_jobs() -> None:
-    with pytest.raises(ConfigError, match="jobs is 0"):
-        workers.run_in(0, workers.square, [1, 2])
-
-
 def test_a_task_that_was_stopped_is_the_last() -> None:
     assert workers.run_in(1, workers.stop_at_two, [1, 2, 3]) == [1, 2, None]
 

@@ -64,13 +64,18 @@ class FromOptions:
         None, metavar="VERSION", help="version of that engine (default: as recorded)"
     )
     steps_ahead: int | None = _recorded(
-        None, metavar="N", help="1 if that engine plans steps ahead (default: by --engine)"
+        None,
+        at_least=0,
+        at_most=1,
+        metavar="N",
+        help="1 if that engine plans steps ahead (default: by --engine)",
     )
     request_overhead: float | None = _recorded(
         None,
         flag="--request-overhead-ms",
         unit="ms",
         parse=milliseconds,
+        at_least=0,
         metavar="MS",
         help="server time of each first token beside steps (default: 0)",
     )

@@ -31,8 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO, SLO_MODES, SLOMode
+from onbeat.core.slo import SLO, SLOMode
 from onbeat.metrics.measured import DeliveryChunk, MeasuredRequest, delivery_chunks
 from onbeat.metrics.record import RequestRecord
 
@@ -110,13 +109,7 @@ def good_requests(requests: Sequence[MeasuredRequest], *, mode: SLOMode = "strea
     """Return for each request whether it is good; without objectives, whether it completed.
 
     A completed request that never delivered a token counts its end as its only delivery.
-
-    Raises
-    ------
-    ConfigError : an unknown mode.
     """
-    if mode not in SLO_MODES:
-        raise ConfigError(f"unknown --slo-mode {mode!r}; known are {', '.join(SLO_MODES)}")
     completed = np.fromiter((r.is_completed for r in requests), dtype=np.bool_, count=len(requests))
     good: Flags = np.zeros(len(requests), dtype=np.bool_)
     for row in np.flatnonzero(completed).tolist():

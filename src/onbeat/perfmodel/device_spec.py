@@ -375,19 +375,8 @@ def cpu_device(
     memory_bytes : of the machine if not given.
     product_rates : of matrix products by their rows; without them the peak is the rate of all.
     architecture : what computes there, `cpu` or `cpu-native`: whose default parameters the roofline takes.
-
-    Raises
-    ------
-    ConfigError : a limit that is not above 0.
     """
     rates = peak_flops if isinstance(peak_flops, Mapping) else dict.fromkeys(BYTES, peak_flops)
-    of_products = dict(product_rates)
-    if not (memory_bandwidth > 0 and all(rate > 0 for rate in (*rates.values(), *of_products.values()))):
-        by_rows = f", by rows {of_products}" if of_products else ""
-        raise ConfigError(
-            f"CPU limits must be above 0; got {memory_bandwidth:g} bytes/s and {dict(rates)} operations/s"
-            f"{by_rows}"
-        )
     return DeviceSpec(
         id=CPU,
         name="this CPU",

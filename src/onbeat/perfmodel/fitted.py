@@ -7,7 +7,6 @@ fits the steps of a running engine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated
@@ -403,7 +402,7 @@ def fit_form(form: Form, method: str, shapes: Iterable[BatchShape], seconds: Seq
     method : the formula's name, one of `FIT_METHODS`.
     """
     shapes = list(shapes)
-    times = _checked_seconds(shapes, seconds)
+    times = np.asarray(seconds, dtype=np.float64)
     matrix = shape_matrix(shapes)
     predicted = _held_back_predictions(form, matrix, times)
     return FittedModel(
@@ -427,19 +426,6 @@ def make_form(method: str, target: FitTarget | None) -> Form:
     if method == "nnls":
         return NNLSForm()
     raise ConfigError(f"unknown fit method {method!r}; choose one of {', '.join(FIT_METHODS)}")
-
-
-def _checked_seconds(shapes: Sequence[BatchShape], seconds: Sequence[float]) -> NDArray[np.float64]:
-    if len(shapes) != len(seconds):
-        raise ConfigError(f"{len(shapes)} measured batches but {len(seconds)} times; give one time a batch")
-    for index, (shape, value) in enumerate(zip(shapes, seconds, strict=True)):
-        if not 0 < value < math.inf:
-            raise ConfigError(
-                f"measured step {index} ({shape}) took {value} s; a step time must be positive and finite"
-            )
-        if shape.num_new_tokens < 1:
-            raise ConfigError(f"measured step {index} ({shape}) has no tokens; leave empty steps out")
-    return np.asarray(seconds, dtype=np.float64)
 
 
 def _held_back_predictions(

@@ -92,7 +92,6 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     ConfigError : an option out of range, or a model that cannot be cut that way.
     """
     model, device, parallelism, precision = target.model, target.device, target.parallelism, target.precision
-    _check(block_size, max_num_batched_tokens, gpu_memory_utilization)
     check_parallelism(model, parallelism)
     usable = device.memory_bytes * gpu_memory_utilization
     weights = _weight_bytes(model, parallelism, precision)
@@ -126,14 +125,6 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
         kv_bytes=left,
         block_bytes=block_bytes,
     )
-
-
-def _check(block_size: int, max_num_batched_tokens: int, utilization: float) -> None:
-    for name, value in (("block_size", block_size), ("max_num_batched_tokens", max_num_batched_tokens)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
-    if not 0 < utilization <= 1:
-        raise ConfigError(f"gpu_memory_utilization is {utilization}; it must be above 0 and at most 1")
 
 
 def _most_layers(model: ModelSpec, parallelism: Parallelism) -> int:

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,34 +67,15 @@ class MachineLimits:
     product_rates: ProductRates = ()
     """Of matrix products by their rows, in the engine's number format; empty where all reach one rate."""
 
-    def __post_init__(self) -> None:
-        rows = [num_rows for num_rows, _ in self.product_rates]
-        if rows != sorted(set(rows)):
-            raise ConfigError(f"the rows of product_rates are {rows}; they must ascend")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTerms:
-    """What a server does beside its steps.
-
-    Raises
-    ------
-    ConfigError : a time that is negative or not finite, or another number of steps than 0 or 1.
-    """
+    """What a server does beside its steps."""
 
     steps_ahead: Annotated[int, Meta(ge=0, le=1)] = 0
     """Steps that are planned before the results of the step under way are there."""
     request_seconds: NotNegative = 0.0
     """That each request's first token comes later than its steps say: reading the request, tokenizing."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.request_seconds < inf:
-            raise ConfigError(
-                f"request_seconds of a server is {self.request_seconds:g}; it must be a finite time of at "
-                "least 0"
-            )
-        if self.steps_ahead not in (0, 1):
-            raise ConfigError(f"steps_ahead of a server is {self.steps_ahead}; it must be 0 or 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

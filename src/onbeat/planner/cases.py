@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
-from onbeat.core.errors import ConfigError
 from onbeat.core.options import change
 from onbeat.core.slo import DEFAULT_SHED_ORDER
 from onbeat.core.step_time import StepTimeModel
@@ -103,11 +102,8 @@ def settings_grid(base: Deployment, axes: Mapping[str, Sequence[Any]]) -> list[t
 
     Raises
     ------
-    ConfigError : a setting that there is none of, or an axis without values.
+    ConfigError : a setting that there is none of.
     """
-    for name, values in axes.items():
-        if not values:
-            raise ConfigError(f"the axis {name} has no values; give at least one")
     cases: dict[Labels, Deployment] = {}
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))

@@ -14,7 +14,7 @@ from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Event as ProcessEvent
 from typing import Any, NamedTuple, Self, TypeVar
 
-from onbeat.core.errors import ConfigError, OnbeatError
+from onbeat.core.errors import OnbeatError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -51,15 +51,9 @@ class Pool:
     ----------
     jobs : most processes; 1 runs the tasks in this one.
     worker : whose modules the processes load while this one still reads its input.
-
-    Raises
-    ------
-    ConfigError : fewer than one process.
     """
 
     def __init__(self, jobs: int, worker: Worker[Any, Any] | None = None) -> None:
-        if jobs < 1:
-            raise ConfigError(f"jobs is {jobs}; it must be at least 1")
         self._jobs, self._executor = jobs, None
         self._begun: set[Future[Any]] = set()
         """Tasks of `begin` that have not ended."""

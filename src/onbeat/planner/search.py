@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 
 import numpy as np
 
-from onbeat.core.errors import ConfigError
-from onbeat.core.options import option
+from onbeat.core.options import check, option
 from onbeat.metrics.distribution import student_half_width
 from onbeat.planner.objectives import Verdict
 
@@ -26,7 +25,12 @@ class SearchOptions:
     """How precise a search is, and where it gives up."""
 
     tolerance: float = option(
-        0.025, group="capacity", metavar="SHARE", help="stop the search at a bracket of this width"
+        0.025,
+        group="capacity",
+        metavar="SHARE",
+        above=0,
+        below=1,
+        help="stop the search at a bracket of this width",
     )
     """As a share of its lower end."""
     growth: float = 2.0
@@ -37,10 +41,7 @@ class SearchOptions:
     """Share of the start rate at which requests meet no others."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.tolerance < 1:
-            raise ConfigError(f"the tolerance is {self.tolerance:g}; it must lie in (0, 1), such as 0.025")
-        if not self.growth > 1:
-            raise ConfigError(f"the bracket grows by {self.growth:g}; the factor must be above 1")
+        check(self, SearchOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +99,6 @@ def search_rate(
     low, high : rates of which it is known that they keep the objective and miss it; they are not run.
     on_trial : hears of each run.
     """
-    if not (isfinite(start) and start > 0):
-        raise ConfigError(f"the search starts at {start:g} requests/s; it must be a finite rate above 0")
     search = _Search(judge, options or SearchOptions(), on_trial)
     search.low, search.high = low, high
     is_finished = True

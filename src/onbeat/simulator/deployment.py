@@ -63,7 +63,9 @@ class Deployment(FleetTerms):
         metavar="N",
         help="stages of layers",
     )
-    gpu_memory_utilization: float = _hardware(0.9, metavar="SHARE", help="share of the device's memory")
+    gpu_memory_utilization: float = _hardware(
+        0.9, metavar="SHARE", above=0, at_most=1, help="share of the device's memory"
+    )
     num_blocks: int | None = _hardware(
         None, at_least=1, metavar="N", help="KV blocks of a replica (default: what the memory holds)"
     )

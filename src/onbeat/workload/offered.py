@@ -34,8 +34,6 @@ def assign_classes(num_requests: int, classes: Sequence[SLOClass], rng: np.rando
     too has the mix it was asked for.
     """
     check_classes(classes)
-    if not classes:
-        raise ConfigError("there are no classes to assign: give at least one")
     wanted = np.array([each.share for each in classes]) * num_requests
     counts = np.floor(wanted).astype(np.int64)
     left = num_requests - int(counts.sum())

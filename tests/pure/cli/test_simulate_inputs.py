@@ -39,7 +39,7 @@ BAD_FLAGS = [
     (["--pp", "100"], "32 layers; they cannot make 100"),
     (["--model", "llama-3.1-70b"], "fit NVIDIA H100"),
     (["--model", "llama-3.1-70b"], "--tp 2, or --pp 2, or --dtype fp8"),
-    (["--gpu-memory-utilization", "nan"], "above 0 and at most 1"),
+    (["--gpu-memory-utilization", "nan"], "gpu_memory_utilization is nan; it must be at most 1"),
     (["--num-blocks", "0"], "num_blocks is 0;"),
     (["--num-blocks", "10"], "of 160 tokens"),
     (["--block-size", "0"], "block_size is 0;"),

@@ -137,23 +137,10 @@ def test_a_fit_is_deterministic() -> None:
     assert fit_here(shapes, seconds) == fit_here(shapes, seconds)
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
-def test_a_time_that_cannot_be_is_named(wrong: float) -> None:
-    shapes = mixed_batches(20, seed=13)
-    seconds = [linear(shape) for shape in shapes]
-    seconds[4] = wrong
-    with pytest.raises(ConfigError, match=rf"step 4 .* {wrong} s"):
-        fit_here(shapes, seconds)
-
-
 def test_measurements_that_cannot_be_fitted() -> None:
     shapes = mixed_batches(20, seed=14)
-    with pytest.raises(ConfigError, match=r"20 measured.*19 times"):
-        fit_here(shapes, [1.0] * 19)
     with pytest.raises(ConfigError, match="2 distinct"):
         fit_here(shapes[:2] * 10, [1.0] * 20)
-    with pytest.raises(ConfigError, match="no tokens"):
-        fit_here([*shapes, BatchShape()], [1.0] * 21)
     with pytest.raises(ConfigError, match="'forest'"):
         fit_here(shapes, [1.0] * 20, "forest")
 

@@ -70,8 +70,6 @@ def test_kv_for_the_longest_request_is_counted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
-        ({"block_size": 0}, "block_size is 0"),
         ({"parallelism": Parallelism(3)}, "does not divide"),
         ({"parallelism": Parallelism(1, 33)}, "cannot make 33 stages"),
     ],

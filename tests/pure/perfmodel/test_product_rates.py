@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import (
     ROW_COUNTS,
@@ -168,8 +167,3 @@ def test_a_description_keeps_the_rates() -> None:
     older = description_from_json(values)
     assert isinstance(older, StepTimeDescription)
     assert older.device.product_rates == ()
-
-
-def test_rates_are_above_zero() -> None:
-    with pytest.raises(ConfigError, match=r"by rows \{1: 0\.0\}"):
-        device(((1, 0.0),))

@@ -191,10 +191,6 @@ Change = Callable[[dict[str, Any]], object]
         (lambda c: c["fit"]["errors"].pop("p90"), "fit.errors lacks p90"),
         (lambda c: c["limits"].update(memory_bandwidth=0), r"limits\.memory_bandwidth is 0"),
         (lambda c: c["limits"]["peak_flops"].update(fp32=-1), r"limits\.peak_flops\.fp32 is -1"),
-        (
-            lambda c: c["limits"].update(product_rates=[[2, 1e9], [1, 1e9]]),
-            r"product_rates are \[2, 1\].*ascend",
-        ),
         (lambda c: c["limits"].update(product_rates=[[1, 0]]), r"limits\.product_rates\[0\]\[1\] is 0"),
         (lambda c: c["limits"].update(product_rates=3), r"limits\.product_rates is 3"),
         (lambda c: c.update(engine=[1]), "engine is .*a mapping"),

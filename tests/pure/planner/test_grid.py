@@ -64,7 +64,6 @@ def test_a_policy_alone_keeps_the_budget_it_was_given() -> None:
     ("axes", "message"),
     [
         ({"tensor_paralel": [1]}, r"'tensor_paralel'; .* tensor_parallel"),
-        ({"policy": []}, "has no values"),
         ({"policy": ["sarathi", "sarati"]}, "policy 'sarati'"),
     ],
 )

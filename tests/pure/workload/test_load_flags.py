@@ -106,7 +106,7 @@ def test_overlong_requests_are_counted_or_left_out(trace: str) -> None:
         (("--max-concurrency", "4", "--rate-scale", "2"), "closed loop"),
         (("--max-concurrency", "4", "--burstiness", "0.2"), "--burstiness"),
         (("--dataset-name", "conversation", "--random-range-ratio", "0.5"), "--random-range-ratio"),
-        (("--random-range-ratio", "1.5"), "range ratio"),
+        (("--random-range-ratio", "1.5"), "random_range_ratio is 1.5"),
         (("--disable-shuffle",), "--disable-shuffle"),
         (("--tokenizer", "x"), "--tokenizer is for"),
         (("--dataset-name", "azure"), "--dataset-path"),

@@ -71,7 +71,6 @@ def test_rates() -> None:
         (lambda: load(block_size=0), "block"),
         (lambda: load(classes=HALF), "go together"),
         (lambda: load(classes=HALF, class_ids=np.array([0, 1, 2, 0], dtype=np.int16)), "class id"),
-        (lambda: load().with_classes([], seed=0), "no classes"),
     ],
 )
 def test_what_makes_no_load_is_refused(make: object, message: str) -> None:
