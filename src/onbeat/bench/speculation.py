@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import aiohttp
-import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.probe import PROBE_TIMEOUT
 from onbeat.bench.record import SentRequest
-from onbeat.report.live_state import Window
 from onbeat.report.result import Fact
 from onbeat.report.units import whole_percent
 
@@ -20,45 +18,35 @@ Drafts = Counter[str]
 """What a server has counted since its start: `drafts` (rows of a step that verified some), `draft_tokens`,
 `accepted_tokens`, and by the position in a row (`0`, `1`, ...) the drafts accepted there."""
 
-_VLLM = "vllm:spec_decode_num_"
-"""How vLLM's counters of drafts begin."""
+_COUNTERS = ("onbeat_spec_", "vllm:spec_decode_num_")
+"""How counters of drafts begin: onbeat's, and vLLM's, which an onbeat server may have beside its own."""
+_ACCEPTED = "accepted_tokens"
 
 
-def drafts_of_state(body: bytes) -> Drafts:
-    """Return the counts in an answer of onbeat's `GET /state`; none where it does not speculate."""
-    state = orjson.loads(body)
-    own, found = Window(None, state), Drafts()
-    for name in ("drafts", "draft_tokens", "accepted_tokens"):
-        if (value := own.value(f"spec_{name}_total")) is not None:
-            found[name] = round(value)
-    for accepted in state.get("spec_accepted_tokens_at_position_total", {}).values():
-        found.update(accepted)
-    return found
-
-
-def drafts_of_vllm(body: bytes) -> Drafts:
-    """Return the counts in vLLM's `/metrics`, over all its engines; none where it does not speculate."""
-    found = Drafts()
-    for family in text_string_to_metric_families(body.decode()):
-        for sample in family.samples:
-            if sample.name.startswith(_VLLM) and sample.name.endswith("_total"):
-                own = sample.name.removeprefix(_VLLM).removesuffix("_total")
-                found[sample.labels.get("position", own)] += round(sample.value)
-    return found
+def drafts_of(metrics: bytes) -> Drafts:
+    """Return the counts in a server's `/metrics`, over all its engines; none where it does not speculate."""
+    samples = [each for family in text_string_to_metric_families(metrics.decode()) for each in family.samples]
+    for start in _COUNTERS:
+        found = Drafts()
+        for sample in samples:
+            name = sample.name.removeprefix(start).removesuffix("_total")
+            if sample.name.startswith(start) and name in ("drafts", "draft_tokens", _ACCEPTED):
+                found[name] += round(sample.value)
+            elif sample.name.startswith(f"{start}{_ACCEPTED}_"):
+                found[sample.labels["position"]] += round(sample.value)
+        if found:
+            return found
+    return Drafts()
 
 
 async def look_at_drafts(session: aiohttp.ClientSession, target: TargetConfig) -> Drafts:
     """Return what a server says of drafts; none where it has none, or says nothing of them."""
-    for path, read in (("state", drafts_of_state), ("metrics", drafts_of_vllm)):
-        try:
-            async with session.get(
-                f"{target.root}/{path}", headers=target.headers, timeout=PROBE_TIMEOUT
-            ) as response:
-                if response.status == 200:
-                    return read(await response.read())
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
-            break
-    return Drafts()
+    url = f"{target.root}/metrics"
+    try:
+        async with session.get(url, headers=target.headers, timeout=PROBE_TIMEOUT) as response:
+            return drafts_of(await response.read()) if response.status == 200 else Drafts()
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+        return Drafts()
 
 
 def measured_drafts(counts: Drafts, records: Sequence[SentRequest]) -> list[Fact]:

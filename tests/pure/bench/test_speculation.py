@@ -12,7 +12,7 @@ from rich.console import Console
 
 from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
-from onbeat.bench.speculation import Drafts, drafts_of_state, drafts_of_vllm, measured_drafts
+from onbeat.bench.speculation import Drafts, drafts_of, measured_drafts
 from onbeat.core.step import DraftStats
 from onbeat.report.page import write_page
 from onbeat.report.result import Facts, show
@@ -54,19 +54,18 @@ def shown(*runs: BenchRun) -> str:
 
 
 def test_vllms_counters_are_read_over_all_engines() -> None:
-    assert drafts_of_vllm(VLLM.encode()) == ALL
+    assert drafts_of(VLLM.encode()) == ALL
 
 
 def test_onbeats_own_counters_are_read_without_aliases() -> None:
     server = FakeServer(proposer="ngram")
     for _ in range(3):
         server.step(0.0, 0.1, drafts=STEP)
-    assert drafts_of_state(server.exporter.state()) == drafts(6, 18, 6, 3, 0)
+    assert drafts_of(server.exporter.render()) == drafts(6, 18, 6, 3, 0)
 
 
 def test_a_server_without_speculation_counts_nothing() -> None:
-    assert not drafts_of_state(FakeServer().exporter.state())
-    assert not drafts_of_vllm(FakeServer().text(1.0).encode())
+    assert not drafts_of(FakeServer().exporter.render())
 
 
 def keys_of(counts: Drafts, records: list[SentRequest]) -> dict[str, Any]:
