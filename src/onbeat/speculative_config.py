@@ -109,7 +109,7 @@ def speculative_option(group: str) -> Any:
         metavar="JSON",
         help=f"draft tokens ahead and verify them together: method ({', '.join(METHODS)}), "
         "num_speculative_tokens, draft_length (adaptive to the load, or fixed), model, prompt_lookup_max, "
-        'prompt_lookup_min, num_layers; such as \'{"method": "ngram"}\'',
+        'prompt_lookup_min; such as \'{"method": "ngram"}\'',
     )
 
 
