@@ -5,8 +5,6 @@ chunks, attention of decodes, element-wise operations, all-reduces, transfers be
 step depend on each other, so their times add up. A decode row that verifies drafts reads its context once
 and computes with it for each of its tokens. Where a device's matrix products were measured by their rows, the
 arithmetic of matrices and LM head follows these rates.
-
-`RooflineTerms` is the work of a batch on a replica, as seconds at the device's peak rates.
 """
 
 from __future__ import annotations
@@ -33,57 +31,6 @@ from onbeat.typed import Count, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _UnitSeconds:
-    """Seconds per unit of a batch's sums, and what says how many units count."""
-
-    gemm_token: float
-    """Arithmetic of the layers' matrices, per new token."""
-    dense_weights: float
-    """Reading the weights that every step reads."""
-    expert_weights: float
-    """Reading the weights of all experts."""
-    expert_miss: float
-    """Probability that a token passes a given expert by; 0 without experts."""
-    head_row: float
-    """Arithmetic of the LM head, per row."""
-    head_weights: float
-    """Reading the LM head's weights."""
-    pair: float
-    """Attention arithmetic, per query-key pair."""
-    decode_pair: float
-    """The same in decodes."""
-    state: float
-    """Reading and writing what a row keeps beside KV."""
-    window: float
-    """Most tokens that a windowed layer attends to; infinite without windows."""
-    windowed_share: float
-    """Share of the KV in layers with a window."""
-    windowed_pairs: float
-    """Share of the attention arithmetic there."""
-    row_costs: Sequence[float]
-    """Of 0, 1, ... rows, in rows at the peak rate; empty without measured rates."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RooflineTerms(_UnitSeconds):
-    """Seconds at peak rates, through all layers of all stages, on one device of each stage."""
-
-    num_layers: int
-    kv_token: float
-    """Reading the KV of one token."""
-    elementwise_token: float
-    """Reading or writing the activations between matrices once, per new token."""
-    num_all_reduces: int
-    all_reduce_start: float
-    """Of one all-reduce, at least."""
-    all_reduce_token: float
-    """All of a step's all-reduces, per new token, on the links' peak rate."""
-    num_sends: int
-    send_token: float
-    """All transfers between stages, per new token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOnDevices:
     """What computes the steps of a replica."""
 
@@ -91,54 +38,6 @@ class ModelOnDevices:
     device: DeviceSpec
     precision: Precision = field(default_factory=Precision)
     parallelism: Parallelism = field(default_factory=Parallelism)
-
-
-def roofline_terms(target: ModelOnDevices) -> RooflineTerms:
-    """Return the terms of a model on devices.
-
-    Raises
-    ------
-    ConfigError : degrees that the model cannot be cut into, a number format that the device cannot compute
-        in, or devices without a link.
-    """
-    model, device, precision, parallelism = target.model, target.device, target.precision, target.parallelism
-    check_parallelism(model, parallelism)
-    tensor = parallelism.tensor
-    peak = device.peak(precision.compute)
-    peak_16 = device.peak(attention_dtype(device, precision))
-    bandwidth = device.memory_bandwidth
-    head = model.embedding_parameters
-    experts = model.expert_bytes(precision)
-    hidden_bytes = model.hidden_size * precision.activation_bytes
-    link = _link(device, parallelism)
-    within = device.link(tensor) or link
-    return RooflineTerms(
-        num_layers=model.num_layers,
-        gemm_token=2 * model.active_layer_parameters / tensor / peak,
-        dense_weights=model.dense_bytes(precision) / tensor / bandwidth,
-        expert_weights=experts / tensor / bandwidth,
-        expert_miss=1 - model.num_experts_per_token / model.num_experts if experts else 0.0,
-        head_row=2 * head / tensor / peak_16,
-        head_weights=head * precision.embedding_bytes / tensor / bandwidth,
-        pair=2 * model.pair_products / tensor / peak_16,
-        decode_pair=2 * (model.decode_pair_width or model.pair_products) / tensor / peak_16,
-        kv_token=model.kv_bytes_per_token(precision) * kv_share(model, tensor) / bandwidth,
-        state=2 * model.state_bytes / tensor / bandwidth,
-        elementwise_token=model.num_layers
-        * (model.hidden_size + model.inner_width / tensor)
-        * precision.activation_bytes
-        / bandwidth,
-        num_all_reduces=2 * model.num_layers if tensor > 1 else 0,
-        # A ring sends 2 (n - 1) / n of the data (Patarasuk and Yuan, 2009).
-        all_reduce_token=2 * model.num_layers * hidden_bytes * 2 * (tensor - 1) / tensor / within.bandwidth,
-        all_reduce_start=within.start_seconds,
-        num_sends=parallelism.pipeline - 1,
-        send_token=(parallelism.pipeline - 1) * hidden_bytes / link.bandwidth,
-        window=float("inf") if model.sliding_window is None else float(model.sliding_window),
-        windowed_share=model.sliding_share(model.sliding_kv_width, model.kv_width),
-        windowed_pairs=model.sliding_share(model.sliding_pair_width, model.pair_width),
-        row_costs=row_costs(device.product_rates, peak),
-    )
 
 
 def check_parallelism(model: ModelSpec, parallelism: Parallelism) -> None:
@@ -225,51 +124,107 @@ def _reached() -> Mapping[str, Mapping[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Coefficients(_UnitSeconds):
-    """Terms over efficiencies: what one unit of each sum costs, seconds."""
+class _Coefficients:
+    """What one unit of a batch's sums costs through all layers of all stages, seconds."""
 
     fixed: float
+    """Of a step."""
     token: float
+    """Of each new token, beside the matrices."""
+    gemm_token: float
+    """Arithmetic of the layers' matrices, per new token."""
     tile_tokens: float
+    row_costs: Sequence[float]
+    """Of 0, 1, ... rows, in rows at the peak rate; empty without measured rates."""
     row_cost: float
     """Of each row where there are more than in `row_costs`."""
+    dense_weights: float
+    """Reading the weights that every step reads."""
+    expert_weights: float
+    """Reading the weights of all experts."""
+    expert_miss: float
+    """Probability that a token passes a given expert by; 0 without experts."""
+    head_row: float
+    """Arithmetic of the LM head, per row."""
+    head_weights: float
+    """Reading the LM head's weights."""
+    pair: float
+    """Attention arithmetic, per query-key pair."""
+    decode_pair: float
+    """The same in decodes."""
     kv: float
+    """Reading the KV of one token."""
     decode_kv: float
+    window: float
+    """Most tokens that a windowed layer attends to; infinite without windows."""
+    windowed_share: float
+    """Share of the KV in layers with a window."""
+    windowed_pairs: float
+    """Share of the attention arithmetic there."""
+    state: float
+    """Reading and writing what a row keeps beside KV."""
     smoothness: float
 
 
 def _coefficients(target: ModelOnDevices, parameters: RooflineParameters | None) -> _Coefficients:
-    terms = roofline_terms(target)
-    parameters = parameters or default_parameters(target.device, target.precision)
-    by_weight, by_kv = 1 / parameters.weight_bandwidth_efficiency, 1 / parameters.kv_bandwidth_efficiency
-    kv, pair = terms.kv_token * by_kv, terms.pair / parameters.attention_efficiency
-    decode_pair = terms.decode_pair / parameters.attention_efficiency
-    costs = terms.row_costs
+    """Return what the work of a batch costs on one device of each stage.
+
+    Raises
+    ------
+    ConfigError : degrees that the model cannot be cut into, a number format that the device cannot compute
+        in, or devices without a link.
+    """
+    model, device, precision, parallelism = target.model, target.device, target.precision, target.parallelism
+    check_parallelism(model, parallelism)
+    reached = parameters or default_parameters(device, precision)
+    by_weight, by_kv = 1 / reached.weight_bandwidth_efficiency, 1 / reached.kv_bandwidth_efficiency
+    tensor, num_sends = parallelism.tensor, parallelism.pipeline - 1
+    peak, bandwidth = device.peak(precision.compute), device.memory_bandwidth
+    peak_16 = device.peak(attention_dtype(device, precision))
+    head, experts = model.embedding_parameters, model.expert_bytes(precision)
+    hidden_bytes = model.hidden_size * precision.activation_bytes
+    link = _link(device, parallelism)
+    within = device.link(tensor) or link
+    num_all_reduces = 2 * model.num_layers if tensor > 1 else 0
+    # Reading or writing the activations between matrices once.
+    activations = (
+        model.num_layers
+        * (model.hidden_size + model.inner_width / tensor)
+        * precision.activation_bytes
+        / bandwidth
+    )
+    # A ring sends 2 (n - 1) / n of the data (Patarasuk and Yuan, 2009).
+    all_reduces = 2 * model.num_layers * hidden_bytes * 2 * (tensor - 1) / tensor / within.bandwidth
+    sends = num_sends * hidden_bytes / link.bandwidth
+    kv = model.kv_bytes_per_token(precision) * kv_share(model, tensor) / bandwidth * by_kv
+    decode_pairs = model.decode_pair_width or model.pair_products
+    decode_pair = 2 * decode_pairs / tensor / peak_16 / reached.attention_efficiency
+    costs = row_costs(device.product_rates, peak)
     return _Coefficients(
-        fixed=parameters.step_seconds
-        + terms.num_layers * parameters.layer_seconds
-        + terms.num_all_reduces * max(parameters.link_latency, terms.all_reduce_start)
-        + terms.num_sends * parameters.link_latency,
-        token=terms.elementwise_token * parameters.elementwise_passes * by_weight
-        + (terms.all_reduce_token + terms.send_token) / parameters.link_efficiency,
-        gemm_token=terms.gemm_token / parameters.gemm_efficiency,
-        tile_tokens=0.0 if costs else parameters.tile_tokens,
+        fixed=reached.step_seconds
+        + model.num_layers * reached.layer_seconds
+        + num_all_reduces * max(reached.link_latency, within.start_seconds)
+        + num_sends * reached.link_latency,
+        token=activations * reached.elementwise_passes * by_weight
+        + (all_reduces + sends) / reached.link_efficiency,
+        gemm_token=2 * model.active_layer_parameters / tensor / peak / reached.gemm_efficiency,
+        tile_tokens=0.0 if costs else reached.tile_tokens,
         row_costs=costs,
         row_cost=costs[-1] / (len(costs) - 1) if costs else 1.0,
-        dense_weights=terms.dense_weights * by_weight,
-        expert_weights=terms.expert_weights * by_weight,
-        expert_miss=terms.expert_miss,
-        head_row=terms.head_row / parameters.gemm_efficiency,
-        head_weights=terms.head_weights * by_weight,
-        pair=pair,
+        dense_weights=model.dense_bytes(precision) / tensor / bandwidth * by_weight,
+        expert_weights=experts / tensor / bandwidth * by_weight,
+        expert_miss=1 - model.num_experts_per_token / model.num_experts if experts else 0.0,
+        head_row=2 * head / tensor / peak_16 / reached.gemm_efficiency,
+        head_weights=head * precision.embedding_bytes / tensor / bandwidth * by_weight,
+        pair=2 * model.pair_products / tensor / peak_16 / reached.attention_efficiency,
         decode_pair=decode_pair,
         kv=kv,
         decode_kv=max(kv, decode_pair),  # a decode is one query: a pair for each token that is read
-        window=terms.window,
-        windowed_share=terms.windowed_share,
-        windowed_pairs=terms.windowed_pairs,
-        state=terms.state * by_kv,
-        smoothness=parameters.smoothness,
+        window=inf if model.sliding_window is None else float(model.sliding_window),
+        windowed_share=model.sliding_share(model.sliding_kv_width, model.kv_width),
+        windowed_pairs=model.sliding_share(model.sliding_pair_width, model.pair_width),
+        state=2 * model.state_bytes / tensor / bandwidth * by_kv,
+        smoothness=reached.smoothness,
     )
 
 
@@ -282,7 +237,7 @@ def make_roofline(target: ModelOnDevices, parameters: RooflineParameters | None 
 
     Raises
     ------
-    ConfigError : see `roofline_terms`.
+    ConfigError : degrees, formats or links that model or device do not have.
     """
     at = _coefficients(target, parameters)
     seconds = _closure(at)
@@ -414,7 +369,7 @@ def roofline_seconds(
 
     Raises
     ------
-    ConfigError : see `roofline_terms`.
+    ConfigError : degrees, formats or links that model or device do not have.
     """
     at = _coefficients(target, parameters)
     tokens, rows = matrix[:, column.NEW_TOKENS], matrix[:, column.LM_HEAD_ROWS]
