@@ -40,6 +40,9 @@ class ChaosPlan:
     )
     concurrency: int = _option(8, at_least=1, help="requests at once")
     num_prompts: int = _option(12, at_least=1, help="prompts with known answers")
+    prompt_words: int = _option(
+        8, at_least=1, help="words of the shortest prompt; each further one has as many more"
+    )
     max_tokens: int = _option(48, at_least=2, help="most tokens in each answer")
     cancel_share: float = _option(
         0.2, at_least=0, at_most=1, metavar="SHARE", help="share of streams that the client breaks off"
@@ -97,6 +100,7 @@ class Chaos:
         self._tell = on_exchange
         self._random = random.Random(plan.seed)
         self._began = time.monotonic()
+        self._is_over = False
         self.result = ChaosRun()
 
     async def learn(self) -> None:
@@ -107,7 +111,8 @@ class Chaos:
         ConfigError : the server does not answer, or no two answers of it are alike.
         """
         prompts = [
-            " ".join(self._random.choices(_WORDS, k=8 + 8 * place)) for place in range(self._plan.num_prompts)
+            " ".join(self._random.choices(_WORDS, k=self._plan.prompt_words * (1 + place)))
+            for place in range(self._plan.num_prompts)
         ]
         first = [await self._answer(prompt) for prompt in prompts]
         second = await asyncio.gather(*map(self._answer, prompts))
@@ -128,6 +133,10 @@ class Chaos:
         finally:
             if killing is not None:
                 killing.cancel()
+
+    def stop(self) -> None:
+        """Ask for nothing more, before the time is over."""
+        self._is_over = True
 
     async def settle(self) -> None:
         """Wait until the server has no request, where it tells."""
@@ -154,7 +163,7 @@ class Chaos:
         return time.monotonic() - self._began
 
     async def _client(self) -> None:
-        while self._now < self._plan.seconds:
+        while self._now < self._plan.seconds and not self._is_over:
             exchange = ObservedAnswer(
                 number=len(self.result.exchanges),
                 known=self._random.randrange(len(self.result.known)),

@@ -99,6 +99,18 @@ async def test_a_fault_is_found(fault: str, said: str | None) -> None:
         assert any(said in each.what for each in found), found
 
 
+async def test_it_can_be_ended_before_its_time() -> None:
+    async with faulty_server("") as url, aiohttp.ClientSession() as session:
+        chaos = Chaos(session, url, "m", ChaosPlan(seconds=1e6, num_prompts=2, prompt_words=3, max_tokens=20))
+        await chaos.learn()
+        assert [len(each.prompt.split()) for each in chaos.result.known] == [3, 6]
+        running = asyncio.create_task(chaos.run())
+        while not counts(chaos.result.exchanges)["whole"]:
+            await asyncio.sleep(0.01)
+        chaos.stop()
+        await asyncio.wait_for(running, 60)
+
+
 async def test_a_server_without_steady_answers_cannot_be_checked() -> None:
     async with faulty_server("unsteady") as url, aiohttp.ClientSession() as session:
         with pytest.raises(ConfigError, match="2 prompts"):
