@@ -133,6 +133,21 @@ async def test_a_running_request_keeps_its_adapter() -> None:
         assert (await tokens(served, "second", max_tokens=300))[-1] == last
 
 
+async def test_another_keeper_has_the_adapters_that_gates_know() -> None:
+    async with served_fleet(2, ("first", "somewhere")) as (served, client):
+        assert (await load(served, "second")).status == 200
+        adapters = client.controller.adapters
+        loaded = dict(adapters.by_name)
+        adapters.by_name, adapters._last_number = {}, 0  # as another one begins
+        await client._load_first_adapters()
+        assert list(adapters.by_name) == ["first"]
+        adapters.restore(loaded)
+        adapters.restore({"first": loaded["first"]})  # of a gate that has yet to hear of the second one
+        for name in ("first", "second") * 2:  # by turns on both replicas
+            assert await tokens(served, name) == await tokens(served, "first")
+        assert (await load(served, "third")).error["code"] == "too_many_adapters"
+
+
 async def test_a_server_does_not_start_with_an_adapter_that_cannot_be_loaded() -> None:
     fleet = fleet_of(1, lora_modules=[("first", "bad")], max_loras=1)
     with pytest.raises(ConfigError, match="first"):

@@ -64,7 +64,7 @@ class FleetAdapters:
     ) -> None:
         self.by_name: dict[str, Adapter] = {}
         self._send, self._lives, self._requests, self._changed = send, lives, requests, changed
-        self._last_number = 0
+        self._last_number, self._is_restored = 0, False
         self._one_by_one = asyncio.Lock()
 
     def introduce(self, life: Life) -> None:
@@ -74,9 +74,19 @@ class FleetAdapters:
             self._send(life.replica, LoadAdapter(adapter, [each.number for each in needed]))
 
     def restore(self, by_name: dict[str, Adapter]) -> None:
-        """Have what requests may ask for since a keeper before this one."""
-        self.by_name = by_name
+        """Have what requests may ask for since a keeper before this one; of what gates say the newest counts.
+
+        Replicas that knew no keeper before have yet to load it, and others may have let go of it.
+        """
+        known = self.by_name if self._is_restored else {}
+        newer = {
+            name for name, each in by_name.items() if name not in known or each.number > known[name].number
+        }
+        self.by_name, self._is_restored = known | {name: by_name[name] for name in newer}, True
         self._last_number = max([self._last_number, *(each.number for each in by_name.values())])
+        for life in self._lives.values():
+            if newer and life.info is not None:
+                self.introduce(life)
 
     def hear(self, life: Life, answer: AdapterAnswer) -> None:
         """Take what a replica says of an adapter."""
@@ -228,8 +238,6 @@ def _shifted(detached: Detached, seconds: float) -> Detached:
         )
     return replace(detached, scheduled_time=detached.scheduled_time + seconds, deadlines=deadlines)
 
-
-logger = logging.getLogger("onbeat.cluster")
 
 LOOK_SECONDS = 0.1
 """How often the replicas are looked at, and what is due is done."""
