@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -122,6 +123,22 @@ def _children(pid: int, what: str) -> list[int]:
                 if what.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(int(child))
     return found
+
+
+def connections(server: ServerProgram, pid: int) -> set[int]:
+    """Return the ports of the clients that a front end is connected with."""
+    port = f":{urlsplit(server.url).port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports = {
+        f"socket:[{row[9]}]": int(row[2].rpartition(":")[2], 16)
+        for row in rows
+        if row[1].endswith(port) and row[3] == "01"
+    }
+    found = set()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since
+            found.add(ports.get(os.readlink(each), 0))
+    return found - {0}
 
 
 def read_metrics(text: str) -> dict[str, float]:

@@ -9,17 +9,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
 from openai.resources.responses import Responses
 
-from tests.cpu.e2e.program import ServerProgram, is_running, serving
+from tests.cpu.e2e.program import ServerProgram, connections, is_running, serving
 from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, replicas, text_of
 from tests.waiting import wait_for
 
@@ -40,22 +39,6 @@ def front_ends(server: ServerProgram) -> list[int]:
     """Return the process ids of the front ends."""
     engines = {each["process_id"] for each in replicas(server)}
     return [pid for pid in server.engine_pids if pid not in engines]
-
-
-def connections(server: ServerProgram, pid: int) -> set[int]:
-    """Return the ports of the clients that a front end is connected with."""
-    port = f":{urlsplit(server.url).port:04X}"
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    ports = {
-        f"socket:[{row[9]}]": int(row[2].rpartition(":")[2], 16)
-        for row in rows
-        if row[1].endswith(port) and row[3] == "01"
-    }
-    found = set()
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed since
-            found.add(ports.get(os.readlink(each), 0))
-    return found - {0}
 
 
 def num_connections(server: ServerProgram, pid: int) -> int:
@@ -222,6 +205,19 @@ def test_front_ends_are_replaced_without_a_refused_connection(server: ServerProg
     assert set(statuses) == {200}
     for stream in streams:
         stream.end(60)
+
+
+def test_a_front_end_that_is_replaced_makes_its_responses_before_it_ends(server: ServerProgram) -> None:
+    old = front_ends(server)
+    with responses_of(server, old[0]) as client:
+        begun = client.create(input="a", background=True, **RESPONSE | {"max_output_tokens": 3500})
+    server.send_signal(signal.SIGHUP)
+    wait_for(lambda: not set(old) & set(front_ends(server)), 60)
+    with responses_of(server, front_ends(server)[0]) as client:
+        made = client.retrieve(begun.id)
+    assert made.status == "incomplete"
+    assert made.usage is not None
+    assert made.usage.output_tokens == 3500
 
 
 def test_the_fleet_can_be_changed_by_any_front_end(server: ServerProgram) -> None:

@@ -168,6 +168,21 @@ def test_what_a_key_has_open_counts_at_the_next_keeper(tmp_path: Path, smollm2_g
         assert ask(1) == 200
 
 
+def test_a_fleet_that_scales_itself_has_its_replicas_at_the_next_keeper() -> None:
+    flags = ("smollm2-135m-instruct", *STAND_IN_FLAGS, "--front-ends", "2")
+    with serving(*flags, "--autoscale", "1..3", "--replicas", "2") as server:
+        wait_for(lambda: [each["state"] for each in replicas(server)] == ["ready", "ready"], 30)
+        before = [each["process_id"] for each in replicas(server)]
+        stream = Stream(server.url, **ASKED)
+        stream.wait_until_flowing()
+        replace_keeper(server, kill)
+        stream.end(60)
+        wait_for(lambda: [each["state"] for each in replicas(server)] == ["ready", "ready"], 30)
+        assert [each["process_id"] for each in replicas(server)] == before
+        assert server.change_fleet("scale", min=3, max=3).status_code == 200
+        wait_for(lambda: [each["state"] for each in replicas(server)] == ["ready"] * 3, 30)
+
+
 def test_a_keeper_killed_before_it_serves_is_followed_by_one_that_does() -> None:
     with starting(*FLAGS) as server:
         wait_for(lambda: server.keepers and server.engine_pids, 60)
