@@ -1,6 +1,7 @@
 """A million requests through the real server, in all policies and options in turn: nothing is lost or leaked.
 
     python -m benchmarks.check.soak [--requests 1000000] [--concurrency 64] [--only slo,sarathi] [--json FILE]
+    python -m benchmarks.check.soak --only front-ends --concurrency 8 --pause 0.1 --json FILE
 
 A tiny model with random weights and a KV cache so small that requests are preempted. Requests are mixed at
 random: in one piece or as streams, several choices, objectives with and without refusals, priorities, drawn
@@ -10,7 +11,13 @@ the same prompt before; when all is done, nothing runs, waits or holds a block, 
 and threads as at the start, and resident memory has not grown by more than 1 MB for each 100,000 requests
 (judged of a configuration that has 100,000: the default one gets half of all).
 
-Exit code 1 where anything of that fails. A short form is in the tests.
+In `front-ends` the server has two of them and stand-in engines, and every `--fault-every` seconds something
+of it is killed, stopped or replaced. Requests that break with a front end that was killed are counted apart.
+One front end, one engine and the keeper survive the last four fifths of each 250,000 requests, so that their
+memory can be judged.
+
+With `--json` a run that was ended (SIGINT, SIGTERM) goes on from its file. Exit code 1 where anything of that
+fails. A short form is in the tests.
 """
 
 from __future__ import annotations
@@ -20,22 +27,26 @@ import asyncio
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
-from rich.progress import Progress
 
-from tests.cpu.e2e.program import ServerProgram, serving
+from benchmarks.fleet.disturbed import disturbed
+from benchmarks.fleet.kill import MODEL, TOKENIZER, Processes, deployed, new_session
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
 FIXED_DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "draft_length": "fixed"}'
+FRONT_ENDS = "front-ends"
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "slo": (),
     "slo-gap-async": ("--slo-mode", "gap", "--async-scheduling"),
@@ -56,6 +67,10 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "static": ("--policy", "static"),
     "edf": ("--policy", "edf"),
     "slo-states": ("--kv-cache-memory-bytes", "600K"),
+    FRONT_ENDS: (
+        *("--tokenizer", str(TOKENIZER), "--load-format", "stand-in", "--device", "h100-sxm"),
+        *("--kv-cache-memory-bytes", "400M", "--front-ends", "2", "--replicas", "2"),
+    ),
 }
 """Name -> flags."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -72,9 +87,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Changes of the tiny model's configuration; here three of four layers keep a state of each request."""
 SMALL = (
-    *("--load-format", "dummy", "--dtype", "float32", "--max-model-len", "512", "--threads", "1"),
-    *("--kv-cache-memory-bytes", "200K", "--max-num-seqs", "32", "--no-log-requests"),
+    *("--max-model-len", "512", "--kv-cache-memory-bytes", "200K"),
+    *("--max-num-seqs", "32", "--no-log-requests"),
 )
+COMPUTED = ("--load-format", "dummy", "--dtype", "float32", "--threads", "1")
+"""Unless engines are stand-ins."""
 NUM_PROMPTS = 64
 """Different ones, so that answers can be compared with those before."""
 MOST_SLOPE = 1.0
@@ -90,17 +107,22 @@ _PATIENCE_SECONDS = 300.0
 
 @dataclass(slots=True)
 class Report:
-    """What came of one configuration."""
+    """What came of one configuration, in all of its runs."""
 
     name: str
+    num_done: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    disturbed: dict[str, int] = field(default_factory=dict)
+    """How often what was done to the server."""
     memory: dict[str, float] = field(default_factory=dict)
     """Process -> MB for each 100,000 requests."""
     seconds: float = 0.0
     preempted: float = 0.0
     hits: float = 0.0
     """Prompt tokens found in the prefix cache."""
+    samples: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """Requests done, and the resident megabytes of each process."""
 
     def count(self, outcome: str) -> None:
         """Count a request."""
@@ -167,14 +189,21 @@ class Soak:
     """Sends the requests of one configuration and checks what comes back."""
 
     def __init__(
-        self, url: str, report: Report, args: argparse.Namespace, *, with_priority: bool, is_strict: bool
+        self,
+        processes: Processes,
+        report: Report,
+        args: argparse.Namespace,
+        *,
+        with_priority: bool,
+        is_strict: bool,
     ) -> None:
-        self._url = url
+        self._processes, self._url = processes, processes.server.url
         self._report = report
         self._pause = args.pause
+        self.is_over = False
         self._with_priority = with_priority
         self._is_strict = is_strict
-        self._dice = random.Random(args.seed)
+        self._dice = random.Random(f"{args.seed}/{report.num_done}")
         self._prompts = [
             [self._dice.randrange(256) for _ in range(self._dice.choice((1, 5, 17, 40, 100, 250)))]
             for _ in range(NUM_PROMPTS)
@@ -185,15 +214,17 @@ class Soak:
     async def run(self, num_requests: int, concurrency: int, on_request: Any) -> None:
         """Keep some requests open until all were sent."""
         at_once = concurrency if self._pause else num_requests
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as session:
+        async with new_session() as session:
 
             async def work(left: Iterator[int]) -> None:
                 for number in left:
-                    await self._ask(session)
-                    on_request(number)
+                    if not self.is_over:
+                        await self._ask(session)
+                        on_request(number)
 
             for first in range(0, num_requests, at_once):
+                if self.is_over:
+                    return
                 left = iter(range(first, min(first + at_once, num_requests)))
                 await asyncio.gather(*(work(left) for _ in range(concurrency)))
                 await asyncio.sleep(self._pause)
@@ -213,6 +244,9 @@ class Soak:
             report.count("hung" if client.leaves_after is None else "left")
             return
         except aiohttp.ClientError as error:
+            if self._processes.killed_own():
+                report.count("broken with their front end")
+                return
             report.count("broken")
             report.fault(f"{type(error).__name__}: {error}: {client.body}")
             return
@@ -267,61 +301,74 @@ def _stream(body: bytes) -> tuple[dict[int, str], list[str], Any]:
     return texts, reasons, None
 
 
-def processes(server: ServerProgram) -> dict[str, int]:
-    """Return the ids of the server's process and of its engine's."""
+def running(processes: Processes) -> dict[str, int]:
+    """Return the ids of the server's processes."""
+    server = processes.server
+    if server.keepers:
+        return processes.named()
     return {"server": server.process.pid, "engine": server.engine_pid}
 
 
-def memory(server: ServerProgram) -> dict[str, float]:
-    """Return the resident megabytes of each process."""
-    page = os.sysconf("SC_PAGE_SIZE") / 1e6
-    return {
-        name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
-        for name, pid in processes(server).items()
-    }
+def memory(processes: Processes) -> dict[str, float]:
+    """Return the resident megabytes of each process that has not just died."""
+    page, found = os.sysconf("SC_PAGE_SIZE") / 1e6, {}
+    for name, pid in running(processes).items():
+        with suppress(OSError):
+            found[f"{name} {pid}"] = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
+    return found
 
 
-def handles(server: ServerProgram) -> dict[str, int]:
+def handles(processes: Processes) -> dict[str, int]:
     """Return how many files and threads each process has."""
     return {
         f"{name} {what}": len(os.listdir(f"/proc/{pid}/{what}"))
-        for name, pid in processes(server).items()
+        for name, pid in running(processes).items()
         for what in ("fd", "task")
     }
 
 
-async def soak(name: str, model: Path, args: argparse.Namespace, num_requests: int, advance: Any) -> Report:
-    """Run one configuration."""
-    report = Report(name)
-    started = time.monotonic()
-    samples: list[tuple[int, dict[str, float]]] = []
+async def soak(
+    report: Report, model: str, args: argparse.Namespace, num_requests: int, save: Callable[[], object]
+) -> bool:
+    """Run one configuration until it has so many requests; return whether it was ended before.
+
+    Parameters
+    ----------
+    save : is called from time to time.
+    """
+    name, started, seconds = report.name, time.monotonic(), report.seconds
     every = max(1, num_requests // 200)
-    num_done = 0
-    with serving(model, *SMALL, *CONFIGURATIONS[name]) as server:
+    computed = () if name == FRONT_ENDS else COMPUTED
+    with deployed(model, *SMALL, *computed, *CONFIGURATIONS[name], num_engines=2) as processes:
+        server = processes.server
+        server.wait_until_ready()
 
         def on_request(_number: int) -> None:
-            nonlocal num_done
-            num_done += 1
-            advance(1)
-            if num_done % every == 0:
-                samples.append((num_done, memory(server)))
+            report.num_done += 1
+            if report.num_done % every == 0:
+                report.samples.append((report.num_done, memory(processes)))
+                report.seconds = round(seconds + time.monotonic() - started, 1)
+                save()
 
         load = Soak(
-            server.url,
+            processes,
             report,
             args,
             with_priority="priority" in name,
             is_strict="reject" in CONFIGURATIONS[name],
         )
-        await load.run(min(200, num_requests), args.concurrency, lambda _number: None)
-        await _settle(server, report)
-        before = handles(server)
-        await load.run(num_requests, args.concurrency, on_request)
-        await _settle(server, report)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, setattr, load, "is_over", True)  # noqa: FBT003
+        await load.run(200, args.concurrency, lambda _number: None)
+        await _settle(processes, report)
+        before = handles(processes)
+        async with disturbed(processes, report, args.fault_every, args.seed):
+            await load.run(num_requests - report.num_done, args.concurrency, on_request)
+        await _settle(processes, report)
         found = await asyncio.to_thread(server.metrics)
-        report.preempted = found.get("onbeat_preemptions_total", 0.0)
-        report.hits = found.get("onbeat_prefix_cache_hits_total", 0.0)
-        for what, count in handles(server).items():
+        report.preempted += found.get("onbeat_preemptions_total", 0.0)
+        report.hits += found.get("onbeat_prefix_cache_hits_total", 0.0)
+        for what, count in handles(processes).items():
             if count > before[what] + 2:
                 report.fault(f"{what}: {before[what]} before, {count} after")
         server.process.terminate()
@@ -329,21 +376,21 @@ async def soak(name: str, model: Path, args: argparse.Namespace, num_requests: i
             report.fault(f"exit code {code}: {server.lines[-10:]}")
         if any("Traceback" in line for line in server.lines):
             report.fault(f"a traceback in the log: {server.lines[-20:]}")
-    report.memory = _slopes(samples, num_requests)
+    report.memory, old = _slopes(report.samples), report.memory
     for process, slope in report.memory.items():
-        if slope > MOST_SLOPE and num_requests >= MANY:
+        if slope > MOST_SLOPE and process not in old:
             report.fault(f"resident memory of the {process} grows by {slope:.2f} MB for 100,000 requests")
-    report.seconds = round(time.monotonic() - started, 1)
-    return report
+    report.seconds = round(seconds + time.monotonic() - started, 1)
+    return load.is_over
 
 
-async def _settle(server: ServerProgram, report: Report) -> None:
+async def _settle(processes: Processes, report: Report) -> None:
     """Wait until nothing runs, waits or holds a block."""
     names = ("onbeat_requests_running", "onbeat_requests_waiting", "onbeat_kv_blocks_used")
     deadline = time.monotonic() + 30
     left: dict[str, float] = {}
     while time.monotonic() < deadline:
-        found = await asyncio.to_thread(server.metrics)
+        found = await asyncio.to_thread(processes.server.metrics)
         left = {name: found[name] for name in names if found[name]}
         if not left:
             return
@@ -351,15 +398,20 @@ async def _settle(server: ServerProgram, report: Report) -> None:
     report.fault(f"left over when all is done: {left}")
 
 
-def _slopes(samples: Sequence[tuple[int, dict[str, float]]], num_requests: int) -> dict[str, float]:
-    late = [(count, memory) for count, memory in samples if count > WARM_SHARE * num_requests]
-    if len(late) < 3:
-        return {}
-    counts = np.array([count for count, _ in late]) / 1e5
-    return {
-        name: round(float(np.polyfit(counts, [memory[name] for _, memory in late], 1)[0]), 3)
-        for name in late[0][1]
-    }
+def _slopes(samples: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Return the megabytes for each 100,000 requests of the processes that have lived long enough."""
+    lives: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for count, found in samples:
+        for process, megabytes in found.items():
+            lives[process].append((count, megabytes))
+    slopes = {}
+    for process, life in lives.items():
+        (first, _), (last, _) = life[0], life[-1]
+        late = [each for each in life if each[0] > first + WARM_SHARE * (last - first)]
+        if last - first >= MANY and len(late) > 2:
+            counts, megabytes = np.array(late).T
+            slopes[process] = round(float(np.polyfit(counts / 1e5, megabytes, 1)[0]), 3)
+    return slopes
 
 
 def _shares(names: Sequence[str], num_requests: int) -> dict[str, int]:
@@ -380,28 +432,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--only", type=lambda text: text.split(","), help="names of configurations, with commas"
     )
+    parser.add_argument("--fault-every", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each --concurrency requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     names = [name for name in CONFIGURATIONS if not args.only or name in args.only]
-    reports = []
-    with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-        numbers = _shares(names, args.requests)
-        bar = progress.add_task("", total=sum(numbers.values()))
+    numbers, reports = _shares(names, args.requests), {name: Report(name) for name in names}
+    if args.json and args.json.exists():
+        reports |= {each["name"]: Report(**each) for each in json.loads(args.json.read_text())}
+
+    def save() -> None:
+        if args.json:
+            new = args.json.with_suffix(".new")
+            new.write_text(json.dumps([asdict(report) for report in reports.values()]))
+            new.replace(args.json)
+
+    with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            progress.update(bar, description=name)
-            changes = MODELS.get(name, {"num_hidden_layers": 1})
-            model = write_tiny_directory(Path(folder) / name, **changes)
-            found = asyncio.run(
-                soak(name, model, args, numbers[name], lambda count: progress.advance(bar, count))
+            report, model = reports[name], MODEL
+            if name != FRONT_ENDS:
+                changes = MODELS.get(name, {"num_hidden_layers": 1})
+                model = str(write_tiny_directory(Path(folder) / name, **changes))
+            is_over = report.num_done < numbers[name] and asyncio.run(
+                soak(report, model, args, numbers[name], save)
             )
-            reports.append(found)
-            progress.console.print_json(json.dumps(asdict(found)))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(report) for report in reports], indent=1))
-    num_faults = sum(len(report.faults) for report in reports)
-    print(f"{sum(numbers.values())} requests, {num_faults} faults")
+            save()
+            print(json.dumps({**asdict(report), "samples": len(report.samples)}, indent=1))
+            if is_over:
+                break
+    done = [reports[name] for name in names]
+    num_faults = sum(len(report.faults) for report in done)
+    print(f"{sum(report.num_done for report in done)} requests, {num_faults} faults")
     sys.exit(1 if num_faults else 0)
 
 

@@ -1,264 +1,426 @@
-"""Replicas are killed under load, again and again: what is lost, how soon it is seen, when streams go on.
+"""Processes of a server with front ends are killed under load, in every stage: what breaks, what is wrong.
 
-    python -m benchmarks.fleet.kill --kills 50 --replicas 4 --streams 16
-    python -m benchmarks.fleet.kill --engine stand-in --streams 64 --kills 20
-    python -m benchmarks.fleet.kill --engine stand-in --streams 64 --kills 10 --kill all
+    python -m benchmarks.fleet.kill [--kills 20] [--stages decode prefill] [--victims gate gate+keeper]
 
-With `--engine fake` the engines compute nothing: the token at a position is a function of that position, so
-that a lost or doubled token shows at once, and a step takes a given time. With `--engine stand-in` they are
-those of `onbeat serve Llama-3.1-8B --load-format stand-in --device h100-sxm`, whose tokens are hashes of what
-their KV holds: each stream is held against the same one before the first kill. Processes, sockets, messages,
-router and client are the real ones. A replica that dies three times within a minute stays down, and with all
-of them down requests end with 503: so nobody is killed a third time within a minute. Detection is the time
-from `kill -9` to the fleet's word that the replica is lost; resumption the time from there to the first token
-that another replica delivers of a stream that was open.
+A server of two front ends, a keeper, its nurse and four stand-in engines answers 32 clients of `onbeat bench
+chaos`, which know every answer. Stages:
+
+    decode, prefill   while most streams get tokens, or wait for their first one
+    drain             while SIGHUP replaces front ends one by one, and an engine drains to be started again
+    take-over         within a second of the start of another keeper, after the one before was killed
+    start             the successor of what was killed is killed, too, while it starts
+    stop-1, stop-20   the keeper stands still for so many seconds (SIGSTOP); nothing is killed
+    nurse             who looks after all is killed in each of the first five stages
+
+Wrong is what `bench chaos` calls a violation; a request that fails though its connection was not of a killed
+front end; a server that is not whole again within a minute; a process that outlives the nurse; a traceback.
+A front end is stopped before it is killed, so that its connections can be read.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
+import contextvars
 import json
 import os
 import random
 import signal
+import socket
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import aiohttp
+import httpx
 
-from onbeat.cluster.client import FleetClient
-from onbeat.cluster.controller import FleetController
-from onbeat.cluster.fleet_options import FleetOptions
-from onbeat.cluster.local_launcher import LocalLauncher
-from onbeat.cluster.start import open_fleet
-from onbeat.core.fleet import ReplicaId
-from onbeat.core.request import Request, SamplingParams
-from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.start import build_engine
-from onbeat.hub.resolve import find_stand_in
-from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.fleet_config import FleetConfig
-from onbeat.scheduler.cluster.membership import DEATHS_WINDOW
-from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.scheduler_config import SchedulerLimits
-from tests.fake_runner import build_fake_engine
+from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan
+from onbeat.bench.history import End, ObservedAnswer, counts, violations
+from onbeat.cluster.roster import process_status
+from onbeat.hub.resolve import resolve_model
+from tests.cpu.e2e.program import ServerProgram, connections, is_running, starting
 
-VOCABULARY = 97
+MODEL = "Llama-3.1-8B"
+TOKENIZER = resolve_model("smollm2-135m-instruct", offline=True).path
+NUM_ENGINES = 4
+FLAGS = (
+    *(MODEL, "--tokenizer", TOKENIZER),
+    *("--load-format", "stand-in", "--device", "l4", "--max-model-len", "4096", "--no-log-requests"),
+    *("--no-enable-prefix-caching", "--front-ends", "2", "--replicas", str(NUM_ENGINES)),
+)
+VICTIMS = (
+    *("gate", "keeper", "engine"),
+    *("gate+keeper", "gate+engine", "keeper+engine", "gate+gate", "engine+engine"),
+)
+STAGES = ("decode", "prefill", "drain", "take-over", "start", "stop-1", "stop-20", "nurse")
+LONG_PROMPTS: dict[str, Any] = {"prompt_words": 400, "max_tokens": 4}
+"""Of the stage `prefill`; elsewhere prompts are short and answers long."""
+WHOLE_AGAIN_SECONDS = 60.0
+DOOMED_SECONDS = 5.0
+"""Within which a client sees that its front end was killed."""
+SETTLED_SECONDS = 1.5
+"""A keeper of that age has served: three that have not, one after another, end the server."""
 
-
-class Watch:
-    """Times of losses and of what follows them."""
-
-    def __init__(self, client: FleetClient) -> None:
-        self.client = client
-        self.lost_at: dict[ReplicaId, float] = {}
-        self.resumed: list[float] = []
-        self._pending: dict[str, float] = {}
-        self._on_lost = client.streams.on_lost
-        client.streams.on_lost = self.on_lost  # type: ignore[method-assign]
-
-    def on_lost(self, replica: ReplicaId) -> None:
-        now = self.lost_at[replica] = time.monotonic()
-        for name, opened in self.client.streams.open.items():
-            if opened.replica == replica and opened.token_ids:
-                self._pending[name] = now
-        self._on_lost(replica)
-
-    def on_tokens(self, name: str) -> None:
-        lost = self._pending.pop(name, None)
-        if lost is not None:
-            self.resumed.append(time.monotonic() - lost)
+_port: contextvars.ContextVar[int] = contextvars.ContextVar("port")
 
 
-@dataclass
-class Load:
-    """Users that ask one after another, and what they have got."""
+def numbered_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket to connect with, whose port the task that asks knows even if its connection fails."""
+    made = socket.socket(*address[:3])
+    made.bind(("127.0.0.1", 0))
+    _port.set(made.getsockname()[1])
+    return made
 
-    client: FleetClient
-    watch: Watch
-    expected: Callable[[Request], list[int]]
-    rngs: list[random.Random]
-    counts: Counter[str] = field(default_factory=Counter)
-    names: Iterator[int] = field(default_factory=itertools.count)
-    is_over: bool = False
 
-    async def ask(self, rng: random.Random) -> None:
-        name = f"s{next(self.names)}"
-        request = make_request(name, *rng.choice(SIZES))
+def new_session() -> aiohttp.ClientSession:
+    """Return what gives each request a connection of its own, as `bench chaos` does."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=numbered_socket)
+    return aiohttp.ClientSession(connector=connector, timeout=TIMEOUT)
+
+
+class Processes:
+    """Those of a server with front ends, and what is done to them.
+
+    Parameters
+    ----------
+    server : runs with `folder` as its directory for temporary files.
+    """
+
+    def __init__(self, server: ServerProgram, folder: Path, num_engines: int = NUM_ENGINES) -> None:
+        self.server, self._folder, self._num_engines = server, folder, num_engines
+        self._keeper_since: dict[int, float] = {}
+        self._gates: set[int] = set()
+        self._killed: set[int] = set()
+        self._last_kill: dict[str, float] = {}
+        self._doomed: dict[int, float] = {}
+        """Ports of clients of front ends that were killed, and when."""
+
+    def places(self, prefix: str = "") -> dict[str, int]:
+        """Return who has which place among front ends (`front-end-0`) and engines (`r0`)."""
+        found = {}
+        for file in sorted(self._folder.glob(f"onbeat-*/{prefix}*.at")):
+            with suppress(OSError, IndexError):
+                found[file.stem] = int(file.read_text().split()[0])
+        self._gates |= {pid for place, pid in found.items() if place.startswith("front-end")}
+        return found
+
+    def keeper(self) -> int:
+        """Return the keeper's process, or 0 where there is none."""
+        return next(iter(self.server.keepers), 0)
+
+    def named(self) -> dict[str, int]:
+        """Return all of them by their names."""
+        return {"nurse": self.server.process.pid, "keeper": self.keeper(), **self.places()}
+
+    def choose(self, kind: str, dice: random.Random, spared: Sequence[str] = ()) -> tuple[str, int]:
+        """Return a victim: its place, and its process."""
+        if kind == "keeper":
+            return kind, self.keeper()
+        if kind == "engine":
+            place = self.next_engine(spared)
+            self._last_kill[place] = time.monotonic()
+            return place, self.places(place)[place]
+        in_place = self.places("front-end")
+        leaving = {f"leaving.{pid}": pid for pid in self._gates - set(in_place.values()) if is_running(pid)}
+        left = {place: pid for place, pid in (in_place | leaving).items() if place not in spared}
+        place = dice.choice(sorted(left))
+        return place, left[place]
+
+    def next_engine(self, spared: Sequence[str] = ()) -> str:
+        """Return the place of the engine that has not been killed for the longest time."""
+        left = [place for place in self.places("r") if place not in spared]
+        return min(left, key=lambda place: self._last_kill.get(place, 0.0))
+
+    def all(self) -> list[int]:
+        """Return the server's processes, also those that have lost their parents."""
+        found, mark = [], str(self._folder).encode()
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if mark in Path(f"/proc/{pid}/environ").read_bytes() and is_running(int(pid)):
+                    found.append(int(pid))
+        return found
+
+    def kill(self, pids: Sequence[int]) -> None:
+        """Kill some in one moment."""
+        self._killed.update(pids)
+        for pid in self._gates.intersection(pids):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
+                while process_status(pid)[:1] not in (["T"], ["Z"], []):
+                    time.sleep(0.001)
+                self._doomed |= dict.fromkeys(connections(self.server, pid), time.monotonic())
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def killed_own(self) -> bool:
+        """Return whether the connection of the task that asks was of a front end that has been killed."""
+        return time.monotonic() - self._doomed.pop(_port.get(0), -DOOMED_SECONDS) < DOOMED_SECONDS
+
+    async def successors(self, before: dict[str, int]) -> list[int]:
+        """Wait until others have the places of those that were killed; return them."""
+
+        def found() -> dict[str, int]:
+            now = self.named()
+            return {
+                place: now.get(place, 0) for place in before if now.get(place, 0) not in (0, before[place])
+            }
+
+        end = time.monotonic() + WHOLE_AGAIN_SECONDS
+        while len(others := found()) < len(before) and time.monotonic() < end:
+            await asyncio.sleep(0.005)
+        return list(others.values())
+
+    async def is_whole(self) -> bool:
+        """Return whether all serve under load, and have done so for long enough to be killed."""
+        keeper, gates = self.keeper(), self.places("front-end").values()
+        since = self._keeper_since.setdefault(keeper, time.monotonic())
+        if not keeper or time.monotonic() - since < SETTLED_SECONDS:
+            return False
+        if self._killed.intersection(self.named().values()) or not all(map(is_running, gates)):
+            return False
         try:
-            tokens = await collect(self.client, request, self.watch)
-        except Exception as error:
-            self.counts["broken"] += 1
-            print(f"{name}: {error}", file=sys.stderr)
-            await asyncio.sleep(0.1)  # else this loop leaves no time for replicas to come back
-            return
-        self.counts["streams"] += 1
-        self.counts["tokens"] += len(tokens)
-        self.counts["wrong"] += tokens != self.expected(request)
+            if not all(connections(self.server, pid) for pid in gates):
+                return False
+            states = [each["state"] for each in (await asyncio.to_thread(self.server.fleet))["replicas"]]
+            if "down" in states:  # it died three times within a minute
+                await asyncio.to_thread(self.server.change_fleet, "scale", replicas=self._num_engines)
+        except (httpx.HTTPError, ValueError, OSError):
+            return False
+        return states == ["ready"] * self._num_engines
 
-    async def user(self, rng: random.Random) -> None:
-        while not self.is_over:
-            await self.ask(rng)
-
-    async def run(self) -> None:
-        await asyncio.gather(*map(self.user, self.rngs))
-
-
-_sizes = random.Random("sizes")
-SIZES = [(_sizes.randrange(5, 200), _sizes.randrange(50, 200)) for _ in range(64)]
-"""Prompt and output tokens of the requests."""
-
-
-def make_request(name: str, num_prompt: int, num_output: int) -> Request:
-    return Request(
-        request_id=name,
-        prompt_token_ids=tuple(range(num_prompt)),
-        sampling=SamplingParams(max_tokens=num_output, temperature=0.0),
-        arrival=time.monotonic(),
-    )
-
-
-async def collect(client: FleetClient, request: Request, watch: Watch) -> list[int]:
-    tokens: list[int] = []
-    async for delivery in client.generate(request):
-        watch.on_tokens(request.request_id)
-        tokens += delivery.output.new_token_ids
-    return tokens
-
-
-async def known_tokens(client: FleetClient, watch: Watch) -> Callable[[Request], list[int]]:
-    """Return what says which tokens a request must get, as it does while nobody dies."""
-    requests = [make_request(f"quiet{number}", *size) for number, size in enumerate(SIZES)]
-    found = await asyncio.gather(*(collect(client, request, watch) for request in requests))
-    known = {
-        (request.prompt_token_ids, request.sampling.max_tokens): tokens
-        for request, tokens in zip(requests, found, strict=True)
-    }
-    return lambda request: known[request.prompt_token_ids, request.sampling.max_tokens]
-
-
-def by_position(request: Request) -> list[int]:
-    start = len(request.prompt_token_ids)
-    return [(start + position) % VOCABULARY for position in range(request.sampling.max_tokens)]
-
-
-class Killer:
-    """Kills replicas that are ready, and none a third time within a minute."""
-
-    def __init__(self, client: FleetClient, watch: Watch, num_replicas: int) -> None:
-        self._client = client
-        self._watch = watch
-        self._deaths: dict[ReplicaId, list[float]] = {f"r{i}": [] for i in range(num_replicas)}
-        self.detected: list[float] = []
-
-    @property
-    def replicas(self) -> list[ReplicaId]:
-        """Those that may be killed now, if all are ready; else none."""
-        ready = {view.replica for view in self._client.replicas() if view.state == "ready"}
-        if ready != self._deaths.keys():
-            return []
-        longest = time.monotonic() - 1.02 * DEATHS_WINDOW
-        return [each for each, deaths in self._deaths.items() if len(deaths) < 2 or deaths[-2] < longest]
-
-    async def kill(self, replicas: Sequence[ReplicaId]) -> None:
-        """Kill some in one moment, and wait until the fleet has seen it."""
-        lives = self._client.controller.lives
-        places = [(each, lives[each].place) for each in replicas]
-        for replica in replicas:
-            self._watch.lost_at.pop(replica, None)
-        killed = time.monotonic()
-        for replica, place in places:
-            assert place is not None, "it is ready"
-            os.kill(place.process_id, signal.SIGKILL)
-            self._deaths[replica].append(killed)
-        while not all(replica in self._watch.lost_at for replica in replicas):
-            await asyncio.sleep(0.001)
-        self.detected += [self._watch.lost_at[replica] - killed for replica in replicas]
+    async def wait_until_whole(self, seconds: float = WHOLE_AGAIN_SECONDS) -> bool:
+        """Wait until all serve; return whether they do."""
+        end = time.monotonic() + seconds
+        while not await self.is_whole():
+            if time.monotonic() > end:
+                return False
+            await asyncio.sleep(0.2)
+        return True
 
 
 @contextmanager
-def client_of(args: argparse.Namespace) -> Iterator[FleetClient]:
-    """Make the client of a fleet of the wanted engines."""
-    if args.engine == "stand-in":
-        options = FleetOptions(fleet=FleetConfig(replicas=args.replicas, router=args.router))
-        engine = EngineConfig(
-            model=find_stand_in("Llama-3.1-8B"),
-            load_format="stand-in",
-            device="h100-sxm",
-            kv_cache_memory_bytes=8 << 30,
-            limits=SchedulerLimits(max_model_len=4096),
+def deployed(*flags: Any, num_engines: int = 4, env: Mapping[str, str] = os.environ) -> Iterator[Processes]:
+    """Start a server, which may not be ready yet, in a directory for temporary files of its own."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        starting(*flags, env={**env, "TMPDIR": folder}) as server,
+    ):
+        yield Processes(server, Path(folder), num_engines)
+
+
+@dataclass
+class Cell:
+    """What came of kills of some kind."""
+
+    rounds: int = 0
+    kills: int = 0
+    broken: int = 0
+    """Requests of front ends that were killed."""
+    seconds: list[float] = field(default_factory=list)
+    """Until all served again."""
+
+
+class Rounds:
+    """Kills in one stage, under load.
+
+    Parameters
+    ----------
+    num_kills : of each kind of victim; pairs get a fifth, as there are five stages.
+    """
+
+    def __init__(self, stage: str, victims: Sequence[str], args: argparse.Namespace) -> None:
+        self.stage, self._args = stage, args
+        self._end = time.monotonic() + 60 * args.minutes
+        self.dice = random.Random(f"{args.seed}/{stage}")
+        few = -(-args.kills // len(STAGES[:5]))
+        self._order = [each for each in victims for _ in range(few if "+" in each else args.kills)]
+        self.dice.shuffle(self._order)
+        self.cells = {each: Cell() for each in victims}
+        self.faults: list[str] = []
+        self.requests = Counter[str]()
+        self._now = Cell()
+
+    def _on_exchange(self, processes: Processes, exchange: ObservedAnswer) -> None:
+        if exchange.end in (End.WHOLE, End.CANCELLED):
+            return
+        if processes.killed_own():
+            self._now.broken += 1
+        else:
+            self.faults.append(f"request {exchange.number}: {exchange.end}: {exchange.detail}")
+
+    @contextmanager
+    def _chaos(self, processes: Processes, session: aiohttp.ClientSession, **plan: Any) -> Iterator[Chaos]:
+        """Make the load, and take its history in the end."""
+        long = LONG_PROMPTS if self.stage == "prefill" else {}
+        settings = {"seconds": 1e6, "concurrency": 32, "num_prompts": 4, "seed": self._args.seed}
+        chaos = Chaos(
+            *(session, processes.server.url, MODEL, ChaosPlan(**settings | long | plan)),
+            on_exchange=lambda exchange: self._on_exchange(processes, exchange),
         )
-        with ExitStack() as stack:
-            yield open_fleet(options, engine, build_engine, stack, on_progress=lambda _: None)
-        return
-    build = partial(build_fake_engine, step_seconds=args.step_ms / 1e3, reports_load=True)
-    fleet = Fleet(make_router(args.router))
-    controller = FleetController(fleet, LocalLauncher(), lambda _replica, _life: build)
-    yield FleetClient(controller, num_replicas=args.replicas)
+        yield chaos
+        result = chaos.result
+        wrong = violations(result.exchanges, result.known)
+        self.faults += [f"request {each.exchange}: {each.what}" for each in wrong]
+        if result.still_open:
+            self.faults.append(f"{result.still_open} requests are open long after their clients have gone")
+        self.requests += counts(result.exchanges)
+
+    async def run(self) -> None:
+        """Go through all rounds with one server."""
+        with deployed(*FLAGS) as processes:
+            server = processes.server
+            server.wait_until_ready()
+            async with new_session() as session:
+                with self._chaos(processes, session) as chaos:
+                    await chaos.learn()
+                    load = asyncio.create_task(chaos.run())
+                    for number, victims in enumerate(self._order):
+                        if time.monotonic() > self._end:
+                            break
+                        await self._whole(processes)
+                        self._now = self.cells[victims]
+                        await asyncio.sleep(self.dice.uniform(0.0, 0.5))
+                        await self._round(processes, victims.split("+"))
+                        print(f"{self.stage} {number + 1}/{len(self._order)}: {victims}", file=sys.stderr)
+                    await self._whole(processes)
+                    chaos.stop()
+                    await load
+                    await chaos.settle()
+            server.send_signal(signal.SIGTERM)
+            if code := server.exit_code(60):
+                self.faults.append(f"exit code {code}: {server.lines[-20:]}")
+            self._look_at_log(server)
+
+    async def _whole(self, processes: Processes) -> None:
+        if not await processes.wait_until_whole():
+            self.faults.append(f"not whole again: {processes.named()}, {processes.server.lines[-20:]}")
+
+    def _look_at_log(self, server: ServerProgram) -> None:
+        for number, line in enumerate(server.lines):
+            if "Traceback" in line or "do not fit" in line:
+                self.faults.append("log: " + "\n".join(server.lines[max(number - 1, 0) : number + 30]))
+
+    async def _round(self, processes: Processes, kinds: Sequence[str]) -> None:
+        cell, before = self._now, processes.named()
+        if self.stage.startswith("stop-"):
+            os.kill(before["keeper"], signal.SIGSTOP)
+            await asyncio.sleep(float(self.stage.removeprefix("stop-")))
+            os.kill(before["keeper"], signal.SIGCONT)
+        else:
+            await self.prepare(processes)
+            victims = dict[str, int]()
+            for kind in kinds:
+                victims |= [processes.choose(kind, self.dice, [*victims])]
+            processes.kill([*victims.values()])
+            if self.stage == "start":
+                successors = await processes.successors(victims)
+                await asyncio.sleep(self.dice.uniform(0.0, 0.7))
+                processes.kill(successors)
+                cell.kills += len(successors)
+            cell.kills += len(victims)
+        began = time.monotonic()
+        await self._whole(processes)
+        cell.seconds.append(time.monotonic() - began)
+        if self.stage.startswith("stop-") and processes.named() != before:
+            self.faults.append(f"{self.stage}: {before} became {processes.named()}")
+        cell.rounds += 1
+
+    async def prepare(self, processes: Processes) -> None:
+        """Bring the server into the stage."""
+        if self.stage == "drain":
+            processes.server.send_signal(signal.SIGHUP)
+            replica, change = processes.next_engine(), processes.server.change_fleet
+            answer = await asyncio.to_thread(change, "drain", replica=replica, restart=True)
+            if answer.status_code != 200:
+                self.faults.append(f"drain: {answer.status_code} {answer.text}")
+            await asyncio.sleep(self.dice.uniform(0.0, 2.0))
+        elif self.stage == "take-over":
+            keeper = processes.keeper()
+            processes.kill([keeper])
+            self._now.kills += 1
+            await processes.successors({"keeper": keeper})
+            await asyncio.sleep(self.dice.uniform(0.0, 1.0))
 
 
-async def run(args: argparse.Namespace, client: FleetClient) -> dict[str, Any]:
-    watch = Watch(client)
-    rng = random.Random(args.seed)
-    killer = Killer(client, watch, args.replicas)
-    async with client:
-        expected = by_position if args.engine == "fake" else await known_tokens(client, watch)
-        rngs = [random.Random(f"{args.seed}/{i}") for i in range(args.streams)]
-        load = Load(client, watch, expected, rngs)
-        users = asyncio.create_task(load.run())
-        for number in range(args.kills):
-            while len(may_die := killer.replicas) < (args.replicas if args.kill == "all" else 1):
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(rng.uniform(0.8, 1.6))
-            await killer.kill(may_die if args.kill == "all" else [rng.choice(may_die)])
-            print(f"{number + 1} of {args.kills}: {dict(load.counts)}", file=sys.stderr)
-        load.is_over = True
-        await users
-    return {
-        "kills": args.kills,
-        "killed": len(killer.detected),
-        "streams": load.counts["streams"],
-        "tokens": load.counts["tokens"],
-        "streams with lost or doubled tokens": load.counts["wrong"],
-        "broken streams": load.counts["broken"],
-        "resumed": client.counts.num_resumed,
-        "tokens computed again": client.counts.num_resumed_tokens,
-        "detection ms": percentiles(killer.detected),
-        "first resumed token ms": percentiles(watch.resumed),
-    }
+class NurseRounds(Rounds):
+    """Kills of who looks after all: the server ends, with no wrong token before, and no process after."""
 
+    async def run(self) -> None:
+        """Start a server for each kill."""
+        for stage in STAGES[:5]:
+            self.stage = stage
+            self._now = self.cells[f"nurse, {self.stage}"] = Cell()
+            for number in range(self._args.kills):
+                if time.monotonic() > self._end:
+                    return
+                with deployed(*FLAGS) as processes:
+                    await self._one(processes)
+                print(f"nurse, {self.stage} {number + 1}/{self._args.kills}", file=sys.stderr)
 
-def percentiles(seconds: list[float]) -> dict[str, float]:
-    values = np.array(seconds or [np.nan]) * 1e3
-    return {
-        name: round(float(np.percentile(values, q)), 2)
-        for name, q in (("p50", 50), ("p99", 99), ("max", 100))
-    }
+    async def _one(self, processes: Processes) -> None:
+        server = processes.server
+        if self.stage == "start":
+            await asyncio.sleep(self.dice.uniform(0.0, 4.0))
+            await self._kill(processes)
+            return
+        server.wait_until_ready()
+        async with new_session() as session:
+            with self._chaos(processes, session, num_prompts=2) as chaos:
+                await chaos.learn()
+                load = asyncio.create_task(chaos.run())
+                await processes.wait_until_whole()
+                await self.prepare(processes)
+                chaos.stop()
+                await self._kill(processes)
+                await load
+
+    async def _kill(self, processes: Processes) -> None:
+        server, cell = processes.server, self._now
+        server.send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        while (left := processes.all()) and time.monotonic() - began < WHOLE_AGAIN_SECONDS:
+            await asyncio.sleep(0.1)
+        if left:
+            self.faults.append(f"nurse, {self.stage}: {len(left)} processes live on")
+        cell.seconds.append(time.monotonic() - began)
+        cell.rounds, cell.kills = cell.rounds + 1, cell.kills + 1
+        self._look_at_log(server)
+
+    def _on_exchange(self, processes: Processes, exchange: ObservedAnswer) -> None:  # noqa: ARG002
+        """All that is open breaks."""
+        self._now.broken += exchange.end not in (End.WHOLE, End.CANCELLED)
 
 
 def main() -> None:
+    """Go through the stages; exit code 1 where anything is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--kill", choices=("one", "all"), default="one", help="of the replicas at a time")
-    parser.add_argument("--engine", choices=("fake", "stand-in"), default="fake")
-    parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--router", default="slo")
+    parser.add_argument("--kills", type=int, default=20, help="of each kind in each stage")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
+    parser.add_argument("--minutes", type=float, default=1e6, help="most for each stage")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with client_of(args) as client:
-        print(json.dumps(asyncio.run(run(args, client)), indent=2))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args, num_faults, found = parser.parse_args(), 0, []
+    for stage in args.stages:
+        victims = ["keeper"] if stage.startswith("stop-") else [] if stage == "nurse" else args.victims
+        rounds = (NurseRounds if stage == "nurse" else Rounds)(stage, victims, args)
+        asyncio.run(rounds.run())
+        cells = {name: asdict(cell) for name, cell in rounds.cells.items()}
+        found.append({"stage": stage, "cells": cells, "requests": rounds.requests, "faults": rounds.faults})
+        print(json.dumps(found[-1], indent=1))
+        num_faults += len(rounds.faults)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+    sys.exit(1 if num_faults else 0)
 
 
 if __name__ == "__main__":
