@@ -117,9 +117,6 @@ class _Watch:
         if self._num_bad > self._most_bad or is_low:
             raise MissedError(good, 0.0)
 
-    def ignore(self, _when: float) -> None:
-        """Progress is nobody's concern."""
-
 
 def _judge_one(scored: Measured) -> Callable[[list[RequestRecord]], int]:
     return lambda records: int(good_requests(records, mode=scored.mode).sum())
@@ -149,8 +146,8 @@ def play(
     """
     watch = _Watch(scored, config.scheduler.max_num_seqs, ends_early=ends_early)
     replica = make_replica(0, config, device, is_alone=True)
-    collector = Collector(watch.keep, on_progress=watch.ignore)
-    run_alone(Clients(scored[0].load, config), replica, collector)
+    load = scored[0].load
+    run_alone(Clients(load, config), replica, Collector(watch.keep, len(load)))
     return watch.records
 
 

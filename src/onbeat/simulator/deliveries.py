@@ -8,6 +8,7 @@ it has no KV of, at most so many in a step. A row that is not through proposes n
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from onbeat.core.slo import Fate
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.replica.results import correct_shape
-from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.observer import OnRequests, SimulationObserver
 from onbeat.simulator.result import DraftCounts
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.speculation import RequestDrafts
@@ -27,6 +28,7 @@ from onbeat.simulator.virtual_clients import STOP, OfferedRequest
 
 ORDINARY = STOP + 1
 """A token that ends no request."""
+_REPORT_SECONDS = 0.1
 _ORDINARY_ROW, _LAST_ROW = [ORDINARY], [STOP]
 
 Keep = Callable[[int, RequestRecord], None]
@@ -183,19 +185,30 @@ class Collector:
     Parameters
     ----------
     keep : takes (row of the load, record).
-    on_progress : told when a request has ended (virtual seconds).
+    num_requests : of the load.
+    on_progress : hears how far the run is at most ten times a second, and at its end.
+    observer : hears of each request.
+
+    Attributes
+    ----------
+    virtual_time : end of the last request, virtual seconds.
     """
 
     def __init__(
         self,
         keep: Keep,
+        num_requests: int,
         *,
-        on_progress: Callable[[float], None],
+        on_progress: OnRequests | None = None,
         observer: SimulationObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keep = keep
-        self._on_progress = on_progress
-        self._observer = observer
+        self._keep, self._observer, self._on_progress = keep, observer, on_progress
+        self._num_requests = num_requests
+        self._num_finished = 0
+        self._clock = clock
+        self._next_report = clock() + _REPORT_SECONDS
+        self.virtual_time = 0.0
 
     def on_request(self, offered: OfferedRequest) -> None:
         """Hear of a request that a replica took."""
@@ -207,7 +220,16 @@ class Collector:
         self._keep(offered.index, offered.record)
         if self._observer is not None:
             self._observer.on_finish(offered.record)
-        self._on_progress(now)
+        self._num_finished += 1
+        self.virtual_time = max(self.virtual_time, now)
+        if self._on_progress is not None and self._clock() >= self._next_report:
+            self._next_report = self._clock() + _REPORT_SECONDS
+            self.report()
+
+    def report(self) -> None:
+        """Say how far the run is."""
+        if self._on_progress is not None:
+            self._on_progress(self._num_finished, self._num_requests, self.virtual_time)
 
 
 class VirtualSampler:

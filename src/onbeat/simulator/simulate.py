@@ -21,8 +21,6 @@ from onbeat.simulator.virtual_fleet import VirtualFleet, wants_all_reports
 from onbeat.simulator.virtual_replica import VirtualReplica
 from onbeat.workload.offered import OfferedLoad
 
-_REPORT_SECONDS = 0.1
-
 
 def simulate(  # noqa: PLR0913 (four say who watches)
     load: OfferedLoad,
@@ -62,7 +60,6 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     """
     load.check_lengths(config.max_model_len, overlong="error")
     started = time.perf_counter()
-    meter = ProgressMeter(on_progress, len(load))
     kept: list[RequestRecord | None] = [None] * (0 if on_record is not None else len(load))
 
     def keep(row: int, record: RequestRecord) -> None:
@@ -71,14 +68,14 @@ def simulate(  # noqa: PLR0913 (four say who watches)
         else:
             on_record(record)
 
-    collector = Collector(keep, on_progress=meter.advance, observer=observer)
+    collector = Collector(keep, len(load), on_progress=on_progress, observer=observer)
     is_complete, replicas, fleet = run_replicas(load, config, step_time, collector, observer, on_decision)
-    meter.finish()
+    collector.report()
     records = [record for record in kept if record is not None]
     return SimulationResult(
         records=records,
         num_requests=len(load),
-        duration=meter.virtual_time,
+        duration=collector.virtual_time,
         wall_seconds=time.perf_counter() - started,
         is_complete=is_complete,
         replicas=replicas,
@@ -140,30 +137,3 @@ def _of(config: SimulationConfig, kind: ReplicaKind) -> SimulationConfig:
         return config
     fleet = replace(config.fleet, router=config.router)
     return replace(config, kinds=(), fleet=fleet, scheduler=kind.scheduler)
-
-
-class ProgressMeter:
-    """Calls back at most ten times a second, and once at the end."""
-
-    def __init__(
-        self, callback: OnRequests | None, num_requests: int, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._callback = callback
-        self._num_requests = num_requests
-        self._clock = clock
-        self._next_report = clock() + _REPORT_SECONDS
-        self.num_finished = 0
-        self.virtual_time = 0.0
-
-    def advance(self, virtual_time: float) -> None:
-        """Count a request that ended at `virtual_time`."""
-        self.num_finished += 1
-        self.virtual_time = max(self.virtual_time, virtual_time)
-        if self._callback is not None and self._clock() >= self._next_report:
-            self._next_report = self._clock() + _REPORT_SECONDS
-            self._callback(self.num_finished, self._num_requests, self.virtual_time)
-
-    def finish(self) -> None:
-        """Report the end."""
-        if self._callback is not None:
-            self._callback(self.num_finished, self._num_requests, self.virtual_time)

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.request import Request
+from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.simulate import ProgressMeter, simulate
-from onbeat.simulator.virtual_clients import Clients
+from onbeat.simulator.deliveries import Collector
+from onbeat.simulator.simulate import simulate
+from onbeat.simulator.virtual_clients import Clients, OfferedRequest
 from tests.examples import examples
 from tests.pure.simulator.loads import (
     ShapeTime,
@@ -167,11 +170,18 @@ def test_progress_is_rare_and_ends_with_all():
 
 def test_progress_comes_at_most_ten_times_a_second():
     now, seen = [0.0], []
-    meter = ProgressMeter(lambda *progress: seen.append((now[0], *progress)), 100, clock=lambda: now[0])
+    collector = Collector(
+        lambda _row, _record: None,
+        100,
+        on_progress=lambda *progress: seen.append((now[0], *progress)),
+        clock=lambda: now[0],
+    )
+    request = Request(request_id="0", prompt_token_ids=range(1))
+    offered = OfferedRequest(0, request, RequestRecord(request_id="0", arrival=0.0, num_prompt_tokens=1))
     for _ in range(100):
         now[0] += 0.03
-        meter.advance(now[0])
-    meter.finish()
+        collector.on_finish(offered, now[0])
+    collector.report()
     times = [each[0] for each in seen[:-1]]
     assert 20 < len(times) <= 30
     assert all(later - earlier >= 0.1 - 1e-9 for earlier, later in pairwise(times))
