@@ -62,15 +62,13 @@ class EngineCore:
     idle_work : what there is to do while nothing runs: called over and over, returns whether it did anything.
     judge : looks at every step that ran.
     reports_load : whether messages say how the engine stands (`StepOutputs.load`), for a fleet.
-    transfers : copies KV from other engines and for them; None where nothing is handed over, or not yet. The
-        executor's shutdown must find it closed, which `shutdown` does.
     kv_memory : gives access to the KV, for `open_kv`; None where no other engine could copy it.
     grammars : compiles grammars; closed at shutdown.
     adapters : loads LoRA adapters; None where there are none.
 
     Attributes
     ----------
-    kv : the hand-over of KV; None without `transfers`.
+    kv : the hand-over of KV, once it is open.
     """
 
     def __init__(  # noqa: PLR0913 -- what it plans with and runs on, and who looks on
@@ -84,7 +82,6 @@ class EngineCore:
         idle_work: Callable[[], bool] = lambda: False,
         judge: StepJudge | None = None,
         reports_load: bool = False,
-        transfers: KVTransfers | None = None,
         kv_memory: Callable[[], BlockMemory] | None = None,
         grammars: GrammarPort | None = None,
         adapters: ThreadExecutor | None = None,
@@ -106,8 +103,6 @@ class EngineCore:
         self.adapters = adapters
         self.grammars = grammars or GrammarPort(_no_compiler)
         self.kv: KVHandover | None = None
-        if transfers is not None:
-            self._hand_over_by(transfers)
 
     @property
     def kv_layout(self) -> KVLayout | None:
@@ -115,19 +110,17 @@ class EngineCore:
         return None if self._kv_memory is None else self._kv_memory().layout
 
     def open_kv(self, transport: TcpTransport) -> None:
-        """Lend KV to other engines from now on, and take theirs; without effect where that cannot be.
+        """Lend KV to other engines until the shutdown, and take theirs; without effect where that cannot be.
 
         Raises
         ------
         OSError : nobody can listen at the transport's address.
         """
-        if self._kv_memory is not None and self.kv is None:
-            self._hand_over_by(KVTransfers(self._kv_memory(), transport))
-
-    def _hand_over_by(self, transfers: KVTransfers) -> None:
+        if self._kv_memory is None or self.kv is not None:
+            return
         self.kv = KVHandover(
             self.scheduler,
-            transfers,
+            KVTransfers(self._kv_memory(), transport),
             clock=self._clock,
             recorder=self._recorder,
             newest_step=self._newest_step,

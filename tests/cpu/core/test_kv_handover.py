@@ -17,7 +17,7 @@ from onbeat.core.request import FinishReason
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.kv_access import BlockMemory, KVEndpoint, KVSource
-from onbeat.engine.kv_handover import KVHandover, KVTransfers
+from onbeat.engine.kv_handover import KVHandover
 from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.recording.reader import Recording
 from onbeat.recording.writer import create_record
@@ -55,7 +55,6 @@ class Engine:
         config = make_config(num_blocks=NUM_BLOCKS, enable_prefix_caching=False, **changes)
         self.transport = SlowTransport()
         memory = BlockMemory(Blocks(is_filled=False), layout(), num_blocks=NUM_BLOCKS)
-        self.transfers = KVTransfers(memory, self.transport)
         self.idle = itertools.repeat(True)
         self.core = EngineCore(
             Scheduler(config, LinearStepTime()),
@@ -63,8 +62,9 @@ class Engine:
             clock=lambda: self.now,
             recorder=create_record(path)(make_header(config)) if path else None,
             idle_work=lambda: next(self.idle),
-            transfers=self.transfers,
+            kv_memory=lambda: memory,
         )
+        self.core.open_kv(self.transport)
         self.outputs: dict[str, list[int]] = {}
 
     @property
@@ -88,7 +88,7 @@ class Engine:
 
     def is_lent(self, source: KVSource) -> bool:
         try:
-            self.transfers.leases.block_ids(source.lease_id, source.serial)
+            self.kv._transfers.leases.block_ids(source.lease_id, source.serial)
         except KVUnavailable:
             return False
         return True
@@ -289,7 +289,7 @@ class TestRoom:
         with pytest.raises(KVUnavailable, match="on its way"):
             engine.kv.adopt("m", moved, detached)
         engine.transport.may_end.set()
-        engine.transfers._pool.submit(int).result(WAIT)
+        engine.kv._transfers._pool.submit(int).result(WAIT)
         while engine.kv.is_pulling:
             pass
         engine.kv.adopt("m", moved, detached)

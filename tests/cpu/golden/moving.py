@@ -14,7 +14,7 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.guided_draw import Guides
 from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, KVSource, region_bytes
-from onbeat.engine.kv_handover import KVHandover, KVTransfers
+from onbeat.engine.kv_handover import KVHandover
 from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.engine.loaded_model import states_of
 from onbeat.engine.model_runner import ModelRunner
@@ -65,14 +65,16 @@ def make_core(
     )
     memory = BlockMemory(forward, layout, num_blocks=config.num_pages, states=states)
     ticks = itertools.count()
-    return EngineCore(
+    core = EngineCore(
         Scheduler(config, LinearStepTime()),
         ThreadExecutor(runner, on_shutdown=forward.close),
         max_in_flight_steps=2 if overlapped else 1,
         clock=lambda: next(ticks) * 1e-3,
         recorder=recorder,
-        transfers=KVTransfers(memory, TcpTransport(KEY)),
+        kv_memory=lambda: memory,
     )
+    core.open_kv(TcpTransport(KEY))
+    return core
 
 
 @dataclass
