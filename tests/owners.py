@@ -24,7 +24,7 @@ def check_owners(fleet: Fleet) -> None:
     assert owned.keys() == members.open.keys(), "a request has no owner, or has ended and has one"
     waiting = list(requests.waiting.values())
     assert all(each.replica is None for each in waiting)
-    for state, known in members._by_state.items():
+    for state, known in members.by_state.items():
         assert all(each.state is state for each in known.values()), "a replica is in two states"
     all_refused = bool(members.ready) and all(each.refused_by for each in waiting)
     can_wait = not waiting or all_refused or members.is_one_coming

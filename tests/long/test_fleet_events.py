@@ -16,4 +16,4 @@ def test_a_million_random_events_lose_nothing(router):
     carrier = run(router, num_events=NUM_EVENTS // len(ROUTERS) + 1, seed=2, check_every=50)
     assert carrier.num_ended == carrier.num_arrived
     fleet = carrier.fleet
-    assert all(each.num_outstanding == 0 for each in fleet.status().replicas)
+    assert all(each.num_outstanding == 0 for each in fleet.replicas())

@@ -35,7 +35,7 @@ from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import Adapter, Request
 from onbeat.scheduler.cluster.events import Arrived, RoutingRequest, ScaleAsked, ScalingAsked
-from onbeat.scheduler.cluster.membership import FleetStatus, ReplicaState
+from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 
 PREFIX = "onbeat-"
@@ -193,9 +193,7 @@ class FleetClient:
 
     @property
     def is_alive(self) -> bool:
-        states = (ReplicaState.READY, ReplicaState.DRAINING)
-        status = self._fleet.status()
-        return any(status.count(state) for state in states) or _comes_back(status)
+        return self._fleet.count(ReplicaState.DRAINING) > 0 or self.is_ready
 
     @property
     def pulse(self) -> EnginePulse:
@@ -244,7 +242,7 @@ class FleetClient:
         controller.is_open = True
 
     async def _wait_until_ready(self, num_replicas: int) -> None:
-        while self._fleet.status().count(ReplicaState.READY) < num_replicas:
+        while self._fleet.count(ReplicaState.READY) < num_replicas:
             self.controller.changed.clear()
             if not (self._takes_over and self.controller.lives):  # else another one may get ready
                 self.controller.processes.raise_start_error()
@@ -292,20 +290,27 @@ class FleetClient:
 
     @property
     def num_waiting(self) -> int:
-        return self._fleet.status().num_waiting
+        return self._fleet.num_waiting
 
     @property
     def is_ready(self) -> bool:
-        status = self._fleet.status()
-        return status.count(ReplicaState.READY) > 0 or _comes_back(status)
+        return self._fleet.count(ReplicaState.READY) > 0 or self._comes_back
+
+    @property
+    def _comes_back(self) -> bool:
+        """Whether it has no replica only while nobody asks: the next request starts one."""
+        scaling = self.scaling
+        if scaling is None or scaling.least:
+            return False
+        return scaling.most > self._fleet.count(ReplicaState.DOWN)
 
     @property
     def scaling(self) -> ScalingView | None:
-        return self._fleet.status().scaling
+        return self._fleet.scaling
 
     @property
     def seconds_to_ready(self) -> float | None:
-        if not self._fleet.status().count(ReplicaState.STARTING):
+        if not self._fleet.count(ReplicaState.STARTING):
             return None
         return self.controller.processes.seconds_to_ready
 
@@ -322,7 +327,7 @@ class FleetClient:
     def replicas(self) -> Sequence[ReplicaView]:
         now = time.monotonic()
         stopped = ReplicaState.STOPPED
-        return [self._view(each, now) for each in self._fleet.status().replicas if each.state != stopped]
+        return [self._view(each, now) for each in self._fleet.replicas() if each.state != stopped]
 
     def _view(self, view: ReplicaView, now: float) -> ReplicaView:
         """Return how a replica stands, with what is known of its process."""
@@ -389,7 +394,7 @@ class FleetClient:
 
     @property
     def hashed_block_size(self) -> int:
-        # with one replica no router is asked
+        # with one replica there is nothing to choose
         return self.info.block_size if self._hashes_prompts and len(self.controller.lives) > 1 else 0
 
     def ask(self, request: Request, block_hashes: Sequence[bytes], gate: GatePort | None = None) -> None:
@@ -397,8 +402,8 @@ class FleetClient:
         gate = gate or self.gate
         routed = RoutingRequest.of(request, block_hashes)
         if request.whole is not None:
-            num_replicas = self._fleet.status().count(ReplicaState.READY)
-            request = replace(request, whole=request.whole.share(num_replicas))
+            share = request.whole.share(self._fleet.count(ReplicaState.READY))
+            request = replace(request, whole=share)
         try:
             self.streams.begin(request, gate)
         except InvalidRequest as error:
@@ -412,9 +417,3 @@ class FleetClient:
     def fetched(self, num_tokens: Mapping[str, int]) -> None:
         for replica, fetched in self.streams.by_replica(num_tokens).items():
             self.controller.send(replica, fetched)
-
-
-def _comes_back(status: FleetStatus) -> bool:
-    """Return whether a fleet has no replica only while nobody asks: the next request starts one."""
-    scaling = status.scaling
-    return scaling is not None and scaling.least == 0 and scaling.most > status.count(ReplicaState.DOWN)

@@ -533,10 +533,10 @@ class FleetController:
         InvalidRequest : the round before is under way.
         """
         if self._round is not None and not self._round.done():
-            known = (each.replica for each in self.fleet.status().replicas)
-            coming = [replica for replica in known if self.fleet.is_coming(replica)]
+            known = (each.replica for each in self.fleet.replicas())
+            coming = ", ".join(replica for replica in known if self.fleet.is_coming(replica))
             raise InvalidRequest(
-                f"a restart of all replicas is under way and waits for {', '.join(coming) or 'the next'}; "
+                f"a restart of all replicas is under way and waits for {coming or 'the next'}; "
                 "ask again once all are ready",
                 code="restart_under_way",
             )

@@ -171,11 +171,10 @@ class Carrier:
         """Assert that the fleet knows where everything is, and that nothing is forgotten."""
         check_owners(self.fleet)
         assert {each: self.fleet.owner(each) for each in self.owners} == self.owners
-        status = self.fleet.status()
-        assert status.num_waiting == sum(owner is None for owner in self.owners.values())
-        assert {each.replica: each.num_outstanding for each in status.replicas if each.num_outstanding} == {
-            replica: len(held) for replica, held in self.held.items() if held
-        }
+        assert self.fleet.num_waiting == sum(owner is None for owner in self.owners.values())
+        assert {
+            each.replica: each.num_outstanding for each in self.fleet.replicas() if each.num_outstanding
+        } == {replica: len(held) for replica, held in self.held.items() if held}
         assert self.num_arrived == self.num_ended + len(self.owners)
 
     # ---- what may happen ----

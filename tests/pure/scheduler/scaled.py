@@ -109,7 +109,7 @@ class Scaled:
         self.run(end)
 
     def num(self, *states: ReplicaState) -> int:
-        return sum(self.fleet.status().count(state) for state in states)
+        return sum(self.fleet.count(state) for state in states)
 
     @property
     def num_expected(self) -> int:

@@ -72,7 +72,7 @@ def test_replicas_that_died_before_they_took_a_request_do_not_count_against_it()
         assert places(driven.on(Lost(owner, "killed", num_taken=0)))
     last = driven.fleet.owner("a")
     assert driven.on(Lost(last, "killed", num_taken=0)) == [Start(last, 0.5)]
-    assert driven.fleet.status().num_waiting == 1
+    assert driven.fleet.num_waiting == 1
 
 
 def test_a_replica_counts_the_requests_that_it_takes_anew_in_each_life():
@@ -157,7 +157,7 @@ def test_a_replica_restarts_later_each_time_and_stays_down_after_three_deaths():
     driven.send("a")
     assert driven.on(Lost("r0", "cannot start"), after=1.0) == [Refuse("a", "no_replica")]
     assert driven.state("r0") is ReplicaState.DOWN
-    assert driven.fleet.status().replicas[0].why == "cannot start"
+    assert driven.fleet.replicas()[0].why == "cannot start"
     assert driven.on(Arrived(request("b"))) == [Refuse("b", "no_replica")]
     assert driven.on(ScaleAsked(1)) == [Start("r0", 0.0)]  # somebody asks for it again
     driven.on(Joined("r0", limits()))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
+from onbeat.core.fleet import ReplicaLoad
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Arrived,
@@ -26,7 +24,6 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import Router
 from tests.pure.scheduler.driven import Driven, limits, places, request
 
 
@@ -132,7 +129,7 @@ def test_a_request_goes_only_where_it_fits():
     longer = request("longer", num_prompt_tokens=32769, max_tokens=0)
     assert driven.on(Arrived(longer)) == [Refuse("longer", "too_long")]
     assert places(driven.on(Lost("long", "killed"))) == []  # they fit nowhere else, and wait for it
-    assert driven.fleet.status().num_waiting == 4
+    assert driven.fleet.num_waiting == 4
 
 
 def test_a_replica_that_comes_back_unseen_has_lost_what_it_had():
@@ -158,33 +155,6 @@ def test_decisions_are_told():
     )
     actions = fleet.on_event(ScaleAsked(1), 3.0)
     assert told == [(ScaleAsked(1), 3.0, actions)]
-
-
-class Mute:
-    """A router that must not be asked, and hears of members and reports alone."""
-
-    reads_reports = True
-
-    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None: ...
-
-    def leave(self, replica: int) -> None: ...
-
-    def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None: ...
-
-
-def test_no_router_is_asked_where_there_is_one_replica():
-    driven = Driven(1)
-    driven.fleet = Fleet(cast(Router, Mute()))
-    driven.on(ScaleAsked(1))
-    driven.on(Joined("r0", limits()))
-    assert driven.on(Arrived(request("a"))) == [Send("r0", "a", "only")]
-    driven.on(Reported("r0", ReplicaLoad(time=0.0, num_taken=1)))
-    driven.first("r0", "a")
-    driven.end("r0", "a")
-    driven.send("b", "c")
-    driven.on(Aborted("b"))
-    assert driven.on(Lost("r0", "killed"))[0] == Start("r0", 0.5)
-    assert places(driven.on(Joined("r0", limits()))) == [("c", "r0")]
 
 
 @pytest.mark.parametrize("router", ["least-outstanding", "prefix-affinity"])

@@ -71,7 +71,7 @@ def test_there_are_enough_for_a_load_that_has_grown() -> None:
     scaled.offer(35, 300, rng)
     assert scaled.num(ReplicaState.READY) >= 4
     assert {change.why for change in scaled.changes} == {"work"}
-    scaling = scaled.fleet.status().scaling
+    scaling = scaled.fleet.scaling
     assert scaling is not None
     assert scaling.share is not None
     assert 0.5 < scaling.share < 1.0
@@ -101,11 +101,11 @@ def test_from_zero_the_first_request_starts_a_replica_and_waits_for_it() -> None
     scaled.send()
     assert [type(each) for each in scaled.actions] == [Rescale, Start]
     assert scaled.changes[-1].why == "arrival"
-    assert scaled.fleet.status().num_waiting == 1
+    assert scaled.fleet.num_waiting == 1
     scaled.send()
     assert scaled.actions == [], "it is started once"
     scaled.run(scaled.now + START_SECONDS + 1)
-    assert scaled.fleet.status().num_waiting == 0
+    assert scaled.fleet.num_waiting == 0
     scaled.run(scaled.now + 100)
     assert scaled.num_expected == 0, "and it ends again"
 
@@ -118,7 +118,7 @@ def test_who_would_rather_be_refused_than_late_hears_so_at_zero() -> None:
     assert any(isinstance(each, Start) for each in scaled.actions), "the next one finds a replica"
     patient = scaled.send(ttft=30.0, rather_refused=True)
     assert scaled.fleet.owner(patient) is None
-    assert scaled.fleet.status().num_waiting == 1
+    assert scaled.fleet.num_waiting == 1
     scaled.run(scaled.now + START_SECONDS - 1)
     in_time = scaled.send(ttft=2.0, rather_refused=True)
     assert not scaled.actions, "it is ready in a second"
@@ -170,7 +170,7 @@ def test_late_requests_bring_a_replica_and_less_is_planned_from_then_on() -> Non
     scaled.offer(4, 1300, rng)
     assert scaled.num_expected >= 2, "with one it was late"
     assert scaled.num_expected <= num
-    scaling = scaled.fleet.status().scaling
+    scaling = scaled.fleet.scaling
     assert scaling is not None
     assert scaling.planned_share is not None
     assert scaling.planned_share < 0.6

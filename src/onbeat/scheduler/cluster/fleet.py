@@ -16,11 +16,10 @@ from math import inf
 from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ReplicaId, replica_id
+from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView, replica_id
 from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.membership import (
     FleetRules,
-    FleetStatus,
     Membership,
     Replica,
     ReplicaState,
@@ -134,10 +133,23 @@ class Fleet:
         drained = (each.drains_until for each in self._members.having(ReplicaState.DRAINING))
         return min((*drained, self._requests.next_time, self._migration.next_time))
 
-    def status(self) -> FleetStatus:
-        """Return how everything stands."""
-        scaling = None if self._scaling is None else self._scaling.view()
-        return self._members.status(len(self._requests.waiting), scaling)
+    def count(self, state: ReplicaState) -> int:
+        """Return how many replicas are in a state."""
+        return len(self._members.by_state[state])
+
+    def replicas(self) -> list[ReplicaView]:
+        """Return how each replica stands, as far as a fleet knows."""
+        return [each.view() for each in self._members.replicas.values()]
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are with no replica: none takes them at present."""
+        return len(self._requests.waiting)
+
+    @property
+    def scaling(self) -> ScalingView | None:
+        """How a fleet that changes its own size stands; None of any other."""
+        return None if self._scaling is None else self._scaling.view()
 
     @property
     def scales_by_costs(self) -> bool:
@@ -187,8 +199,7 @@ class Fleet:
             open_request.has_started, open_request.refused_by = True, ()
             replica.num_queued_tokens -= open_request.num_tokens
             replica.num_streams += 1
-            if open_request.is_routed:
-                self._router.on_first_token(replica.number, open_request.request)
+            self._router.on_first_token(replica.number, open_request.request)
             self._watcher.on_first_token(open_request.request, event.num_cached_tokens, now)
         if event.num_tokens:
             open_request.num_output_tokens += event.num_tokens
@@ -254,7 +265,6 @@ class Fleet:
             others = (each for each in self._members.replicas.values() if each is not replica)
             self._moves_streams = any(each.limits.moves_streams for each in others)
         self._router.join(replica.number, event.limits)
-        self._requests.tell_router()
         self._migration.look()
         self._resume(orphans, now)
         self._requests.send_waiting(now)

@@ -76,8 +76,6 @@ class RoutedRequest:
     """Where it is; None while it waits in the fleet."""
     number: int = 0
     """How many requests its replica had been sent with it; 0 of one that was moved there with its KV."""
-    is_routed: bool = False
-    """Whether the router counts it there: nobody asked it while there was one replica."""
     num_deaths: int = 0
     """Replicas that died under it since its client last got a token."""
     has_started: bool = False
@@ -92,10 +90,9 @@ class RoutedRequest:
     """Since it was last taken, in the order in which they did."""
     retry_after: float | None = None
     """The shortest that one of these has said."""
-    not_before: float = 0.0
-    """Until then it waits, where it waits because all refuse it."""
-    wait_until: float = inf
-    """When it is refused, where it waits for a start."""
+    waits_until: float = inf
+    """Where it waits: when it is sent once more, if all have refused it; when it is refused, if none was
+    ready."""
     num_failed_moves: int = 0
     no_move_before: float = 0.0
     """Until then it stays where it is, since a move of it has failed."""
@@ -159,6 +156,18 @@ class Replica:
         """Whether it is about to get ready."""
         return self.state is ReplicaState.STARTING or (self.state is ReplicaState.DRAINING and self.restarts)
 
+    def view(self) -> fleet.ReplicaView:
+        """Return how it stands, without what whoever runs its process knows of it."""
+        return fleet.ReplicaView(
+            replica=self.replica_id,
+            state=self.state.value,
+            why=self.why,
+            num_lives=self.num_lives,
+            num_outstanding=len(self.open),
+            num_streaming=self.num_streams,
+            limits=self.limits if self.num_lives else None,
+        )
+
     def on_death(self, now: float) -> float | None:
         """Count a death; return the seconds to wait before another start, or None where it stays down."""
         deaths = self.deaths
@@ -173,22 +182,6 @@ class Replica:
         else:
             self.restart_delay = min(2 * self.restart_delay, LONGEST_RESTART_DELAY)
         return self.restart_delay
-
-
-@dataclass(frozen=True, slots=True)
-class FleetStatus:
-    """How a fleet stands, for people."""
-
-    replicas: tuple[fleet.ReplicaView, ...]
-    """Without what whoever runs their processes knows of them."""
-    num_waiting: int
-    """Requests that are with no replica: none takes them at present."""
-    scaling: fleet.ScalingView | None = None
-    """Of a fleet that changes its own size."""
-
-    def count(self, state: ReplicaState) -> int:
-        """Return how many replicas are in a state."""
-        return sum(each.state == state for each in self.replicas)
 
 
 class Membership:
@@ -208,8 +201,8 @@ class Membership:
         self.replicas: dict[ReplicaId, Replica] = {}
         self.by_number: list[Replica] = []
         """A number is never used twice: a replica that has lost its memory is another one to a router."""
-        self._by_state: dict[ReplicaState, dict[ReplicaId, Replica]] = {state: {} for state in ReplicaState}
-        self.ready = self._by_state[ReplicaState.READY]
+        self.by_state: dict[ReplicaState, dict[ReplicaId, Replica]] = {state: {} for state in ReplicaState}
+        self.ready = self.by_state[ReplicaState.READY]
         """Those that take requests."""
         self._lengths: Counter[int] = Counter()
         """The longest requests that ready replicas take, and how many replicas take these: what fits the
@@ -228,7 +221,7 @@ class Membership:
         replica = self.replicas.get(replica_id)
         if replica is None:
             replica = self.replicas[replica_id] = Replica(replica_id, len(self.replicas))
-            self._by_state[replica.state][replica_id] = replica
+            self.by_state[replica.state][replica_id] = replica
         return replica
 
     def change(self, replica: Replica, state: ReplicaState, why: str = "") -> None:
@@ -238,8 +231,8 @@ class Membership:
             self._lengths[length] -= 1
             if not self._lengths[length]:
                 del self._lengths[length]
-        del self._by_state[replica.state][replica.replica_id]
-        self._by_state[state][replica.replica_id] = replica
+        del self.by_state[replica.state][replica.replica_id]
+        self.by_state[state][replica.replica_id] = replica
         replica.state, replica.why = state, why
         if state is ReplicaState.READY:
             self._lengths[replica.limits.max_model_len] += 1
@@ -255,52 +248,19 @@ class Membership:
 
     def having(self, *states: ReplicaState) -> list[Replica]:
         """Return the replicas in some states, in the order in which they were first heard of."""
-        found = [each for state in states for each in self._by_state[state].values()]
+        found = [each for state in states for each in self.by_state[state].values()]
         return sorted(found, key=attrgetter("order"))
-
-    @property
-    def only(self) -> Replica | None:
-        """The only replica that serves or will, and is ready; None where there are others to choose from."""
-        by_state = self._by_state
-        if len(self.ready) != 1 or by_state[ReplicaState.STARTING] or by_state[ReplicaState.DRAINING]:
-            return None
-        return next(iter(self.ready.values()))
 
     @property
     def is_one_coming(self) -> bool:
         """Whether a replica is about to get ready."""
         states = (ReplicaState.STARTING, ReplicaState.DRAINING)
-        return any(each.is_coming for state in states for each in self._by_state[state].values())
+        return any(each.is_coming for state in states for each in self.by_state[state].values())
 
     def expected(self) -> list[Replica]:
         """Return the replicas that serve or will."""
         live = self.having(ReplicaState.STARTING, ReplicaState.READY, ReplicaState.DRAINING)
         return [each for each in live if each.state is ReplicaState.READY or each.is_coming]
-
-    def status(self, num_waiting: int, scaling: fleet.ScalingView | None = None) -> FleetStatus:
-        """Return how everything stands.
-
-        Parameters
-        ----------
-        num_waiting : requests that are with no replica.
-        scaling : of a fleet that changes its own size.
-        """
-        return FleetStatus(
-            tuple(
-                fleet.ReplicaView(
-                    replica=each.replica_id,
-                    state=each.state.value,
-                    why=each.why,
-                    num_lives=each.num_lives,
-                    num_outstanding=len(each.open),
-                    num_streaming=sum(open_request.has_started for open_request in each.open.values()),
-                    limits=each.limits if each.num_lives else None,
-                )
-                for each in self.replicas.values()
-            ),
-            num_waiting,
-            scaling,
-        )
 
     def excluded_for(self, open_request: RoutedRequest) -> Collection[int]:
         """Return the numbers of ready replicas that a request must not go to."""

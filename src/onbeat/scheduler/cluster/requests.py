@@ -48,10 +48,7 @@ class Requests:
         self._members, self._router = members, members.router
         self._watcher = watcher
         self._scales = bool(members.rules.autoscale)
-        """A request that would rather be refused than late is then, where it would wait for a start; and the
-        router is asked even where there is one replica: what it predicts says whether that is enough."""
-        self._was_alone = False
-        """Whether there may be requests that no router was asked about."""
+        """A request that would rather be refused than late is then, where it would wait for a start."""
         wait = members.rules.max_wait_seconds
         self._max_wait = inf if wait is None else wait
         self.migration = Migration(members, on_moved=self.move, resend=self.send_elsewhere)
@@ -59,16 +56,16 @@ class Requests:
     @property
     def next_time(self) -> float:
         """When one is to be sent again that all have refused, or has waited for too long; or infinity."""
-        return min(map(_next_time, self.waiting.values()), default=inf)
+        return min((each.waits_until for each in self.waiting.values()), default=inf)
 
     def send_due(self, now: float) -> None:
         """Send those again that all have refused, once it is time, and refuse who has waited for too long."""
-        due = [each for each in self.waiting.values() if _next_time(each) <= now]
+        due = [each for each in self.waiting.values() if each.waits_until <= now]
+        late = [each for each in due if not each.refused_by]
         self._send_again([each for each in due if each.refused_by], now)
-        for open_request in due:
-            if not open_request.refused_by and open_request.wait_until <= now:
-                del self.waiting[open_request.request.request_id]
-                self.refuse(open_request, "no_replica", now, self._seconds_to_start(now))
+        for open_request in late:
+            del self.waiting[open_request.request.request_id]
+            self.refuse(open_request, "no_replica", now, self._seconds_to_start(now))
 
     def release(self, open_request: RoutedRequest, replica: Replica) -> None:
         """Let a replica no longer own a request."""
@@ -80,10 +77,8 @@ class Requests:
             replica.num_streams -= 1
         else:
             replica.num_queued_tokens -= open_request.num_tokens
-        if open_request.is_routed:
-            if not open_request.has_started:
-                self._router.on_first_token(replica.number, request)
-            self._router.on_finish(replica.number, request)
+            self._router.on_first_token(replica.number, request)
+        self._router.on_finish(replica.number, request)
 
     def send(
         self,
@@ -112,7 +107,7 @@ class Requests:
             return
         replica = self._members.by_number[choice.replica]
         open_request.replica, open_request.has_started = replica.replica_id, False
-        goes_to = self.migration.stream_replica(open_request, replica) if open_request.is_routed else replica
+        goes_to = self.migration.stream_replica(open_request, replica)
         open_request.stops = goes_to is not replica
         replica.open[request.request_id] = open_request
         replica.num_sent += 1
@@ -155,28 +150,9 @@ class Requests:
         source.num_streams -= 1
         destination.num_streams += 1
         open_request.replica, open_request.number = destination.replica_id, 0
-        if open_request.is_routed:
-            self._router.on_finish(source.number, open_request.request)
-        open_request.is_routed = self._only is None
-        if open_request.is_routed:
-            self._router.take(destination.number, open_request.request)
+        self._router.on_finish(source.number, open_request.request)
+        self._router.take(destination.number, open_request.request)
         self.left.append(source)
-
-    @property
-    def _only(self) -> Replica | None:
-        """The replica that every request goes to, so that no router is asked."""
-        return None if self._scales else self._members.only
-
-    def tell_router(self) -> None:
-        """Tell the router of the requests that it was not asked about: there is a choice again."""
-        if not self._was_alone or self._only is not None:
-            return
-        self._was_alone = False
-        for replica in self._members.having(ReplicaState.READY):
-            for open_request in replica.open.values():
-                if not open_request.is_routed:
-                    open_request.is_routed = True
-                    self._router.take(replica.number, open_request.request)
 
     def send_waiting(self, now: float) -> None:
         """Try once more to send those that wait, those that are due first: the members have changed."""
@@ -201,18 +177,11 @@ class Requests:
 
     def _route(self, open_request: RoutedRequest, now: float, to: Replica | None) -> RoutingChoice | None:
         if to is not None:
-            open_request.is_routed = True
             others = {each.number for each in self._members.having(ReplicaState.READY) if each is not to}
             return self._router.route(open_request.request, now, others)
-        num_ready = len(self._members.ready)
-        if not num_ready:
+        if not self._members.ready:
             return None
         excluded = self._members.excluded_for(open_request)
-        only = self._only if num_ready == 1 else None
-        open_request.is_routed = only is None
-        if only is not None:
-            self._was_alone = True
-            return None if only.number in excluded else RoutingChoice(only.number, "only")
         if self._members.rules.num_prefill:
             excluded = self._narrow(open_request, excluded)
         return self._router.route(open_request.request, now, excluded)
@@ -240,7 +209,7 @@ class Requests:
             wait = least(open_request.retry_after, self._router.least_wait(open_request.request, now))
             self.refuse(open_request, "overloaded", now, None if wait is None else max(wait, SHORTEST_RETRY))
         elif open_request.refused_by and members.ready:
-            open_request.not_before = now + max(open_request.retry_after or 0.0, _REFUSED_AGAIN)
+            open_request.waits_until = now + max(open_request.retry_after or 0.0, _REFUSED_AGAIN)
             self.waiting[open_request.request.request_id] = open_request
         elif members.is_one_coming and (may_wait or has_tokens):
             self._wait_for_start(open_request, now)
@@ -254,7 +223,7 @@ class Requests:
     def _wait_for_start(self, open_request: RoutedRequest, now: float) -> None:
         """Let a request wait for a replica, if it is expected soon enough."""
         start = self._seconds_to_start(now)
-        open_request.refused_by, open_request.wait_until = (), inf
+        open_request.refused_by, open_request.waits_until = (), inf
         if not open_request.num_output_tokens:
             is_late = self._scales and now + start > open_request.request.ttft_deadline
             if is_late and open_request.request.rather_refused:
@@ -263,7 +232,7 @@ class Requests:
             if start > self._max_wait:
                 self.refuse(open_request, "no_replica", now, start)
                 return
-            open_request.wait_until = now + self._max_wait
+            open_request.waits_until = now + self._max_wait
         self.waiting[open_request.request.request_id] = open_request
 
     def _seconds_to_start(self, now: float) -> float:
@@ -276,8 +245,3 @@ class Requests:
         if self.start_seconds is None:
             return 0.0
         return abs(min(known, default=now) + self.start_seconds - now)
-
-
-def _next_time(waiting: RoutedRequest) -> float:
-    """Return when something is to be done about a request that waits."""
-    return waiting.not_before if waiting.refused_by else waiting.wait_until

@@ -23,7 +23,7 @@ class RoutingChoice(NamedTuple):
 
     replica: int
     why: str
-    """One word: `turn`, `load`, `prefix`, `cost`, or, where no router was asked, `only`."""
+    """One word: `turn`, `load`, `prefix` or `cost`."""
     predicted_ttft: float | None = None
     """Seconds from now until the first token, if it comes in its turn; None where nothing predicts."""
 
