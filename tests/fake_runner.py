@@ -173,16 +173,11 @@ def fake_info(config: SchedulerConfig, *, moves_streams: bool = False) -> Engine
         model_name="fake",
         architecture="Fake",
         vocab_size=VOCAB_SIZE,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        num_blocks=config.num_blocks,
+        limits=config.replica_limits(device="none", moves_streams=moves_streams),
         policy=config.policy,
-        max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        device="none",
         dtype="none",
         priority_scheduling=config.scheduling_policy == "priority",
-        moves_streams=moves_streams,
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import EngineDead, OnbeatError
+from onbeat.core.fleet import ReplicaLimits
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import FinishReason, Pooling, Request, RequestOutput, TokenLogprobs
 from onbeat.core.step import BatchShape, DraftStats, StepOutputs, StepStats
@@ -121,13 +122,15 @@ class FakeEngine:
             model_name="fake/model",
             architecture="fake",
             vocab_size=VOCAB_SIZE,
-            max_model_len=self.max_model_len,
-            block_size=16,
-            num_blocks=1024,
+            limits=ReplicaLimits(
+                device="cpu",
+                max_model_len=self.max_model_len,
+                max_num_seqs=64,
+                num_blocks=1024,
+                block_size=16,
+            ),
             policy="sarathi",
-            max_num_seqs=64,
             max_num_batched_tokens=2048,
-            device="cpu",
             dtype="float32",
             priority_scheduling=self.priority_scheduling,
             speculation="ngram" if self.script.drafts_per_step else None,

@@ -395,7 +395,7 @@ class FleetClient:
     @property
     def hashed_block_size(self) -> int:
         # with one replica there is nothing to choose
-        return self.info.block_size if self._hashes_prompts and len(self.controller.lives) > 1 else 0
+        return self.info.limits.block_size if self._hashes_prompts and len(self.controller.lives) > 1 else 0
 
     def ask(self, request: Request, block_hashes: Sequence[bytes], gate: GatePort | None = None) -> None:
         """Have a request served for a gate, by default this process's own."""

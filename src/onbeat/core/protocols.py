@@ -9,7 +9,6 @@ from typing import Protocol
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView, ScalingView
-from onbeat.core.kv_windows import KVWindows
 from onbeat.core.request import Adapter, Pooling, Request, RequestOutput, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
 
@@ -31,21 +30,14 @@ class EngineInfo:
     model_name: str
     architecture: str
     vocab_size: int
-    max_model_len: int
-    """Most tokens (prompt and output) of one request."""
-    block_size: int
-    num_blocks: int
+    limits: ReplicaLimits
     policy: str
-    max_num_seqs: int
     max_num_batched_tokens: int
-    device: str
     dtype: str
     priority_scheduling: bool
     """Whether `Request.priority` has an effect."""
     speculation: str | None = None
     """What proposes draft tokens, by its name in the configuration; None where nothing is speculated."""
-    moves_streams: bool = False
-    """Whether streams can go to another engine with their KV, and others' come."""
     pooling: Pooling = "last"
     """How embeddings are pooled."""
     embedding_size: int = 0
@@ -62,7 +54,6 @@ class EngineInfo:
     """Name of each of the model's files -> digest of what it held when it was loaded."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Fields of `SamplingParams` that the engine cannot heed, and why."""
-    windows: KVWindows = KVWindows()
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Check that the engine can sample so.
@@ -76,19 +67,6 @@ class EngineInfo:
             if getattr(sampling, name):
                 message = f"{name} is not available: {why}; leave it out"
                 raise InvalidRequest(message, param=name, code="unsupported_parameter")
-
-    @property
-    def limits(self) -> ReplicaLimits:
-        """What a router must know of it."""
-        return ReplicaLimits(
-            device=self.device,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            num_blocks=self.num_blocks * (1 + self.windows.num_groups),
-            block_size=self.block_size,
-            windows=self.windows,
-            moves_streams=self.moves_streams,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,9 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         idle_work=runner.touch_ahead,
         judge=step_time.watch,
         reports_load=config.reports_load,
-        kv_memory=partial(loaded.kv_memory, config.activation_quantization) if info.moves_streams else None,
+        kv_memory=partial(loaded.kv_memory, config.activation_quantization)
+        if info.limits.moves_streams
+        else None,
         grammars=grammars,
         adapters=executor if info.max_loras else None,
     )
@@ -154,13 +156,12 @@ def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, s
         model_name=loaded.backend.name,
         architecture=loaded.backend.model.architecture,
         vocab_size=loaded.backend.model.vocab_size,
-        max_model_len=limits.max_model_len,
-        block_size=limits.block_size,
-        num_blocks=limits.num_blocks,
+        limits=limits.replica_limits(
+            device=loaded.device_name,
+            moves_streams=loaded.gives_kv and not composition(limits.policy).holds_finished,
+        ),
         policy=limits.policy,
-        max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        device=loaded.device_name,
         dtype=loaded.backend.device.dtype.name,
         priority_scheduling=limits.scheduling_policy == "priority",
         speculation=None if config.speculative is None else config.speculative.method,
@@ -169,15 +170,15 @@ def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, s
         embeds=loaded.backend.embeds,
         generates=loaded.backend.model.has_head,
         max_loras=config.num_loras,
-        moves_streams=loaded.gives_kv and not composition(limits.policy).holds_finished,
         file_digests=digests,
         left_out=dict(loaded.backend.left_out),
-        windows=limits.windows,
     )
 
 
 def _record_header(loaded: LoadedModel, info: EngineInfo, *, max_in_flight_steps: int) -> RecordHeader:
-    engine = {**asdict(info), "threads": loaded.backend.device.num_threads, **loaded.runner.forward.settings}
+    about = asdict(info)
+    about |= about.pop("limits")
+    engine = {**about, "threads": loaded.backend.device.num_threads, **loaded.runner.forward.settings}
     if loaded.proposer is not None:
         engine["drafts"] = loaded.proposer.description
     return RecordHeader(

@@ -107,18 +107,20 @@ class EngineGauges:
     @classmethod
     def of(cls, engine: EngineClient, now: float) -> EngineGauges:
         """Return those of an engine whose pulse is of the same clock as `now`."""
-        pulse, about = engine.pulse, engine.info
-        size = about.num_blocks * about.block_size
+        pulse = engine.pulse
+        limits = engine.info.limits
+        num_blocks = limits.num_blocks // (1 + limits.windows.num_groups)
+        size = num_blocks * limits.block_size
         return cls(
             is_alive=int(engine.is_alive),
             silence=now - pulse.time,
             step_age=0.0 if pulse.step_start is None else now - pulse.step_start,
             cache={
                 "engine": "0",
-                "block_size": str(about.block_size),
-                "num_gpu_blocks": str(about.num_blocks),
+                "block_size": str(limits.block_size),
+                "num_gpu_blocks": str(num_blocks),
                 "kv_cache_size_tokens": str(size),
-                "kv_cache_max_concurrency": f"{size / about.max_model_len:.2f}",
+                "kv_cache_max_concurrency": f"{size / limits.max_model_len:.2f}",
             },
         )
 

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from onbeat.core import slo
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import ReplicaLimits
 from onbeat.core.kv_windows import KVWindows
 from onbeat.core.options import check, option
 
@@ -203,6 +204,18 @@ class SchedulerConfig(SchedulerLimits):
         """What a request holds beside its first table: of a window, and a step's tokens."""
         num_tokens = self.window_length + self.max_num_batched_tokens + self.num_lookahead_tokens
         return KVWindows.of(self.num_tables, num_tokens, self.block_size)
+
+    def replica_limits(self, *, device: str, moves_streams: bool = False) -> ReplicaLimits:
+        """Return what a router must know of a replica with such a scheduler; see `ReplicaLimits`."""
+        return ReplicaLimits(
+            device=device,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            num_blocks=self.num_pages,
+            block_size=self.block_size,
+            windows=self.windows,
+            moves_streams=moves_streams,
+        )
 
     @property
     def longest_request(self) -> int:

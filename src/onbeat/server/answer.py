@@ -81,7 +81,7 @@ class AnswerResponse(Response):
         self._ping = ping
         self._num_begun = self._num_sent = 0
         """Pieces of the stream that are being sent, and that are on their way."""
-        _check_size(requests, services.info.max_model_len)
+        _check_size(requests, services.info.limits.max_model_len)
         self._is_streamed = bool(body.stream)
         self._choices = [
             Choice(

@@ -100,7 +100,7 @@ def create_app(
         reply_style=reply_style(config, chat_template, tokenizer),
         config=config,
         lifecycle=lifecycle,
-        encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
+        encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.limits.max_model_len),
         grammars=GrammarChecks(
             GrammarGuard(tokenizer, info.vocab_size), telemetry.grammars, is_needed=info.generates
         ),

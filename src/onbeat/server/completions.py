@@ -164,7 +164,7 @@ def completion_routes(services: Services) -> Routes:
         if body.echo:
             echo = partial(
                 _echo,
-                options=body.prompt_options(services.info.max_model_len),
+                options=body.prompt_options(services.info.limits.max_model_len),
                 tokenizer=services.tokenizer,
                 has_offsets=body.logprobs is not None,
             )

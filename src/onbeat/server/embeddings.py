@@ -139,7 +139,7 @@ async def embed(
         with services.lifecycle.generation():
             async with cancelled_on_disconnect(http.receive):
                 prompts = await services.encoder.encode_all(texts, options, context.caller)
-                _check_lengths(prompts, services.info.max_model_len, options, names)
+                _check_lengths(prompts, services.info.limits.max_model_len, options, names)
                 if context.allowance is not None:
                     await context.allowance.take_answers(sum(map(len, prompts)))
                 turns = Turns()
@@ -315,7 +315,7 @@ async def _embedded(body: EmbeddingRequest, request: HttpRequest, services: Serv
     if texts is None:
         texts, param = [await render_chat(body, request, services)], "messages"
     check_texts(texts, param)
-    options = encode_options(body, info.max_model_len, param=param, special=param == "input")
+    options = encode_options(body, info.limits.max_model_len, param=param, special=param == "input")
     return await embed(services, request, body, texts, options)
 
 
@@ -454,7 +454,7 @@ async def _embed(
     *_, last = fields
     together = [text for texts in fields.values() for text in texts]
     names = [f"{param}[{index}]" for param, texts in fields.items() for index in range(len(texts))]
-    options = encode_options(body, services.info.max_model_len, param=last)
+    options = encode_options(body, services.info.limits.max_model_len, param=last)
     return await embed(services, request, body, together, options, names)
 
 

@@ -38,7 +38,7 @@ async def encoded(
     OnbeatError : one is refused (`PromptEncoder.encode_all`).
     ClientGone : the caller has left.
     """
-    options = body.prompt_options(services.info.max_model_len)
+    options = body.prompt_options(services.info.limits.max_model_len)
     async with cancelled_on_disconnect(http.receive):
         return await services.encoder.encode_all(texts, options, context_of(http.scope).caller)
 
@@ -117,7 +117,7 @@ def _sampling_params(
         num_prompt_tokens,
         asked=1 if body.asked_max_tokens == 0 else body.asked_max_tokens,
         default=most if body.default_max_tokens is None else body.default_max_tokens,
-        max_model_len=info.max_model_len,
+        max_model_len=info.limits.max_model_len,
         param=body.prompt_field,
     )
     seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK

@@ -169,7 +169,7 @@ def model_routes(services: Services) -> Routes:
             created_at=f"{datetime.fromtimestamp(services.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
             root=services.info.model_name if adapter is None else adapter.path,
             parent=None if adapter is None else services.model_names[0],
-            max_model_len=services.info.max_model_len,
+            max_model_len=services.info.limits.max_model_len,
         )
 
     @router.get("", responses=router.telling(ModelList, 401))

@@ -102,7 +102,7 @@ def tokenizer_routes(services: Services) -> Routes:
             text, kind = await render_chat(body, request, services), ChatCompletionRequest
         # as the endpoint that answers would encode it
         options = body.encode_options(
-            services.info.max_model_len,
+            services.info.limits.max_model_len,
             param=kind.prompt_field,
             special=kind.default_add_special_tokens,
             max_tokens=body.max_completion_tokens or body.max_tokens or kind.default_max_tokens,
@@ -111,7 +111,7 @@ def tokenizer_routes(services: Services) -> Routes:
             token_ids = await encoder.encode_text(text, options, caller)
             # written there, too: what a long list leaves behind takes as long to be freed
             strings = list_in_pieces(token_ids, tokenizer.token_entry) if body.return_token_strs else None
-            num_tokens, most = len(token_ids), services.info.max_model_len
+            num_tokens, most = len(token_ids), services.info.limits.max_model_len
             answer = Tokens(num_tokens, most, list_in_pieces(token_ids), strings)
             pieces = await encoder.off_loop(caller, num_tokens, lambda: list(in_pieces(answer)))
         return PiecesResponse(pieces, services.slow_readers)
@@ -137,7 +137,7 @@ def tokenizer_routes(services: Services) -> Routes:
         info = TokenizerInfo(
             tokenizer_class=type(tokenizer).__name__,
             vocab_size=tokenizer.vocab_size,
-            model_max_length=services.info.max_model_len,
+            model_max_length=services.info.limits.max_model_len,
             bos_token=None if start is None else tokenizer.token_text(start),
             eos_token=tokenizer.token_text(ends[0]) if ends else None,
             additional_special_tokens=list(map(tokenizer.token_text, sorted(tokenizer.special_token_ids))),

@@ -12,7 +12,7 @@ from functools import partial
 from math import inf, nan
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
-from onbeat.core.fleet import ReplicaLimits, ReplicaLoad, replica_id, replica_number
+from onbeat.core.fleet import ReplicaLoad, replica_id, replica_number
 from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.cluster import events
@@ -265,17 +265,9 @@ class VirtualFleet(FrontEnd):
         del self._starting[number]
         kind = self._kind(number)
         self._loop.join(number, self._make_replica(number, kind), self)
-        limits = kind.scheduler
-        told = ReplicaLimits(
-            device=kind.device,
-            max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            num_blocks=limits.num_pages,
-            block_size=limits.block_size,
-            windows=limits.windows,
-            moves_streams=self._config.kv_link is not None and not composition(limits.policy).holds_finished,
-        )
-        self._tell(events.Joined(replica_id(number), told), now)
+        moves = self._config.kv_link is not None and not composition(kind.scheduler.policy).holds_finished
+        limits = kind.scheduler.replica_limits(device=kind.device, moves_streams=moves)
+        self._tell(events.Joined(replica_id(number), limits), now)
         if self._is_reported:
             self._take_report(number, now)
 

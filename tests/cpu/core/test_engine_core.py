@@ -117,7 +117,7 @@ def test_stats_describe_the_steps():
     assert all(entry.end >= entry.start for entry in stats)
     assert [entry.step_id for entry in stats] == list(range(len(stats)))
     assert stats[-1].num_used_blocks == 0
-    assert stats[0].num_blocks == info.num_blocks
+    assert stats[0].num_blocks == info.limits.num_blocks
     assert sum(entry.num_prefix_queries for entry in stats) == 104
 
 

@@ -270,7 +270,7 @@ def test_planning_ahead_gives_the_same_tokens(
         with LLM(
             str(tiny_directory), **options | {"max_model_len": 256}, kv_cache_memory_bytes=24 * block_bytes
         ) as llm:
-            assert llm.info.num_blocks == 24
+            assert llm.info.limits.num_blocks == 24
             tokens.append([g.token_ids for g in llm.generate(prompts, sampling, ignore_eos=True)])
             check_nothing_is_left(llm)
     assert tokens[0] == tokens[1]

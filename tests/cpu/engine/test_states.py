@@ -79,7 +79,7 @@ def test_states_take_half_of_the_cache_and_bound_the_requests(tmp_path: Path) ->
     core, info = build_engine(config(tmp_path, kv_cache_memory_bytes=cache_bytes), said.append)
     core.shutdown()
     assert any(line.startswith("at most 8 requests run at once") for line in said)
-    assert info.moves_streams
+    assert info.limits.moves_streams
     few = SchedulerLimits(max_model_len=256, max_num_seqs=1)
     limits = prepare(config(tmp_path, kv_cache_memory_bytes=cache_bytes, limits=few)).limits
     assert (limits.max_num_seqs, limits.num_snapshots, limits.num_blocks) == (1, 4, 16)

@@ -62,7 +62,7 @@ def test_requests_may_be_longer_than_the_blocks_of_all_layers(tmp_path: Path) ->
     limits = SchedulerLimits(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=4096)
     core, info = build_engine(config(tmp_path, limits=limits), lambda line: said.append(str(line)))
     core.shutdown()
-    assert info.max_model_len == 4096
+    assert info.limits.max_model_len == 4096
     assert any("1,600" in line and "4,096" in line for line in said)
     # 256 blocks of the first table, and 38 of each of five others: one request of 446 of 600 blocks
     assert any(re.search(r"\b64 tokens.*\b5 groups.*\b1 of\b", line) for line in said)
@@ -131,4 +131,7 @@ def test_a_live_engine_has_the_blocks_that_a_simulation_counts(
     num_blocks = int((3 << 20) // (held * 16))
     simulated = settle(limits, num_blocks=num_blocks, model_len=8192, **windows)
     assert simulated.max_model_len > 1.5 * num_blocks * 16
-    assert (info.limits.num_blocks, info.max_model_len) == (simulated.num_pages, simulated.max_model_len)
+    assert (info.limits.num_blocks, info.limits.max_model_len) == (
+        simulated.num_pages,
+        simulated.max_model_len,
+    )

@@ -123,7 +123,7 @@ async def test_vllms_metric_of_the_cache(served: Served) -> None:
     text = (await served.get("/metrics")).body.decode()
     (line,) = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
     info = served.engine.info
-    assert f'kv_cache_size_tokens="{info.num_blocks * info.block_size}"' in line
+    assert f'kv_cache_size_tokens="{info.limits.num_blocks * info.limits.block_size}"' in line
     assert line.endswith(" 1.0")
 
 

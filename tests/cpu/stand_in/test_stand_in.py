@@ -248,7 +248,7 @@ class TestConfiguration:
     def test_an_8b_on_an_h100(self, smollm2_gguf: Path) -> None:
         lines: list[str] = []
         core, info = build_engine(self.config(smollm2_gguf), lines.append)
-        assert (info.model_name, info.device, info.architecture) == ("Llama-3.1-8B", "h100-sxm", "stand-in")
+        assert (info.model_name, info.architecture) == ("Llama-3.1-8B", "stand-in")
         assert info.vocab_size == 49152
         assert info.limits == ReplicaLimits(
             device="h100-sxm",
@@ -273,7 +273,7 @@ class TestConfiguration:
         sizes = {}
         for device in ("h100-sxm", "l4"):
             core, info = build_engine(self.config(smollm2_gguf, device=device, limits=large), lambda _: None)
-            sizes[device] = info.num_blocks * info.block_size
+            sizes[device] = info.limits.num_blocks * info.limits.block_size
             core.shutdown()
         assert 350_000 < sizes["h100-sxm"] < 500_000
         assert sizes["l4"] < 50_000
@@ -327,7 +327,7 @@ class TestConfiguration:
         (tmp_path / "config.json").write_text(json.dumps(sizes))
         assert find_stand_in(str(tmp_path)).path == smollm2_gguf
         with LLM(str(tmp_path), load_format="stand-in", device="l4") as llm:
-            assert llm.info.max_model_len == 512
+            assert llm.info.limits.max_model_len == 512
             first, second = (llm.generate(["Hello"], SamplingParams(max_tokens=9)) for _ in range(2))
             assert first[0].token_ids == second[0].token_ids
             assert len(first[0].token_ids) == 9

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import onbeat
 from onbeat.core.errors import SLOUnattainable
-from onbeat.core.fleet import ReplicaView, ScalingView
+from onbeat.core.fleet import ReplicaLimits, ReplicaView, ScalingView
 from onbeat.core.step import DraftStats, SchedulerState
 from onbeat.metrics.declare import declared
 from onbeat.metrics.exporter import SHOWN, state_schema
@@ -45,7 +45,9 @@ def busy_server() -> FakeServer:
     engine = SimpleNamespace(
         pulse=SimpleNamespace(time=1.0, step_start=0.5),
         is_alive=True,
-        info=SimpleNamespace(num_blocks=100, block_size=16, max_model_len=2048),
+        info=SimpleNamespace(
+            limits=ReplicaLimits(max_model_len=2048, max_num_seqs=8, num_blocks=100, block_size=16)
+        ),
     )
     fleet = SimpleNamespace(
         num_waiting=3,
