@@ -255,13 +255,6 @@ class ModelRunner:
         if self.batch.num_guided:
             for slot in slots:
                 begin_guide(self.batch.sampling_rows[slot], self.guides)
-        if self.proposer is not None and slots:
-            starts = {row.request_id: row.num_computed_tokens for row in scheduled.rows}
-            for admitted, slot in zip(scheduled.admitted, slots, strict=True):
-                request = admitted.request
-                # Who makes drafts has none of the KV that came from another replica.
-                start = 0 if request.num_external_tokens else starts.get(request.request_id, 0)
-                self.proposer.admit(self.batch, slot, start)
 
     def _release(self, request_id: str) -> None:
         batch = self.batch

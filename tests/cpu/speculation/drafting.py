@@ -60,7 +60,6 @@ def by_draft_model(make_draft: MakeForward, max_catch_up_tokens: int = 256) -> M
     def make(forward: ForwardPass, limits: SchedulerConfig) -> Proposer:
         return DraftModelProposer(
             make_draft(num_blocks=limits.num_blocks, block_size=limits.block_size),
-            num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             max_num_seqs=limits.max_num_seqs,
             vocab_size=forward.config.vocab_size,

@@ -189,15 +189,10 @@ class ScriptedProposer(Proposer):
         self.answer = answer
         self.right = right
         self.shortfall = shortfall
-        self.slots: dict[int, int] = {}
-        """Slot to the tokens that the prefix cache held."""
-
-    def admit(self, batch: Any, slot: int, num_computed_tokens: int) -> None:
-        assert slot not in self.slots, "admitted twice"
-        self.slots[slot] = num_computed_tokens
+        self.released: list[int] = []
 
     def release(self, slot: int) -> None:
-        del self.slots[slot]
+        self.released.append(slot)
 
     def propose(self, batch: Any, rows: Any) -> list[list[int]]:
         return [self._drafts(batch, row) for row in rows]
@@ -214,7 +209,6 @@ class ScriptedProposer(Proposer):
         return [everything[p] if self.right(p) else (everything[p] + 1) % 211 for p in positions]
 
     def num_available(self, batch: Any, slots: Sequence[int], num_tokens: Sequence[int]) -> list[int] | None:
-        assert set(slots) <= self.slots.keys()
         assert num_tokens == batch.num_tokens_S[slots].tolist()
         return None
 

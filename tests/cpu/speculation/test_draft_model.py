@@ -128,18 +128,15 @@ class Drafting:
         self.forward = kind(tiny_model("llama3", torch.float32).weights, num_blocks=32, block_size=16)
         self.proposer = DraftModelProposer(
             self.forward,
-            num_blocks=32,
             block_size=16,
             max_num_seqs=4,
             vocab_size=vocab_size,
             max_catch_up_tokens=max_catch_up_tokens,
         )
 
-    def admit(self, name: str, tokens: list[int], block_ids: list[int], num_cached: int = 0) -> int:
+    def admit(self, name: str, tokens: list[int], block_ids: list[int]) -> int:
         request = Request(request_id=name, prompt_token_ids=tuple(tokens), sampling=GREEDY)
-        slot = self.batch.admit(AdmittedRequest(request, (), tuple(block_ids)))
-        self.proposer.admit(self.batch, slot, num_cached)
-        return slot
+        return self.batch.admit(AdmittedRequest(request, (), tuple(block_ids)))
 
     def release(self, name: str) -> None:
         slot = self.batch.release(name)
@@ -192,66 +189,18 @@ def test_drafts_do_not_depend_on_the_batch() -> None:
     assert together.propose((other, 70, 2), (slot, 40, 5))[1] == expected
 
 
-def test_cached_blocks_are_used_as_far_as_they_are_filled() -> None:
+def test_what_others_or_the_request_itself_had_in_the_cache_is_run_again() -> None:
     drafting = Drafting()
     first = drafting.admit("a", PROMPT, [5, 9, 2])
     (expected,) = drafting.propose((first, 40, 2))
+    second = drafting.admit("b", PROMPT, [5, 9, 3])
     drafting.forward.take()
-    second = drafting.admit("b", PROMPT, [5, 9, 3], num_cached=32)
     assert drafting.propose((second, 40, 2)) == [expected]
-    assert drafting.forward.take() == [[8], [1]]
-
-
-def test_cached_blocks_that_the_draft_model_never_filled_are_run() -> None:
-    drafting = Drafting()
-    drafting.admit("a", PROMPT, [5, 9, 2])  # its prompt is computed by the target alone
-    second = drafting.admit("b", PROMPT, [5, 9, 3], num_cached=32)
-    drafting.propose((second, 40, 1))
-    assert drafting.forward.take() == [[40]]
-    third = drafting.admit("c", PROMPT, [5, 9, 4], num_cached=32)
-    drafting.propose((third, 40, 1))
-    assert drafting.forward.take() == [[8]]
-
-
-def test_a_block_filled_in_part_is_used_in_part() -> None:
-    drafting = Drafting(max_catch_up_tokens=20)
-    first = drafting.admit("a", PROMPT, [5, 9, 2])
-    assert drafting.propose((first, 40, 2)) == [[]]
-    assert drafting.forward.take() == [[20]]
-    second = drafting.admit("b", PROMPT, [5, 9, 3], num_cached=32)
-    assert len(drafting.propose((second, 40, 2))[0]) == 2
-    assert drafting.forward.take() == [[20], [1]]
-
-
-def test_blocks_given_anew_count_as_empty() -> None:
-    drafting = Drafting()
-    first = drafting.admit("a", PROMPT, [5, 9, 2])
-    drafting.propose((first, 40, 1))
+    assert drafting.forward.take() == [[40], [1]]
     drafting.release("a")
-    second = drafting.admit("b", random_prompt(48)[8:], [9, 5, 2])
-    drafting.forward.take()
-    drafting.propose((second, 40, 1))
-    assert drafting.forward.take() == [[40]]
-    drafting.release("b")
-    # One more owner of block 9, who never asks for drafts: what it held is gone for those who find it cached.
-    drafting.admit("c", random_prompt(30), [11])
-    drafting.batch._append_blocks(drafting.batch.slots["c"], [9])
-    drafting.release("c")
-    fourth = drafting.admit("d", random_prompt(40), [11, 9, 12], num_cached=32)
-    drafting.forward.take()
-    drafting.propose((fourth, 40, 1))
-    assert drafting.forward.take() == [[40]]
-
-
-def test_a_preempted_request_finds_its_kv_again() -> None:
-    drafting = Drafting()
-    first = drafting.admit("a", PROMPT, [5, 9, 2])
-    (expected,) = drafting.propose((first, 40, 1))
-    drafting.release("a")
-    again = drafting.admit("a", PROMPT, [5, 9, 13], num_cached=32)
-    drafting.forward.take()
-    assert drafting.propose((again, 40, 1)) == [expected]
-    assert drafting.forward.take() == [[8]]
+    again = drafting.admit("a", PROMPT, [5, 9, 13])
+    assert drafting.propose((again, 40, 2)) == [expected]
+    assert drafting.forward.take() == [[40], [1]]
 
 
 def test_long_catching_up_is_spread_over_steps_and_holds_up_nobody() -> None:
@@ -316,7 +265,7 @@ def test_a_request_that_breaks_the_draft_model_goes_on_without() -> None:
     assert breaking.scrubbed == (3,)
     assert [len(ids) for ids in drafting.propose(*rows)] == [0, 3]
     drafting.release("a")
-    new = drafting.admit("c", PROMPT[:10], [3], num_cached=0)
+    new = drafting.admit("c", PROMPT[:10], [3])
     assert [len(ids) for ids in drafting.propose((new, 10, 3))] == [3]
 
 

@@ -201,7 +201,6 @@ def test_blocks_with_accepted_drafts_are_shared(overlapped: bool) -> None:
     )
     assert_same(speculated, expected)
     assert speculated.num_cached_tokens == expected.num_cached_tokens > 100
-    assert max(script.slots.values()) > 100  # the proposer is told of what the cache held
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one-step", "overlapped"])

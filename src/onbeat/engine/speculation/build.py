@@ -14,6 +14,7 @@ No drafts of its own: what is left is text that grammars prescribe, which any pr
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,17 +72,14 @@ class NgramProposer(Proposer):
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        self._lengths = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
+        lengths = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         self._most = config.num_speculative_tokens
-        self._histories: dict[int, _History] = {}
-
-    def admit(self, batch: InputBatch, slot: int, num_computed_tokens: int) -> None:  # noqa: ARG002
-        """Take in a request; it is read once it samples."""
-        self._histories[slot] = _History(self._lengths)
+        self._histories: defaultdict[int, _History] = defaultdict(lambda: _History(lengths))
+        """By slot; a request is read once it samples."""
 
     def release(self, slot: int) -> None:
         """Forget a request."""
-        del self._histories[slot]
+        self._histories.pop(slot, None)
 
     def propose(self, batch: InputBatch, rows: list[DraftRow]) -> list[list[int]]:
         """Return what followed the last match of each row; nothing where there is none."""
@@ -233,7 +231,6 @@ def _build_draft_model(
     _warm_up(draft, limits)
     return DraftModelProposer(
         draft,
-        num_blocks=limits.num_blocks,
         block_size=limits.block_size,
         max_num_seqs=limits.max_num_seqs,
         vocab_size=target.config.vocab_size,

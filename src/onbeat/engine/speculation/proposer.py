@@ -25,21 +25,12 @@ class Proposer(Protocol):
     """Guesses the next tokens of requests. A wrong guess costs time, never a wrong token.
 
     It reads tokens, block tables and sampling parameters of the input batch by slot. Calls come in the order
-    of the steps: `release`, `admit`, `propose`, and `num_available` after the step's tokens were appended,
-    where the step asks for it.
+    of the steps: `release`, `propose`, and `num_available` after the step's tokens were appended, where the
+    step asks for it. A slot whose request was released, or never asked for, begins anew.
 
     Those that inherit from it keep nothing of a request, make any number of drafts and take no memory ahead,
     unless they say otherwise.
     """
-
-    def admit(self, batch: InputBatch, slot: int, num_computed_tokens: int) -> None:  # noqa: ARG002
-        """Take in a request that is new, or runs again after a preemption.
-
-        Parameters
-        ----------
-        num_computed_tokens : tokens whose KV the prefix cache holds in the request's first blocks.
-        """
-        return
 
     def release(self, slot: int) -> None:  # noqa: ARG002
         """Forget a request that ended or was preempted."""
