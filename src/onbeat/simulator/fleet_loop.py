@@ -88,22 +88,17 @@ class FleetLoop:
         ------
         ConfigError : a request that no replica can ever run.
         """
-        self._front_end = front_end
+        self._front_end, events = front_end, self.events
         try:
             front_end.open()
             self._expect_arrival()
-            self.go_on()
+            while events:
+                self.now, _, _, _, call = heappop(events)
+                call(self.now)
         except KeyboardInterrupt:
             return False
-        return True
-
-    def go_on(self) -> None:
-        """Run on from where the loop, or a copy of it, has come to."""
-        events = self.events
-        while events:
-            self.now, _, _, _, call = heappop(events)
-            call(self.now)
         assert not self.clients.num_under_way, "nothing runs, but a request has not ended"
+        return True
 
     def at(self, when: float, phase: int, call: Call, number: int = 0) -> None:
         """Have something done.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from onbeat.core.step_time import StepTimeModel
@@ -22,7 +22,7 @@ from onbeat.simulator.virtual_replica import VirtualReplica
 from onbeat.workload.offered import OfferedLoad
 
 
-def simulate(  # noqa: PLR0913 (four say who watches)
+def simulate(
     load: OfferedLoad,
     config: SimulationConfig,
     step_time: StepTimeModel,
@@ -30,7 +30,6 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     on_progress: OnRequests | None = None,
     observer: SimulationObserver | None = None,
     on_decision: Decided | None = None,
-    on_record: Callable[[RequestRecord], None] | None = None,
 ) -> SimulationResult:
     """Run a load through virtual replicas.
 
@@ -45,13 +44,10 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     on_progress : hears (requests ended, requests offered, virtual seconds) at most ten times a second.
     observer : hears of each step and request.
     on_decision : is told of each event of the fleet, its time and the actions, if not None.
-    on_record : takes the record of each request as it ends, in place of the result: what a run keeps of its
-        requests is then bounded by those that are under way, however many there are.
 
     Returns
     -------
-    The records of all requests; of those that had ended, where Ctrl-C interrupted the run. None are there if
-    `on_record` has taken them.
+    The records of all requests; of those that had ended, where Ctrl-C interrupted the run.
 
     Raises
     ------
@@ -60,15 +56,8 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     """
     load.check_lengths(config.max_model_len, overlong="error")
     started = time.perf_counter()
-    kept: list[RequestRecord | None] = [None] * (0 if on_record is not None else len(load))
-
-    def keep(row: int, record: RequestRecord) -> None:
-        if on_record is None:
-            kept[row] = record
-        else:
-            on_record(record)
-
-    collector = Collector(keep, len(load), on_progress=on_progress, observer=observer)
+    kept: list[RequestRecord | None] = [None] * len(load)
+    collector = Collector(kept.__setitem__, len(load), on_progress=on_progress, observer=observer)
     is_complete, replicas, fleet = run_replicas(load, config, step_time, collector, observer, on_decision)
     collector.report()
     records = [record for record in kept if record is not None]

@@ -79,13 +79,14 @@ class VirtualReplica(ABC):
         self._overhead = config.host_overhead
         self._charged = 0.0
         """Seconds by which the next step takes longer."""
-        self._noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
+        self._index = number = int(name)
+        sigma = config.step_noise
+        self._noise = StepNoise(sigma, seed=config.seed, replica=number) if sigma else None
         self._deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
         self._sampler = make_sampler(config, self._deliveries)
         self._num_steps = 0
         """Steps that have ended."""
         self._busy_seconds = 0.0
-        self._index = int(name)
         self._observer = None if observer is None or observer.wanted_steps == "none" else observer
         self._reporter = None if self._observer is None else StepReporter(self.scheduler)
         self._writes_times = config.scheduler.speculation is None
@@ -377,11 +378,6 @@ class StepNoise:
         # 53 bits, moved off 0 and 1, where the normal distribution has no value.
         uniform = ((int.from_bytes(digest, "little") >> 11) + 0.5) * _SCALE
         return exp(self._log_mean + self._sigma * _NORMAL.inv_cdf(uniform))
-
-
-def make_noise(sigma: float, *, seed: int, replica: int) -> StepNoise | None:
-    """Return the noise of a replica; None where steps take exactly what is predicted."""
-    return StepNoise(sigma, seed=seed, replica=replica) if sigma else None
 
 
 @runtime_checkable

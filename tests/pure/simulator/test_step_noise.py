@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.virtual_replica import StepNoise, make_noise
+from onbeat.simulator.virtual_replica import StepNoise
 from tests.pure.simulator.loads import (
     ShapeTime,
     StepByStep,
@@ -44,10 +44,6 @@ def test_seeds_and_replicas_differ():
         StepNoise(0.1, seed=seed, replica=replica).factor(7) for seed in range(5) for replica in range(5)
     }
     assert len(factors) == 25
-
-
-def test_no_noise_is_none():
-    assert make_noise(0.0, seed=1, replica=1) is None
 
 
 @pytest.mark.parametrize("changes", [{}, {"replicas": 3}, {"pipeline": 2}])
