@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 from onbeat.core.errors import EngineDead, InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.fleet import ReplicaLoad
@@ -26,13 +25,6 @@ from onbeat.scheduler.replica.step_report import Planned, StepReporter
 from onbeat.text.grammar.compiler import GrammarCompiler
 
 logger = logging.getLogger("onbeat.engine")
-
-
-class StepJudge(Protocol):
-    """Looks at every step that ran."""
-
-    def judge(self, stats: StepStats) -> None:
-        """Look at a step, of which the step-time model has been told; what is found may be set in `stats`."""
 
 
 @dataclass(slots=True)
@@ -60,7 +52,7 @@ class EngineCore:
     clock : seconds; the same clock stamps `Request.arrival`.
     recorder : told of every call of the scheduler, in their order; closed at shutdown.
     idle_work : what there is to do while nothing runs: called over and over, returns whether it did anything.
-    judge : looks at every step that ran.
+    judge : looks at every step that ran, of which the step-time model has been told; it may set what it finds.
     reports_load : whether messages say how the engine stands (`StepOutputs.load`), for a fleet.
     kv_memory : gives access to the KV, for `open_kv`; None where no other engine could copy it.
     grammars : compiles grammars; closed at shutdown.
@@ -80,7 +72,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         recorder: RecordWriter | None = None,
         idle_work: Callable[[], bool] = lambda: False,
-        judge: StepJudge | None = None,
+        judge: Callable[[StepStats], None] | None = None,
         reports_load: bool = False,
         kv_memory: Callable[[], BlockMemory] | None = None,
         grammars: GrammarPort | None = None,
@@ -332,7 +324,7 @@ class EngineCore:
             stats.guide_seconds, stats.num_guide_faults = guided.seconds, len(guided.faults)
         stats.compile_seconds = self.grammars.take_seconds()
         if self._judge is not None:
-            self._judge.judge(stats)
+            self._judge(stats)
         self._last_end = now
         if self._recorder is not None:
             seconds = stats.end - stats.start

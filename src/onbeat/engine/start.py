@@ -89,7 +89,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
         idle_work=runner.touch_ahead,
-        judge=step_time.watch,
+        judge=None if step_time.watch is None else step_time.watch.judge,
         reports_load=config.reports_load,
         kv_memory=partial(loaded.kv_memory, config.activation_quantization)
         if info.limits.moves_streams

@@ -16,7 +16,7 @@ from onbeat.scheduler.cluster.events import (
     Tick,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.membership import ReplicaState
+from onbeat.scheduler.cluster.membership import MOST_DEATHS, ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
 from tests.pure.scheduler.driven import Driven, limits, places, request
 
@@ -104,8 +104,9 @@ def test_with_one_replica_all_wait_for_its_restart():
     assert places(driven.on(Joined("r0", limits()), after=2.0)) == [("a", "r0"), ("c", "r0")]
 
 
-def test_few_new_requests_wait_for_a_start():
-    driven = Driven(1, max_num_waiting=1)
+def test_few_new_requests_wait_for_a_start(monkeypatch):
+    monkeypatch.setattr("onbeat.scheduler.cluster.fleet.MOST_WAITING", 1)
+    driven = Driven(1)
     driven.on(Lost("r0", "killed"))
     driven.on(Joined("r0", limits()), after=3.0)
     driven.on(Lost("r0", "killed"))
@@ -207,9 +208,11 @@ def test_a_stream_is_never_refused_for_load():
 
 
 def test_a_refused_stream_that_waits_is_told_when_nobody_is_left():
-    driven = Driven(2, restarts=False)
+    driven = Driven(2)
     driven.send("a")
     driven.first("r0", "a")
-    driven.on(Lost("r0", "killed"))
+    for _ in range(MOST_DEATHS):
+        driven.on(Lost("r0", "killed"))
     driven.on(Refused("r1", "a", is_for_load=True, retry_after=2.0))
-    assert driven.on(Lost("r1", "killed")) == [Refuse("a", "no_replica")]
+    told = [driven.on(Lost("r1", "killed")) for _ in range(MOST_DEATHS)]
+    assert told[-1] == [Refuse("a", "no_replica")]

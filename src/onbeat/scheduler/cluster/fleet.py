@@ -33,6 +33,8 @@ from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.cluster.scaling import ScaleBounds, Scaling
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 
+MOST_WAITING = 1024
+"""New requests that wait for a replica to start; further ones are refused."""
 MOST_LIVES = 3
 """Replicas in a row that may die under a request before its next token: one that kills them must end."""
 _LEADS_TO_A_CHOICE = (events.Arrived, events.Refused, events.Lost, events.DrainAsked)
@@ -186,7 +188,7 @@ class Fleet:
         if self._scaling is not None:
             self._watcher.on_arrival(event.request, now)
             self._rescale(self._scaling.wake(now), now)
-        is_full = len(self._requests.waiting) >= self._rules.max_num_waiting
+        is_full = len(self._requests.waiting) >= MOST_WAITING
         self._requests.send(open_request, now, may_wait=not is_full)
 
     def _on_delivery(self, event: events.Delivered, now: float) -> None:
@@ -280,7 +282,7 @@ class Fleet:
         if replica.state is ReplicaState.DRAINING:
             self._end(replica, now, is_alive=False)
         else:
-            delay = replica.on_death(now) if self._rules.restarts else None
+            delay = replica.on_death(now)
             state = ReplicaState.DOWN if delay is None else ReplicaState.STARTING
             self._leave(replica, state, event.why)
             if delay is not None:

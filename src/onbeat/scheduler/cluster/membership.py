@@ -32,12 +32,8 @@ DOWN_SECONDS = 600.0
 class FleetRules:
     """How a fleet treats its replicas."""
 
-    restarts: bool = True
-    """Whether a replica that died is started again; else it stays down."""
     drain_seconds: float = fleet.DRAIN_SECONDS
     """How long what runs on a replica may take that is to end because fewer are asked for."""
-    max_num_waiting: int = 1024
-    """Most new requests that wait for a replica to start; further ones are refused."""
     max_wait_seconds: float | None = None
     """Longest that a request without tokens waits for a replica to start; None: no limit."""
     num_prefill: int = 0
