@@ -52,7 +52,7 @@ class EngineCore:
     clock : seconds; the same clock stamps `Request.arrival`.
     recorder : told of every call of the scheduler, in their order; closed at shutdown.
     idle_work : what there is to do while nothing runs: called over and over, returns whether it did anything.
-    judge : looks at every step that ran, of which the step-time model has been told; it may set what it finds.
+    judge : looks at every step that ran, once the step-time model has been told; may set what it finds there.
     reports_load : whether messages say how the engine stands (`StepOutputs.load`), for a fleet.
     kv_memory : gives access to the KV, for `open_kv`; None where no other engine could copy it.
     grammars : compiles grammars; closed at shutdown.

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from math import inf
+from typing import Unpack
 
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaLoad
@@ -18,11 +19,10 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, predict_step, refuse_prediction
 from onbeat.perfmodel.runs import RunTimer, seconds_of_each
 from onbeat.simulator.deliveries import refuse
-from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
-from onbeat.simulator.virtual_replica import StepUnderWay, VirtualReplica
+from onbeat.simulator.virtual_replica import Around, StepUnderWay, VirtualReplica
 
 
 class PipelineReplica(VirtualReplica):
@@ -35,14 +35,9 @@ class PipelineReplica(VirtualReplica):
     """
 
     def __init__(
-        self,
-        name: str,
-        config: SimulationConfig,
-        step_time: StepTimeModel,
-        *,
-        observer: SimulationObserver | None = None,
+        self, name: str, config: SimulationConfig, step_time: StepTimeModel, **around: Unpack[Around]
     ) -> None:
-        super().__init__(name, config, step_time, observer)
+        super().__init__(name, config, step_time, **around)
         self._num_stages = config.pipeline
         self._under_way: deque[tuple[StepUnderWay, float]] = deque()
         """Micro-batches, and when they leave the last stage."""
@@ -133,35 +128,20 @@ class SerialReplica(VirtualReplica):
     see what came since: such requests are held until the step after the next is planned, or nothing else is
     there to run. One that comes as a step ends has missed the plan of that instant, too.
 
-    Parameters
-    ----------
-    name : as records carry it.
-    observer : hears of steps.
-    is_alone : whether every arrival comes to this replica, so that no router asks about it.
-    is_watched : whether somebody asks for its load after each step.
     """
 
     def __init__(
-        self,
-        name: str,
-        config: SimulationConfig,
-        step_time: StepTimeModel,
-        *,
-        observer: SimulationObserver | None = None,
-        is_alone: bool = False,
-        is_watched: bool = False,
+        self, name: str, config: SimulationConfig, step_time: StepTimeModel, **around: Unpack[Around]
     ) -> None:
-        super().__init__(name, config, step_time, observer)
+        super().__init__(name, config, step_time, **around)
         self._step_times = (
             step_time.step_times
             if isinstance(step_time, RunTimer)
             else partial(seconds_of_each, step_time.step_time)
         )
-        self._may_run_on = observer is None or observer.wanted_steps != "all"
-        self._is_alone = is_alone
+        self._may_run_on = self._observer is None or self._observer.wanted_steps != "all"
         self._learns = self.scheduler.step_time_model is not None
-        self._is_watched = is_watched
-        self._lookahead = 1 if is_alone else _LOOKAHEAD
+        self._lookahead = 1 if self._is_alone else _LOOKAHEAD
         self._step: StepUnderWay | None = None
         """The step under way, or the first of the run under way."""
         self._shape = BatchShape()
@@ -336,22 +316,8 @@ class SerialReplica(VirtualReplica):
 
 
 def make_replica(
-    index: int,
-    config: SimulationConfig,
-    step_time: StepTimeModel,
-    *,
-    observer: SimulationObserver | None = None,
-    is_alone: bool = False,
-    is_watched: bool = False,
+    index: int, config: SimulationConfig, step_time: StepTimeModel, **around: Unpack[Around]
 ) -> VirtualReplica:
-    """Return replica `index`, with or without pipeline stages.
-
-    Parameters
-    ----------
-    is_alone, is_watched : see `SerialReplica`.
-    """
-    if config.pipeline > 1:
-        return PipelineReplica(str(index), config, step_time, observer=observer)
-    return SerialReplica(
-        str(index), config, step_time, observer=observer, is_alone=is_alone, is_watched=is_watched
-    )
+    """Return replica `index`, with or without pipeline stages."""
+    kind = PipelineReplica if config.pipeline > 1 else SerialReplica
+    return kind(str(index), config, step_time, **around)

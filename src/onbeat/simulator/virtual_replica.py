@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import exp, inf
 from statistics import NormalDist
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypedDict, Unpack, runtime_checkable
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLoad
@@ -49,6 +49,17 @@ class StepUnderWay:
     """What the scheduler's own model expects, seconds; likewise."""
 
 
+class Around(TypedDict, total=False):
+    """Who is around a replica."""
+
+    observer: SimulationObserver | None
+    """Hears of steps, if it wants to."""
+    is_alone: bool
+    """Whether every arrival comes to this replica, so that no router asks about it."""
+    is_watched: bool
+    """Whether somebody asks for its load after each step."""
+
+
 class VirtualReplica(ABC):
     """A replica as the event loop sees it. At an instant the loop calls `end`, then `add`, then `start`.
 
@@ -59,15 +70,10 @@ class VirtualReplica(ABC):
     ----------
     name : as records carry it, and the replica's number.
     step_time : what the device is simulated by.
-    observer : hears of steps, if it wants to.
     """
 
     def __init__(
-        self,
-        name: str,
-        config: SimulationConfig,
-        step_time: StepTimeModel,
-        observer: SimulationObserver | None,
+        self, name: str, config: SimulationConfig, step_time: StepTimeModel, **around: Unpack[Around]
     ) -> None:
         self.name = name
         self.scheduler = make_scheduler(config.scheduler, step_time, predicts=config.reads_predictions)
@@ -87,7 +93,9 @@ class VirtualReplica(ABC):
         self._num_steps = 0
         """Steps that have ended."""
         self._busy_seconds = 0.0
+        observer = around.get("observer")
         self._observer = None if observer is None or observer.wanted_steps == "none" else observer
+        self._is_alone, self._is_watched = around.get("is_alone", False), around.get("is_watched", False)
         self._reporter = None if self._observer is None else StepReporter(self.scheduler)
         self._writes_times = config.scheduler.speculation is None
         self._may_stop = config.declared_max_tokens is not None

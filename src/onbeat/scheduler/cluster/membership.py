@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -200,9 +200,8 @@ class Membership:
         self.by_state: dict[ReplicaState, dict[ReplicaId, Replica]] = {state: {} for state in ReplicaState}
         self.ready = self.by_state[ReplicaState.READY]
         """Those that take requests."""
-        self._lengths: Counter[int] = Counter()
-        """The longest requests that ready replicas take, and how many replicas take these: what fits the
-        shortest of them fits all."""
+        self._fits_all = 0
+        """The longest request that every ready replica takes, tokens; 0 where none is ready."""
 
     def is_prefill(self, replica: ReplicaId) -> bool:
         """Whether a replica computes prompts for others.
@@ -222,16 +221,10 @@ class Membership:
 
     def change(self, replica: Replica, state: ReplicaState, why: str = "") -> None:
         """Let a replica be in another state, or in the same one for another reason."""
-        if replica.state is ReplicaState.READY:
-            length = replica.limits.max_model_len
-            self._lengths[length] -= 1
-            if not self._lengths[length]:
-                del self._lengths[length]
         del self.by_state[replica.state][replica.replica_id]
         self.by_state[state][replica.replica_id] = replica
         replica.state, replica.why = state, why
-        if state is ReplicaState.READY:
-            self._lengths[replica.limits.max_model_len] += 1
+        self._fits_all = min((each.limits.max_model_len for each in self.ready.values()), default=0)
 
     def enter(self, replica: Replica, limits: ReplicaLimits, now: float) -> None:
         """Make a replica ready, under a new number."""
@@ -262,7 +255,7 @@ class Membership:
         """Return the numbers of ready replicas that a request must not go to."""
         request = open_request.request
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        fits_all = num_tokens <= min(self._lengths, default=0)
+        fits_all = num_tokens <= self._fits_all
         if fits_all and not open_request.refused_by:
             return NONE_EXCLUDED
         excluded = {self.replicas[each].number for each in open_request.refused_by}
