@@ -24,10 +24,10 @@ from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.deliveries import Collector
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.fleet_loop import run_alone
+from onbeat.simulator.fleet_loop import FleetLoop, OnlyReplica
 from onbeat.simulator.replica import make_replica
 from onbeat.simulator.resolve import Resolved, resolve
-from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import Clients
 from onbeat.workload.offered import OfferedLoad
 
@@ -145,9 +145,9 @@ def play(
     MissedError : it misses all scores.
     """
     watch = _Watch(scored, config.scheduler.max_num_seqs, ends_early=ends_early)
-    replica = make_replica(0, config, device, is_alone=True)
-    load = scored[0].load
-    run_alone(Clients(load, config), replica, Collector(watch.keep, len(load)))
+    load, kind = scored[0].load, ReplicaKind(scheduler=config.scheduler, step_time=device)
+    loop = FleetLoop(Clients(load, config), Collector(watch.keep, len(load)))
+    loop.run(OnlyReplica(loop, make_replica(0, config, kind, is_alone=True)))
     return watch.records
 
 

@@ -20,6 +20,7 @@ from onbeat.core.slo import Fate
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.replica.results import correct_shape
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.observer import OnRequests, SimulationObserver
 from onbeat.simulator.result import DraftCounts
 from onbeat.simulator.simulation_config import SimulationConfig
@@ -330,11 +331,12 @@ class VerifyingSampler(VirtualSampler):
     Parameters
     ----------
     deliveries : knows the requests, and how many tokens they have got.
-    config : of the simulation; its scheduler speculates.
+    config : of the simulation.
+    limits : of the replica, whose scheduler speculates.
     """
 
-    def __init__(self, deliveries: Deliveries, config: SimulationConfig) -> None:
-        speculation = config.scheduler.speculation
+    def __init__(self, deliveries: Deliveries, config: SimulationConfig, limits: SchedulerConfig) -> None:
+        speculation = limits.speculation
         assert speculation is not None
         super().__init__(deliveries, may_stop=False)
         self._acceptance = config.acceptance
@@ -343,7 +345,7 @@ class VerifyingSampler(VirtualSampler):
         self._last_token = STOP if config.declared_max_tokens is not None else ORDINARY
         self._catch_up = None
         if speculation.max_catch_up_tokens:
-            self._catch_up = CatchUp(speculation.max_catch_up_tokens, num_near=config.scheduler.block_size)
+            self._catch_up = CatchUp(speculation.max_catch_up_tokens, num_near=limits.block_size)
         self._results: dict[int, ModelRunnerOutput] = {}
         """Of the steps under way: what they bring is settled when they begin."""
         self.counts = self._drafts_so_far = DraftCounts()
@@ -428,8 +430,8 @@ class VerifyingSampler(VirtualSampler):
         return offered.drafts
 
 
-def make_sampler(config: SimulationConfig, deliveries: Deliveries) -> VirtualSampler:
+def make_sampler(config: SimulationConfig, limits: SchedulerConfig, deliveries: Deliveries) -> VirtualSampler:
     """Return what samples on one replica."""
-    if config.scheduler.speculation is None:
+    if limits.speculation is None:
         return VirtualSampler(deliveries, may_stop=config.declared_max_tokens is not None)
-    return VerifyingSampler(deliveries, config)
+    return VerifyingSampler(deliveries, config, limits)

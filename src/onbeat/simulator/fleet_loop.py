@@ -241,9 +241,3 @@ class OnlyReplica(FrontEnd):
     def on_expired(self, member: Member, offered: OfferedRequest, now: float) -> None:  # noqa: ARG002
         """Let the request end: no other replica could take it."""
         self._loop.close(offered, now)
-
-
-def run_alone(clients: Clients, replica: VirtualReplica, collector: Collector) -> bool:
-    """Run requests through one replica that nothing happens to; return whether the run came to its end."""
-    loop = FleetLoop(clients, collector)
-    return loop.run(OnlyReplica(loop, replica))

@@ -16,11 +16,11 @@ from typing import Unpack
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel, predict_step, refuse_prediction
+from onbeat.core.step_time import predict_step, refuse_prediction
 from onbeat.perfmodel.runs import RunTimer, seconds_of_each
 from onbeat.simulator.deliveries import refuse
 from onbeat.simulator.result import ReplicaCounters
-from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_replica import Around, StepUnderWay, VirtualReplica
 
@@ -35,13 +35,13 @@ class PipelineReplica(VirtualReplica):
     """
 
     def __init__(
-        self, name: str, config: SimulationConfig, step_time: StepTimeModel, **around: Unpack[Around]
+        self, name: str, config: SimulationConfig, kind: ReplicaKind, **around: Unpack[Around]
     ) -> None:
-        super().__init__(name, config, step_time, **around)
-        self._num_stages = config.pipeline
+        super().__init__(name, config, kind, **around)
+        self._num_stages = kind.scheduler.num_micro_batches
         self._under_way: deque[tuple[StepUnderWay, float]] = deque()
         """Micro-batches, and when they leave the last stage."""
-        self._free_at = [0.0] * config.pipeline
+        self._free_at = [0.0] * self._num_stages
         """When each stage ends its last micro-batch."""
         self._stage_seconds = 0.0
 
@@ -131,13 +131,13 @@ class SerialReplica(VirtualReplica):
     """
 
     def __init__(
-        self, name: str, config: SimulationConfig, step_time: StepTimeModel, **around: Unpack[Around]
+        self, name: str, config: SimulationConfig, kind: ReplicaKind, **around: Unpack[Around]
     ) -> None:
-        super().__init__(name, config, step_time, **around)
+        super().__init__(name, config, kind, **around)
         self._step_times = (
-            step_time.step_times
-            if isinstance(step_time, RunTimer)
-            else partial(seconds_of_each, step_time.step_time)
+            kind.step_time.step_times
+            if isinstance(kind.step_time, RunTimer)
+            else partial(seconds_of_each, kind.step_time.step_time)
         )
         self._may_run_on = self._observer is None or self._observer.wanted_steps != "all"
         self._learns = self.scheduler.step_time_model is not None
@@ -316,8 +316,8 @@ class SerialReplica(VirtualReplica):
 
 
 def make_replica(
-    index: int, config: SimulationConfig, step_time: StepTimeModel, **around: Unpack[Around]
+    index: int, config: SimulationConfig, kind: ReplicaKind, **around: Unpack[Around]
 ) -> VirtualReplica:
     """Return replica `index`, with or without pipeline stages."""
-    kind = PipelineReplica if config.pipeline > 1 else SerialReplica
-    return kind(str(index), config, step_time, **around)
+    replica = PipelineReplica if kind.scheduler.num_micro_batches > 1 else SerialReplica
+    return replica(str(index), config, kind, **around)

@@ -6,7 +6,7 @@ Virtual replicas start, live, report and end here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, nan
@@ -17,15 +17,18 @@ from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.fleet import Decided, Fleet
+from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deliveries import REFUSALS, count_singles, refuse
 from onbeat.simulator.fleet_loop import HEAR, REPORT, TICK, FleetLoop, FrontEnd, Member
+from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.replica import make_replica
 from onbeat.simulator.result import FleetSize, ReplicaCounters
 from onbeat.simulator.simulation_config import FleetChange, ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_moves import VirtualMoves
-from onbeat.simulator.virtual_replica import VirtualReplica
+from onbeat.simulator.virtual_replica import Around
 
 _USUAL = (events.Arrived, events.Delivered, events.Aborted, events.Reported, events.Answered)
 """Events after which the fleet wants no other tick than before."""
@@ -57,8 +60,7 @@ class VirtualFleet(FrontEnd):
     ----------
     loop : runs the replicas.
     kinds : what the replicas are, the first first; further ones are like the last.
-    router : has no members yet.
-    make_replica : makes a replica of a kind, each time that one starts.
+    observer : hears of steps.
     on_decision : is told of each event of the fleet, its time and the actions.
 
     Attributes
@@ -73,19 +75,19 @@ class VirtualFleet(FrontEnd):
         loop: FleetLoop,
         config: SimulationConfig,
         kinds: Sequence[ReplicaKind],
-        router: Router,
-        make_replica: Callable[[int, ReplicaKind], VirtualReplica],
+        observer: SimulationObserver | None,
         *,
         on_decision: Decided | None = None,
     ) -> None:
         self._loop, self._members = loop, loop.members
         self._config, self._times = config, config.fleet_times
+        router = make_router(config.router)
         self._fleet = Fleet(router, config.fleet_rules, on_decision=on_decision)
         self._dispatcher = events.EventDispatcher(self._on_event, self)
         wants_all = wants_all_reports(config, router)
         self.hears_plans = router.reads_reports and not (wants_all or config.is_of_one)
         self._is_reported = self.hears_plans or wants_all
-        self._kinds, self._make_replica = kinds, make_replica
+        self._kinds, self._around = kinds, Around(observer=observer, is_watched=wants_all)
         self._counters: dict[int, ReplicaCounters] = {}
         """Of replicas that have lived, by number."""
         self._starting: dict[int, int] = {}
@@ -121,15 +123,17 @@ class VirtualFleet(FrontEnd):
             self.sizes.append(FleetSize(0.0, asked.first_replicas, ""))
             self._tell(events.ScalingAsked(asked.autoscale.least, asked.autoscale.most), 0.0)
 
-    def end(self) -> None:
-        """Hear that all requests have ended."""
-        now = self._loop.now
-        self._moves.close()
-        for number in list(self._held):
-            self._give_back(number, now)
+    def counters(self, *, is_complete: bool) -> list[ReplicaCounters]:
+        """Let all be gone; return what each replica has done, over all its lives, by number.
 
-    def counters(self) -> list[ReplicaCounters]:
-        """Let all be gone; return what each replica has done, over all its lives, by number."""
+        Parameters
+        ----------
+        is_complete : whether all requests have ended.
+        """
+        if is_complete:
+            self._moves.close()
+            for number in list(self._held):
+                self._give_back(number, self._loop.now)
         for number in list(self._members):
             self._remove(number)
         return [self._counters[number] for number in sorted(self._counters)]
@@ -264,7 +268,7 @@ class VirtualFleet(FrontEnd):
             return
         del self._starting[number]
         kind = self._kind(number)
-        self._loop.join(number, self._make_replica(number, kind), self)
+        self._loop.join(number, make_replica(number, self._config, kind, **self._around), self)
         moves = self._config.kv_link is not None and not composition(kind.scheduler.policy).holds_finished
         limits = kind.scheduler.replica_limits(device=kind.device, moves_streams=moves)
         self._tell(events.Joined(replica_id(number), limits), now)

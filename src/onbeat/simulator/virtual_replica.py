@@ -24,7 +24,7 @@ from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deliveries import ORDINARY, Deliveries, VerifyingSampler, make_sampler
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import ReplicaCounters
-from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 
 _NORMAL = NormalDist()
@@ -69,14 +69,15 @@ class VirtualReplica(ABC):
     Parameters
     ----------
     name : as records carry it, and the replica's number.
-    step_time : what the device is simulated by.
+    kind : what it is.
     """
 
     def __init__(
-        self, name: str, config: SimulationConfig, step_time: StepTimeModel, **around: Unpack[Around]
+        self, name: str, config: SimulationConfig, kind: ReplicaKind, **around: Unpack[Around]
     ) -> None:
         self.name = name
-        self.scheduler = make_scheduler(config.scheduler, step_time, predicts=config.reads_predictions)
+        limits, step_time = kind.scheduler, kind.step_time
+        self.scheduler = make_scheduler(limits, step_time, predicts=config.reads_predictions)
         self.next_time = inf
         """When it wants to be called next; infinite while nothing runs."""
         self.started: list[OfferedRequest] = []
@@ -88,8 +89,8 @@ class VirtualReplica(ABC):
         self._index = number = int(name)
         sigma = config.step_noise
         self._noise = StepNoise(sigma, seed=config.seed, replica=number) if sigma else None
-        self._deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
-        self._sampler = make_sampler(config, self._deliveries)
+        self._deliveries = Deliveries(name, has_drafts=limits.speculation is not None)
+        self._sampler = make_sampler(config, limits, self._deliveries)
         self._num_steps = 0
         """Steps that have ended."""
         self._busy_seconds = 0.0
@@ -97,14 +98,11 @@ class VirtualReplica(ABC):
         self._observer = None if observer is None or observer.wanted_steps == "none" else observer
         self._is_alone, self._is_watched = around.get("is_alone", False), around.get("is_watched", False)
         self._reporter = None if self._observer is None else StepReporter(self.scheduler)
-        self._writes_times = config.scheduler.speculation is None
+        self._writes_times = limits.speculation is None
         self._may_stop = config.declared_max_tokens is not None
-        known = composition(config.scheduler.policy)
+        known = composition(limits.policy)
         self.scheduler.table.makes_rows = (
-            not self._writes_times
-            or self._may_stop
-            or known.holds_finished
-            or bool(config.scheduler.num_snapshots)
+            not self._writes_times or self._may_stop or known.holds_finished or bool(limits.num_snapshots)
         )
         self._work = BatchShape()
         self._measured: ShapeRange | None = getattr(step_time, "shape_range", None)
