@@ -202,14 +202,12 @@ def build_fake_engine(
     config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | values))
     keeping = KeepingRunner(config, step_seconds, backend=kv_backend) if keeps_kv else None
     runner = keeping or (AdapterRunner(step_seconds) if max_loras else FakeRunner(step_seconds, burns=burns))
-    executor = ThreadExecutor(runner)
     core = EngineCore(
         Scheduler(config, LinearStepTime()),
-        executor,
+        ThreadExecutor(runner),
         max_in_flight_steps=max_in_flight_steps,
         reports_load=reports_load,
         kv_memory=None if keeping is None else keeping.kv_memory,
-        adapters=executor if max_loras else None,
     )
     info = fake_info(config, moves_streams=keeps_kv)
     return core, replace(info, max_loras=max_loras, file_digests={"weights": weights})

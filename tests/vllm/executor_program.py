@@ -112,7 +112,7 @@ class Bench:
         for adapter in needed:
             executor.load_adapter(adapter, [each.number for each in needed]).result()
         depth = 1 if alone else self.depth
-        engine = EngineCore(scheduler, executor, max_in_flight_steps=depth, adapters=executor)
+        engine = EngineCore(scheduler, executor, max_in_flight_steps=depth)
         got: dict[str, list[Any]] = {}
         left = list(enumerate(asked))
         aborted = [f"{self._run}-{index}" for index in options.get("aborted", ())]

@@ -47,8 +47,7 @@ def main(kind: str, folder: Path) -> None:
     )
     core, _ = build_engine(config, lambda _: None)
     for adapter in filter(None, adapters):
-        assert core.adapters is not None
-        core.adapters.load_adapter(adapter, [1, 2]).result()
+        core.executor.load_adapter(adapter, [1, 2]).result()
     rng = random.Random(1)
     shared = tuple(rng.randrange(256) for _ in range(100))
     for index in range(16):

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView, ScalingView
 from onbeat.core.request import Adapter, Pooling, Request, RequestOutput, SamplingParams
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
-
-
-class Executor(Protocol):
-    """Runs planned steps in order on whatever hardware there is."""
-
-    def submit(self, scheduled: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Start a step; steps run one after another in the order of submission."""
-
-    def shutdown(self) -> None:
-        """Wait for running work and let go of threads and memory."""
+from onbeat.core.step import StepOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from onbeat.core.errors import EngineDead, InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.fleet import ReplicaLoad
-from onbeat.core.protocols import EnginePulse, Executor
+from onbeat.core.protocols import EnginePulse
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
 from onbeat.engine.executor import ThreadExecutor
@@ -56,7 +56,6 @@ class EngineCore:
     reports_load : whether messages say how the engine stands (`StepOutputs.load`), for a fleet.
     kv_memory : gives access to the KV, for `open_kv`; None where no other engine could copy it.
     grammars : compiles grammars; closed at shutdown.
-    adapters : loads LoRA adapters; None where there are none.
 
     Attributes
     ----------
@@ -66,7 +65,7 @@ class EngineCore:
     def __init__(  # noqa: PLR0913 -- what it plans with and runs on, and who looks on
         self,
         scheduler: Scheduler,
-        executor: Executor,
+        executor: ThreadExecutor,
         *,
         max_in_flight_steps: int = 1,
         clock: Callable[[], float] = time.monotonic,
@@ -76,10 +75,9 @@ class EngineCore:
         reports_load: bool = False,
         kv_memory: Callable[[], BlockMemory] | None = None,
         grammars: GrammarPort | None = None,
-        adapters: ThreadExecutor | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self._executor = executor
+        self.executor = executor
         self._max_in_flight_steps = max_in_flight_steps
         self._clock = clock
         self._recorder = recorder
@@ -92,7 +90,6 @@ class EngineCore:
         self._last_end = 0.0
         self._is_busy_for_long = False
         self._kv_memory = kv_memory
-        self.adapters = adapters
         self.grammars = grammars or GrammarPort(_no_compiler)
         self.kv: KVHandover | None = None
 
@@ -161,7 +158,7 @@ class EngineCore:
         RequestRejected : as `Scheduler.add`; or the engine has not got its LoRA adapter.
         """
         adapter = request.adapter
-        if adapter is not None and (self.adapters is None or adapter.number not in self.adapters.adapters):
+        if adapter is not None and adapter.number not in self.executor.adapters:
             raise Overloaded(
                 f"the LoRA adapter {adapter.name!r} is not loaded on this replica; see the server's log",
                 code="adapter_not_loaded",
@@ -255,7 +252,7 @@ class EngineCore:
         """Wait for steps in flight and let the executor go."""
         if self.kv is not None:
             self.kv.close()
-        self._executor.shutdown()
+        self.executor.shutdown()
         self.grammars.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -277,7 +274,7 @@ class EngineCore:
             self.kv.on_launch()
         if scheduled is not None:
             end = self._clock()
-            future = self._executor.submit(scheduled)
+            future = self.executor.submit(scheduled)
             if scheduler.step_time_model is not None:
                 predicted_seconds = scheduler.step_time_model.step_time(scheduled.shape)
                 self._is_busy_for_long = self._reports_load and predicted_seconds >= LONG_STEP_SECONDS

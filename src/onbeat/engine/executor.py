@@ -130,6 +130,7 @@ class ThreadExecutor:
         self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-step-end")
 
     def submit(self, scheduled: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Start a step; steps run one after another in the order of submission."""
         future: Future[ModelRunnerOutput] = Future()
         self._launcher.submit(self._launch, scheduled, future)
         return future
@@ -145,6 +146,7 @@ class ThreadExecutor:
         return self._launcher.submit(self._runner.load_adapter, adapter, others)
 
     def shutdown(self) -> None:
+        """Wait for running work and let go of threads and memory."""
         self._launcher.shutdown(wait=True)
         self._waiter.shutdown(wait=True)
         self._on_shutdown()

@@ -431,8 +431,7 @@ class _EngineLoop:
 
     def _load_adapter(self, message: messages.LoadAdapter) -> None:
         """Load a LoRA adapter while nothing else is done; requests behind the message find it loaded."""
-        assert self._core.adapters is not None, "whoever asks has looked at EngineInfo.max_loras"
-        loading = self._core.adapters.load_adapter(message.adapter, message.others)
+        loading = self._core.executor.load_adapter(message.adapter, message.others)
         while not wait((loading,), HEARTBEAT_SECONDS).done:
             self._say(messages.Heartbeat(EnginePulse(time.monotonic()), self._num_taken))
         if (error := loading.exception()) is not None and not isinstance(error, OnbeatError):

@@ -82,10 +82,9 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     runner.guides = grammars = GrammarPort.of_model(
         config.model.path, loaded.backend.model.vocab_size, spells=config.speculative is not None
     )
-    executor = ThreadExecutor(runner, on_shutdown=runner.close)
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),
-        executor,
+        ThreadExecutor(runner, on_shutdown=runner.close),
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
         idle_work=runner.touch_ahead,
@@ -95,7 +94,6 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         if info.limits.moves_streams
         else None,
         grammars=grammars,
-        adapters=executor if info.max_loras else None,
     )
     return core, info
 

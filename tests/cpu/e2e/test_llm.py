@@ -200,7 +200,7 @@ def test_tokens_that_the_model_lacks(tmp_path: Path) -> None:
 
 
 def test_a_failed_step_leaves_nothing_behind(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = tiny._core._executor._runner  # type: ignore[attr-defined]
+    runner = tiny._core.executor._runner
 
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")

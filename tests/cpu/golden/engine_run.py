@@ -57,21 +57,18 @@ class Outcome:
     """Of each request that has some, in the order of `tokens`."""
 
 
-class PredictedTime:
-    """An executor that moves a clock by each step's predicted time, so that runs repeat exactly."""
+class PredictedTime(ThreadExecutor):
+    """One that moves a clock by each step's predicted time, so that runs repeat exactly."""
 
-    def __init__(self, executor: ThreadExecutor, scheduler: Scheduler) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+        super().__init__(runner)
         self.now = 0.0
-        self._executor = executor
         self._scheduler = scheduler
 
     def submit(self, scheduled: SchedulerOutput) -> Future[ModelRunnerOutput]:
         assert self._scheduler.step_time_model is not None
         self.now += self._scheduler.step_time_model.step_time(scheduled.shape)
-        return self._executor.submit(scheduled)
-
-    def shutdown(self) -> None:
-        self._executor.shutdown()
+        return super().submit(scheduled)
 
 
 def run_engine(
@@ -98,7 +95,7 @@ def run_engine(
     forward = make_forward(num_blocks=config.num_pages, block_size=config.block_size, **more)
     runner = ModelRunner(config, forward, Sampler(forward.config.vocab_size))
     scheduler = Scheduler(config, LinearStepTime())
-    executor = PredictedTime(ThreadExecutor(runner), scheduler)
+    executor = PredictedTime(runner, scheduler)
     core = EngineCore(scheduler, executor, max_in_flight_steps=setting.depth, clock=lambda: executor.now)
     relegated_ids: set[str] = set()
     tokens: dict[str, list[int]] = {}

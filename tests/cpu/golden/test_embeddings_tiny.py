@@ -13,7 +13,6 @@ import torch
 from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.core.request import FinishReason, Pooling, Request, SamplingParams
 from onbeat.engine.core import EngineCore
-from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.sampler import Sampler
@@ -63,7 +62,7 @@ def serve(make_forward: MakeForward, requests: list[Request], **limits) -> Serve
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
     runner = ModelRunner(config, forward, Sampler(forward.config.vocab_size))
     scheduler = Scheduler(config, LinearStepTime())
-    executor = PredictedTime(ThreadExecutor(runner), scheduler)
+    executor = PredictedTime(runner, scheduler)
     num_ahead = 2 if runner.overlaps else 1
     core = EngineCore(scheduler, executor, clock=lambda: executor.now, max_in_flight_steps=num_ahead)
     served = Served()
