@@ -262,7 +262,7 @@ class Fleet:
         if replica.state is not ReplicaState.STARTING:  # it came back before anybody saw it go
             self._leave(replica, ReplicaState.STARTING, "")
         orphans = self._take_all(replica)
-        self._members.enter(replica, event.limits, now)
+        self._members.enter(replica, event.limits)
         if event.limits.moves_streams and not self._moves_streams:
             others = (each for each in self._members.replicas.values() if each is not replica)
             self._moves_streams = any(each.limits.moves_streams for each in others)
@@ -406,7 +406,6 @@ class Fleet:
         for name in islice(unused, max(0, num_replicas - len(expected))):
             replica = members.get(name)
             replica.deaths.clear()
-            replica.restart_delay = 0.0
             self._start(replica, now)
         # Those that compute prompts go last, those that are not ready first, then those with the least to do,
         # the last named of them.

@@ -15,11 +15,10 @@ from onbeat.core.fleet import ReplicaId, ReplicaLimits
 from onbeat.scheduler.cluster.events import FleetAction, RoutingRequest
 from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, Router
 
-FIRST_RESTART_DELAY = 0.5
-LONGEST_RESTART_DELAY = 30.0
-"""Seconds before a replica that died is started again: the first, doubled with each further death."""
+RESTART_DELAY = 0.5
+"""Seconds before a replica that died is started again, doubled with each further death in `DEATHS_WINDOW`."""
 DEATHS_WINDOW = 60.0
-"""Seconds; after so long a life, a death counts as the first."""
+"""Seconds."""
 MOST_DEATHS = 3
 """A replica that dies so many times within `DEATHS_WINDOW` stays down."""
 
@@ -142,8 +141,6 @@ class Replica:
     """Whether it is started again once it has drained."""
     starts: float | None = None
     """When its start was asked for; None where nobody asked, or it has started."""
-    ready_since: float = -inf
-    restart_delay: float = 0.0
     deaths: deque[float] = field(default_factory=deque)
     """Those within the window."""
 
@@ -170,14 +167,7 @@ class Replica:
         deaths.append(now)
         while deaths[0] < now - DEATHS_WINDOW:
             deaths.popleft()
-        if len(deaths) >= MOST_DEATHS:
-            return None
-        lived_long = self.state is not ReplicaState.STARTING and now - self.ready_since > DEATHS_WINDOW
-        if lived_long or not self.restart_delay:
-            self.restart_delay = FIRST_RESTART_DELAY
-        else:
-            self.restart_delay = min(2 * self.restart_delay, LONGEST_RESTART_DELAY)
-        return self.restart_delay
+        return None if len(deaths) >= MOST_DEATHS else RESTART_DELAY * 2.0 ** (len(deaths) - 1)
 
 
 class Membership:
@@ -226,14 +216,14 @@ class Membership:
         replica.state, replica.why = state, why
         self._fits_all = min((each.limits.max_model_len for each in self.ready.values()), default=0)
 
-    def enter(self, replica: Replica, limits: ReplicaLimits, now: float) -> None:
+    def enter(self, replica: Replica, limits: ReplicaLimits) -> None:
         """Make a replica ready, under a new number."""
         replica.limits = limits
         self.change(replica, ReplicaState.READY)
         replica.number, replica.load, replica.num_sent = len(self.by_number), None, 0
         self.by_number.append(replica)
         replica.num_lives += 1
-        replica.ready_since, replica.drains_until, replica.restarts = now, inf, False
+        replica.drains_until, replica.restarts = inf, False
 
     def having(self, *states: ReplicaState) -> list[Replica]:
         """Return the replicas in some states, in the order in which they were first heard of."""
