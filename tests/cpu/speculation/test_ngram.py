@@ -23,6 +23,7 @@ class Conversation:
         self.batch = InputBatch(max_num_seqs=2, max_model_len=512, block_size=16)
         request = Request(request_id="a", prompt_token_ids=tuple(token_ids))
         self.slot = self.batch.admit(AdmittedRequest(request, (), tuple(range(32))))
+        proposer.release(self.slot)  # it may have been another's
         self.num_tokens = len(token_ids)
 
     def say(self, *token_ids: int) -> None:
