@@ -125,22 +125,12 @@ _ROWS_SECONDS = 0.04
 """For the products of each number of rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class CPULimits:
-    """Measured limits of the processor, with the threads that numpy's linear algebra uses."""
+@cache
+def measure_cpu() -> DeviceSpec:
+    """Return this machine, by its read bandwidth and the rates of matrix products of numpy's linear algebra.
 
-    memory_bandwidth: float
-    """Bytes per second of reading an array that no cache holds."""
-    peak_flops: float
-    """Operations per second of a float32 matrix product."""
-    product_rates: ProductRates
-    """The same by the product's rows."""
-
-
-def measure_cpu() -> CPULimits:
-    """Measure read bandwidth and the rates of matrix products: the best of what fits in about 1.5 s.
-
-    The best and not the mean: another program can only take time away.
+    Of float32, and measured once a process: the best of what fits in about 1.5 s, not the mean, as another
+    program can only take time away.
     """
     values = np.ones(_READ_BYTES // 4, dtype=np.float32)
     left = np.ones((_MATRIX_SIZE, _MATRIX_SIZE), dtype=np.float32)
@@ -155,7 +145,7 @@ def measure_cpu() -> CPULimits:
     }
     bandwidth, flops_per_row = _READ_BYTES / read, 2.0 * _MATRIX_SIZE**2
     peak = max(_MATRIX_SIZE / product, *(rows / seconds for rows, seconds in by_rows.items())) * flops_per_row
-    return CPULimits(
+    return cpu_device(
         memory_bandwidth=bandwidth,
         peak_flops=peak,
         product_rates=product_rates(
@@ -343,7 +333,7 @@ def find_device(device_id: str) -> DeviceSpec:
     ConfigError : an unknown id, near matches are named; or a file that is not there or says something wrong.
     """
     if device_id == CPU:
-        return _measured_cpu()
+        return measure_cpu()
     if is_spec_file(device_id):
         return read(_Sheet, Path(device_id), "the device in").device(device_id)
     if known := known_device(device_id):
@@ -386,16 +376,6 @@ def cpu_device(
         peak_flops=MappingProxyType(dict(rates)),
         product_rates=product_rates,
         sources={"all": "measured on this machine"},
-    )
-
-
-@cache
-def _measured_cpu() -> DeviceSpec:
-    limits: CPULimits = measure_cpu()
-    return cpu_device(
-        memory_bandwidth=limits.memory_bandwidth,
-        peak_flops=limits.peak_flops,
-        product_rates=limits.product_rates,
     )
 
 
