@@ -412,7 +412,7 @@ class RunCounts(RunListener):
         seconds = stats.end - stats.start
         self.step.observe(seconds)
         if stats.drafts is not None:
-            self.speculation.on_step(stats.drafts, seconds, stats.predicted_seconds)
+            self.speculation.on_step(stats.drafts)
         if stats.predicted_seconds is not None and seconds > 0:
             self._count_prediction(stats.predicted_seconds, seconds)
         if stats.mbu is not None and stats.mfu is not None:

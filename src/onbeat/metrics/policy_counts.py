@@ -99,31 +99,6 @@ def _num_decided(state: SchedulerState) -> int:
     return state.num_relegated + state.num_missed + sum(state.num_rejected.values())
 
 
-GOODPUT_MEMORY = 64
-"""Steps over which goodput forgets."""
-
-
-class RecentRate:
-    """Tokens per second of the last steps, older ones counting less and less."""
-
-    __slots__ = ("_seconds", "_tokens")
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-
-    def add(self, tokens: float, seconds: float) -> None:
-        """Count a step."""
-        kept = 1 - 1 / GOODPUT_MEMORY
-        self._tokens = self._tokens * kept + tokens
-        self._seconds = self._seconds * kept + seconds
-
-    @property
-    def per_second(self) -> float | None:
-        """Tokens per second; None before any time has passed."""
-        return self._tokens / self._seconds if self._seconds > 0 else None
-
-
 @dataclass(slots=True)
 class SpeculationCounts:
     """Counts steps that had decode rows while drafts could be planned; without speculation there are none."""
@@ -141,8 +116,6 @@ class SpeculationCounts:
     expected_tokens: float = counter(
         "spec_expected_tokens_total", "output tokens expected of them when their steps were planned"
     )
-    goodput: RecentRate = field(default_factory=RecentRate)
-    predicted_goodput: RecentRate = field(default_factory=RecentRate)
 
     @shown("spec_drafts_total")
     def num_drafts(self) -> int:
@@ -159,23 +132,8 @@ class SpeculationCounts:
         """Of these, drafts accepted, those behind the end of an answer too."""
         return self.accepted_at.total()
 
-    @shown("spec_goodput_tokens_per_second")
-    def goodput_per_second(self) -> float | None:
-        """Output tokens of decode rows / step time, over the last 64 steps or so."""
-        return self.goodput.per_second
-
-    @shown("spec_goodput_predicted_tokens_per_second")
-    def predicted_goodput_per_second(self) -> float | None:
-        """Expected tokens / predicted step time, over the same steps; drafts are chosen by it."""
-        return self.predicted_goodput.per_second
-
-    def on_step(self, drafts: DraftStats, seconds: float, predicted_seconds: float | None) -> None:
-        """Count a step.
-
-        Parameters
-        ----------
-        seconds, predicted_seconds : its length, and what the step-time model expected; None without a model.
-        """
+    def on_step(self, drafts: DraftStats) -> None:
+        """Count a step."""
         for length, num_rows in enumerate(drafts.lengths):
             if num_rows:
                 self.length.observe_times(length, num_rows)
@@ -186,6 +144,3 @@ class SpeculationCounts:
             self.accepted_at[position] += count
         self.num_tokens += drafts.num_tokens
         self.expected_tokens += drafts.expected_tokens
-        self.goodput.add(drafts.num_tokens, seconds)
-        if predicted_seconds is not None:
-            self.predicted_goodput.add(drafts.expected_tokens, predicted_seconds)

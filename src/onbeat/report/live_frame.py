@@ -196,7 +196,10 @@ def _steps(recent: Window, longer: Window) -> Iterator[RenderableType]:
             (proposer, "proposes"),
             (percent(accepted), "accepted"),
             (short(tokens), "tokens a row"),
-            (short(recent.value("spec_goodput_tokens_per_second")), "tokens/s"),
+            (
+                short(ratio(recent.delta("spec_delivered_tokens_total"), recent.sum("step_seconds"))),
+                "tokens/s",
+            ),
         )
     if asked := recent.delta("guided_tokens_total"):
         again = ratio(recent.delta("guided_tokens_total", "refused"), asked)

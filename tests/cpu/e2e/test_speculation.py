@@ -58,7 +58,6 @@ def test_usage_and_metrics_count_the_same_drafts(server: ServerProgram) -> None:
     # Three first tokens are made by the prompts' last chunks.
     assert moved("onbeat_spec_delivered_tokens_total{ngram}") == 180 - 3
     assert moved("onbeat_time_between_tokens_seconds_count") == 180 - accepted - 3
-    assert after["onbeat_spec_goodput_tokens_per_second{ngram}"] > 0
     aliases = {
         name: value for name, value in after.items() if name.startswith("vllm:spec_decode_num_accepted")
     }
