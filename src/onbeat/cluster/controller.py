@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from onbeat.cluster.wire import Wire
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
 from onbeat.core.handover import Detached, MoveTask, MoveVerb, TaskAnswer
-from onbeat.core.protocols import EngineInfo, EnginePulse, StepObserver
+from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Adapter, Request
 from onbeat.engine import messages
 from onbeat.engine.kv_access import KVSource
@@ -253,7 +253,6 @@ class FleetController:
     fleet : decides.
     launcher : starts and ends processes; closed with this.
     make_build : makes the engines.
-    observers : see every step message before the streams do.
     on_progress : called with one line of text at a time while engines start.
     start_timeout : seconds after which a replica that gets no place, or says nothing, while it starts is
         given up.
@@ -270,13 +269,12 @@ class FleetController:
     is_ending : whether the server itself is about to end: then replicas that are told to do not leave before.
     """
 
-    def __init__(  # noqa: PLR0913 -- who decides, who starts, and who hears of it
+    def __init__(
         self,
         fleet: Fleet,
         launcher: Launcher,
         make_build: MakeBuild,
         *,
-        observers: Sequence[StepObserver] = (),
         on_progress: Callable[[str], None] = lambda _: None,
         start_timeout: float = START_TIMEOUT_SECONDS,
         moves_kv: bool = True,
@@ -287,7 +285,7 @@ class FleetController:
         self.is_open = False
         self.is_ending = False
         self._launcher = launcher
-        self.streams = streams = Streams(self.tell, observers)
+        self.streams = streams = Streams(self.tell)
         self._on_progress = on_progress
         self._moves_kv = moves_kv
         self.kv_key = secrets.token_bytes(32)

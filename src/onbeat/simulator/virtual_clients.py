@@ -41,6 +41,8 @@ class OfferedRequest:
     """Which drafts for it are accepted, once that has been drawn."""
     place: int = -1
     """Number of the replica of a fleet that has it, or had it last."""
+    num_told: int = 0
+    """Its deliveries that the fleet knows of."""
     refusal: Overloaded | SLOUnattainable | None = None
     """Why its replica would not have it, for the load there; another may."""
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf, nan
 
-from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
+from onbeat.core.errors import ConfigError, Overloaded, RequestRejected
 from onbeat.core.fleet import ReplicaLoad, replica_id, replica_number
 from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
@@ -99,8 +99,6 @@ class VirtualFleet(FrontEnd):
         self.decisions: Counter[str] = Counter()
         self.sizes: list[FleetSize] = []
         self._open: dict[str, OfferedRequest] = {}
-        self._num_heard: dict[str, int] = {}
-        """Tokens of each open request that the fleet knows of."""
         self._num_before: dict[str, int] = {}
         """Requests resumed elsewhere that have had no tokens there, and how many they had before."""
         self._tick = inf
@@ -199,7 +197,7 @@ class VirtualFleet(FrontEnd):
         if not member.is_gone:
             self._moves.on_first_token(member.number, request_id, is_finished=is_finished)
         num_tokens = len(record.delivery_times)
-        num_new, self._num_heard[request_id] = num_tokens - self._num_heard.get(request_id, 0), num_tokens
+        num_new, offered.num_told = num_tokens - offered.num_told, num_tokens
         self._dispatcher.dispatch(
             events.Delivered(member.name, request_id, num_new, record.num_cached_tokens, is_finished), now
         )
@@ -212,15 +210,14 @@ class VirtualFleet(FrontEnd):
         """Tell the fleet of a request that a replica ended in its queue, or would not have."""
         self._moves.forget(member.number, offered.request.request_id)
         if offered.refusal is not None:
-            self._tell_refusal(member, offered, offered.refusal, now)
+            self._tell_refusal(member, offered, now)
         else:
             self._tell_delivery(member, offered, now, is_finished=True)
             self._close(offered, now)
 
-    def _tell_refusal(
-        self, member: Member, offered: OfferedRequest, refusal: Overloaded | SLOUnattainable, now: float
-    ) -> None:
-        request_id, retry_after = offered.request.request_id, refusal.retry_after
+    def _tell_refusal(self, member: Member, offered: OfferedRequest, now: float) -> None:
+        request_id, refusal = offered.request.request_id, offered.refusal
+        retry_after = None if refusal is None else refusal.retry_after
         self._tell(events.Refused(member.name, request_id, is_for_load=True, retry_after=retry_after), now)
 
     def _change(self, change: FleetChange, now: float) -> None:
@@ -240,7 +237,7 @@ class VirtualFleet(FrontEnd):
         member.is_gone = True
         for offered in member.replica.abandon(now):
             self._num_before.pop(offered.request.request_id, None)
-            if len(offered.record.delivery_times) > self._num_heard.get(offered.request.request_id, 0):
+            if len(offered.record.delivery_times) > offered.num_told:
                 self._tell_delivery(member, offered, now)
         self._moves.lose(number)
         self._remove(number, died=True)
@@ -373,7 +370,7 @@ class VirtualFleet(FrontEnd):
                 self._moves.stop_after_first(number, request.request_id)
         except REFUSALS as refusal:
             record.replica, offered.refusal = member.replica.name, refusal
-            self._tell_refusal(member, offered, refusal, now)
+            self._tell_refusal(member, offered, now)
         except RequestRejected as error:
             raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
         member.call(now)
@@ -417,6 +414,5 @@ class VirtualFleet(FrontEnd):
     def _close(self, offered: OfferedRequest, now: float) -> None:
         request_id = offered.request.request_id
         del self._open[request_id]
-        self._num_heard.pop(request_id, None)
         self._num_before.pop(request_id, None)
         self._loop.close(offered, now)
