@@ -74,6 +74,17 @@ def test_every_family(name: str) -> None:
     check_moves(exact(name), make_requests(temperature=0.8, repetition_penalty=1.1))
 
 
+def invariant(library: Any, name: str) -> MakeForward:
+    """Return a native engine whose numbers do not depend on what else is in a step."""
+    checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float64))
+    return on_native(library, checkpoint, dtype=torch.bfloat16, batch_invariant=True)
+
+
+@each_case("name", FAMILIES)
+def test_every_family_on_the_native_engine(native_library: Any, name: str) -> None:
+    check_moves(invariant(native_library, name), make_requests(temperature=0.8, repetition_penalty=1.1))
+
+
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("name", ["gemma3", "olmo3", *WINDOWED])
 @pytest.mark.parametrize("drafts", [False, True])
@@ -82,9 +93,7 @@ def test_windows_that_give_kv_back(
 ) -> None:
     make_forward = exact(name)
     if backend == "native":
-        library = request.getfixturevalue("native_library")
-        checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float64))
-        make_forward = on_native(library, checkpoint, dtype=torch.bfloat16, batch_invariant=True)
+        make_forward = invariant(request.getfixturevalue("native_library"), name)
     config = tiny_model(name).weights.config
     windows: dict[str, Any] = {
         "num_tables": 1 + config.kv_groups.num_windowed,
