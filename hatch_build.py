@@ -62,6 +62,7 @@ X86_INSTRUCTION_SETS = {
 }
 OTHER_INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {"portable": ()}
 PER_INSTRUCTION_SET = "kernels.cpp"
+CHOOSES_INSTRUCTION_SET = "instruction_sets.cpp"
 
 
 class BuildFailed(Exception):
@@ -102,6 +103,7 @@ def build_library(
     output: Path,
     *,
     sanitizer: str | None = None,
+    only: Collection[str] = (),
     warn: Callable[[str], None] | None = None,
 ) -> bool:
     """Compile what is new, and link; return whether there was anything to do.
@@ -111,6 +113,7 @@ def build_library(
     root : the source tree.
     output : the library's file.
     sanitizer : a key of `SANITIZERS`; the program that loads the library must then preload its runtime.
+    only : instruction sets beside the portable one; none: all that there are.
     warn : is told which instruction set the compiler cannot build; None writes it to stderr.
 
     Raises
@@ -125,7 +128,7 @@ def build_library(
         (warn or _write_line)(
             f"The native CPU engine of onbeat is built without the instruction set amx: {fault}"
         )
-    units = translation_units(root / "native", has_amx=not fault)
+    units = translation_units(root / "native", has_amx=not fault, only=only)
     cache = root / CACHE
     headers = _digest_of_headers(root / "native")
     objects = {}
@@ -171,13 +174,14 @@ def _is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
-def translation_units(native: Path, *, has_amx: bool = True) -> list[Unit]:
+def translation_units(native: Path, *, has_amx: bool = True, only: Collection[str] = ()) -> list[Unit]:
     """Return every call of the compiler, in the order of the link.
 
     Parameters
     ----------
     native : the directory of the sources.
     has_amx : whether the compiler knows AMX.
+    only : as of `build_library`.
 
     Raises
     ------
@@ -189,9 +193,16 @@ def translation_units(native: Path, *, has_amx: bool = True) -> list[Unit]:
     sets = dict(X86_INSTRUCTION_SETS if _is_x86() else OTHER_INSTRUCTION_SETS)
     if not has_amx:
         sets.pop("amx", None)
+    if only:
+        sets = {name: flags for name, flags in sets.items() if name in ("portable", *only)}
     have = (*(("-DOB_HAVE_X86=1",) if _is_x86() else ()), *(("-DOB_HAVE_AMX=1",) if "amx" in sets else ()))
     shared = (f"-I{native / 'include'}", f"-I{native / 'src'}", *have)
-    units = [Unit(path, path.stem, shared) for path in sources if path.name != PER_INSTRUCTION_SET]
+    built = tuple(f"-DOB_HAVE_{name.upper()}=1" for name in sets)
+    units = [
+        Unit(path, path.stem, (*shared, *built) if path.name == CHOOSES_INSTRUCTION_SET else shared)
+        for path in sources
+        if path.name != PER_INSTRUCTION_SET
+    ]
     kernels = native / "src" / PER_INSTRUCTION_SET
     for name, flags in sets.items():
         units.append(Unit(kernels, f"{kernels.stem}_{name}", (*shared, *flags, *_names(name))))
@@ -280,12 +291,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build from the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Build the native CPU engine in place.")
     parser.add_argument("--sanitize", choices=sorted(SANITIZERS), help="a build for tests, elsewhere")
+    parser.add_argument("--sets", nargs="*", default=(), help="instruction sets to build (default: all)")
     parser.add_argument("--output", type=Path, help="where the library goes")
     args = parser.parse_args(arguments)
     default = f"{CACHE}/libonbeat_native-{args.sanitize}.so" if args.sanitize else LIBRARY
     output = args.output or ROOT / default
     try:
-        is_new = build_library(ROOT, output.absolute(), sanitizer=args.sanitize)
+        is_new = build_library(ROOT, output.absolute(), sanitizer=args.sanitize, only=args.sets)
     except BuildFailed as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -10,12 +10,10 @@
 
 namespace ob {
 
-#if defined(OB_HAVE_AMX)
+// Of some, a build has none.
 namespace amx {
 extern const Kernels kernels;
 }
-#endif
-#if defined(OB_HAVE_X86)
 namespace avx512bf16 {
 extern const Kernels kernels;
 }
@@ -28,7 +26,6 @@ extern const Kernels kernels;
 namespace avx2 {
 extern const Kernels kernels;
 }
-#endif
 namespace portable {
 extern const Kernels kernels;
 }
@@ -63,13 +60,22 @@ std::vector<const Kernels*> usable_kernels() {
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
-    const bool has_bf16 = has_vnni && __builtin_cpu_supports("avx512bf16");
+    [[maybe_unused]] const bool has_bf16 = has_vnni && __builtin_cpu_supports("avx512bf16");
 #if defined(OB_HAVE_AMX)
     if (has_bf16 && has_tiles() && ask_for_tiles() == 0) usable.push_back(&amx::kernels);
 #endif
+#if defined(OB_HAVE_AVX512BF16)
     if (has_bf16) usable.push_back(&avx512bf16::kernels);
-    if (has_avx512) usable.push_back(has_vnni ? &avx512vnni::kernels : &avx512::kernels);
+#endif
+#if defined(OB_HAVE_AVX512VNNI)
+    if (has_vnni) usable.push_back(&avx512vnni::kernels);
+#endif
+#if defined(OB_HAVE_AVX512)
+    if (has_avx512 && !has_vnni) usable.push_back(&avx512::kernels);
+#endif
+#if defined(OB_HAVE_AVX2)
     if (has_avx2) usable.push_back(&avx2::kernels);
+#endif
 #endif
     usable.push_back(&portable::kernels);
     return usable;

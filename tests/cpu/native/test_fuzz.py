@@ -19,7 +19,7 @@ from onbeat.engine.native.library import VARIABLE, CallStatus, NativeLibrary
 from tests.cpu.native.amx_kernels import compile_units, emulated_units
 from tests.cpu.native.fuzz_sizes import draw_sizes
 from tests.cpu.native.fuzz_steps import Engine, draw_step, fuzz
-from tests.cpu.native.quant_kernels import hatch_build
+from tests.cpu.native.quant_kernels import hatch_build, instruction_sets
 from tests.cpu.native.test_forward import relative_error
 
 ROOT = Path(__file__).parents[3]
@@ -77,8 +77,12 @@ RUNTIMES = {
 
 
 def build_product(directory: Path, sanitizer: str) -> Path:
+    """Build it with one instruction set of each width of registers that this processor has."""
+    best, *others = instruction_sets()
+    sets = [best, *(name for name in others if name == "avx2")]
     library = directory / f"libonbeat_native-{sanitizer}.so"
     build = [sys.executable, str(ROOT / "hatch_build.py"), "--sanitize", sanitizer, "--output", str(library)]
+    build += ["--sets", "portable", *sets]
     subprocess.run(build, check=True, capture_output=True)
     return library
 
