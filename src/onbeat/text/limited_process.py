@@ -144,6 +144,7 @@ def serve(open_: Callable[[bytes], tuple[dict[str, Any], Answer | None]], *, max
     """
     max_seconds, niceness = float(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C; the parent decides when this ends
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a parent that was killed reads no answer
     os.nice(niceness)
     inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
     opening = _receive(inbox)

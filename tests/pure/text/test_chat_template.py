@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.text.chat_template import ChatTemplate, load_chat_template
+from onbeat.text.limited_process import _send
 from tests.fakes_engine import ByteTokenizer
 
 SIMPLE = (
@@ -125,3 +130,16 @@ def test_a_template_that_is_nested_too_deep_is_a_configuration_error():
 def test_a_lack_of_memory_is_an_error_in_words():
     with pytest.raises(InvalidRequest, match="memory"):
         template("{{ 'a'.center(n) }}").render(CHAT, n=2**62)
+
+
+def test_its_process_ends_without_a_word_where_nobody_reads_any_more():
+    command = [sys.executable, "-P", "-m", "onbeat.text.chat_template", "5.0", "0"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        _send(process.stdin, SIMPLE.encode())
+        assert process.stderr.read() == b""
+    assert process.returncode == -signal.SIGPIPE
