@@ -155,7 +155,7 @@ class Processes:
                 while process_status(pid)[:1] not in (["T"], ["Z"], []):
                     time.sleep(0.001)
                 self._doomed |= dict.fromkeys(connections(self.server, pid), time.monotonic())
-        for pid in pids:
+        for pid in filter(None, pids):  # 0 where one had none: its own group
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
