@@ -21,7 +21,7 @@ class LeftProcess:
     ProcessLookupError : it has ended.
     """
 
-    exitcode = None
+    exitcode = "unknown"  # which another process is told
 
     def __init__(self, pid: int, name: str, share: int) -> None:
         self.pid, self.name, self.share = pid, name, share
