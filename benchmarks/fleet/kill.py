@@ -64,8 +64,6 @@ LONG_PROMPTS: dict[str, Any] = {"prompt_words": 400, "max_tokens": 4}
 WHOLE_AGAIN_SECONDS = 60.0
 DOOMED_SECONDS = 5.0
 """Within which a client sees that its front end was killed."""
-SETTLED_SECONDS = 1.5
-"""A keeper of that age has served: three that have not, one after another, end the server."""
 
 _port: contextvars.ContextVar[int] = contextvars.ContextVar("port")
 
@@ -94,7 +92,8 @@ class Processes:
 
     def __init__(self, server: ServerProgram, folder: Path, num_engines: int = NUM_ENGINES) -> None:
         self.server, self._folder, self._num_engines = server, folder, num_engines
-        self._keeper_since: dict[int, float] = {}
+        self._num_served = 0
+        """Keepers that had served before the last one was killed."""
         self._gates: set[int] = set()
         self._killed: set[int] = set()
         self._last_kill: dict[str, float] = {}
@@ -109,6 +108,9 @@ class Processes:
                 found[file.stem] = int(file.read_text().split()[0])
         self._gates |= {pid for place, pid in found.items() if place.startswith("front-end")}
         return found
+
+    def _count_served(self) -> int:
+        return len([*self._folder.glob("onbeat-*/serves.*")])
 
     def keeper(self) -> int:
         """Return the keeper's process, or 0 where there is none."""
@@ -149,6 +151,8 @@ class Processes:
     def kill(self, pids: Sequence[int]) -> None:
         """Kill some in one moment."""
         self._killed.update(pids)
+        if self.keeper() in pids:
+            self._num_served = self._count_served()
         for pid in self._gates.intersection(pids):
             with suppress(OSError):
                 os.kill(pid, signal.SIGSTOP)
@@ -180,8 +184,8 @@ class Processes:
     async def is_whole(self) -> bool:
         """Return whether all serve under load, and have done so for long enough to be killed."""
         keeper, gates = self.keeper(), self.places("front-end").values()
-        since = self._keeper_since.setdefault(keeper, time.monotonic())
-        if not keeper or time.monotonic() - since < SETTLED_SECONDS:
+        # three keepers that were killed before they served, one after another, end the server
+        if not keeper or self._count_served() == self._num_served:
             return False
         if self._killed.intersection(self.named().values()) or not all(map(is_running, gates)):
             return False
@@ -199,7 +203,7 @@ class Processes:
         """Wait until all serve; return whether they do."""
         end = time.monotonic() + seconds
         while not await self.is_whole():
-            if time.monotonic() > end:
+            if time.monotonic() > end or self.server.process.poll() is not None:
                 return False
             await asyncio.sleep(0.2)
         return True
@@ -282,7 +286,7 @@ class Rounds:
                     await chaos.learn()
                     load = asyncio.create_task(chaos.run())
                     for number, victims in enumerate(self._order):
-                        if time.monotonic() > self._end:
+                        if time.monotonic() > self._end or server.process.poll() is not None:
                             break
                         await self._whole(processes)
                         self._now = self.cells[victims]
@@ -354,15 +358,13 @@ class NurseRounds(Rounds):
 
     async def run(self) -> None:
         """Start a server for each kill."""
-        for stage in STAGES[:5]:
-            self.stage = stage
+        for self.stage in STAGES[:5]:
             self._now = self.cells[f"nurse, {self.stage}"] = Cell()
-            for number in range(self._args.kills):
+            for _ in range(self._args.kills):
                 if time.monotonic() > self._end:
                     return
                 with deployed(*FLAGS) as processes:
                     await self._one(processes)
-                print(f"nurse, {self.stage} {number + 1}/{self._args.kills}", file=sys.stderr)
 
     async def _one(self, processes: Processes) -> None:
         server = processes.server
