@@ -337,7 +337,7 @@ async def soak(
     save : is called from time to time.
     """
     name, started, seconds = report.name, time.monotonic(), report.seconds
-    every = max(1, num_requests // 200)
+    every = max(1, min(num_requests // 200, 1000))
     computed = () if name == FRONT_ENDS else COMPUTED
     with deployed(model, *SMALL, *computed, *CONFIGURATIONS[name], num_engines=2) as processes:
         server = processes.server

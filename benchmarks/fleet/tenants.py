@@ -36,8 +36,6 @@ LIMITS = (("max_open_requests", 2), ("requests_per_minute", 12), ("tokens_per_mi
 BODY = {"prompt": [5] * 10, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 TOKENS = 50
 """Of each request: prompt and answer."""
-_LATE_SECONDS = 0.5
-"""What a client may be behind."""
 
 
 @dataclass
@@ -66,7 +64,7 @@ class Tenant:
         except aiohttp.ClientError:
             return "broken"
         finally:
-            self.open.append((begun, last - _LATE_SECONDS))
+            self.open.append((begun, last - 0.5))  # what a client may be behind
         return "whole" if text.endswith(b"[DONE]\n\n") else "failed"
 
     async def client(self, session: aiohttp.ClientSession, processes: Processes, end: asyncio.Event) -> None:
