@@ -58,7 +58,7 @@ async def two_gates(client: FleetClient) -> AsyncIterator[tuple[list[GateClient]
     """Serve two gates of a fleet, in this process but by their wire."""
     exporter = MetricsExporter(RunCounts(), model_name="fake")
     host = host_of(client, exporter)
-    gates = [GateClient(host.endpoint, f"gate-{number}", client.info) for number in range(2)]
+    gates = [GateClient(host.endpoint, f"gate-{number}") for number in range(2)]
     try:
         for gate in gates:
             await gate.connect()

@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 from onbeat.cluster.client import FleetClient, Nursed
 from onbeat.cluster.front_ends import FrontEnds
 from onbeat.cluster.gate_client import GateClient
-from onbeat.cluster.gate_host import GateHost
+from onbeat.cluster.gate_host import GateHost, gates_endpoint
+from onbeat.cluster.gate_relay import GateRelay
+from onbeat.cluster.lease import Tenure
+from onbeat.cluster.roster import Roster
 from onbeat.core.protocols import EngineInfo
 from onbeat.metrics.merge import snapshot
 from onbeat.server.server_config import ServerConfig
@@ -119,34 +122,92 @@ class Front:
         return replace(self, config=replace(config, connections=connections, max_unread_bytes=unread))
 
 
-async def keep(
-    front: Front,
-    client: FleetClient,
-    sock: socket.socket,
-    nursed: Nursed,
-    *,
-    on_started: Callable[[str], None],
-) -> None:
-    """Look after front ends, and decide for them, until told to end.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where several front ends are, and what they have of who looks after them."""
+
+    front: Front
+    sock: socket.socket
+    """Where they listen, bound."""
+    nursed: Nursed
+    on_started: Callable[[str], None]
+    """Called with the server's URL once all take requests."""
+    tenure: Tenure | None = None
+    """Whether the keeper of several machines is here; None where there is one machine."""
+    endpoint: str = ""
+    """At which gates of other machines reach it."""
+
+    @property
+    def folder(self) -> Path:
+        """For sockets; nobody but this user can enter it."""
+        assert self.nursed.folder is not None, "there are several front ends"
+        return self.nursed.folder.path
+
+    @property
+    def roster(self) -> Roster:
+        """Who is left of processes before this one."""
+        assert self.nursed.roster is not None, "there are several front ends"
+        return self.nursed.roster
+
+    @property
+    def secret(self) -> str:
+        """What all machines know."""
+        return self.front.config.fleet_key or ""
+
+    def front_ends(self) -> FrontEnds:
+        """Listen, and return those who are to answer."""
+        from onbeat.server.run import listen
+
+        config = self.front.config
+        listen(self.sock, f"{config.host}:{config.port}")
+        return FrontEnds(
+            config.front_ends,
+            lambda name: _process(self.front.share(), gates_endpoint(self.folder), self.sock, name),
+            self.roster,
+        )
+
+    async def run(self, front_ends: FrontEnds, on_end: Callable[[], None]) -> None:
+        """Look after front ends until told to end; `on_end` is called then.
+
+        Raises
+        ------
+        EngineDead : front ends end again and again before they serve.
+        """
+        from onbeat.server.run import END_SIGNALS, on_signals, served_url
+
+        def end() -> None:
+            on_end()
+            front_ends.terminate()
+
+        async def say_started() -> None:
+            if self.nursed.num_before:
+                logger.error("the process before this one was killed; another goes on with what it has left")
+                await asyncio.sleep(SETTLED_SECONDS)
+            else:
+                await front_ends.serving.wait()
+                self.on_started(served_url(self.front.config, self.sock))
+            self.nursed.mark.touch()
+
+        started = asyncio.create_task(say_started())
+        try:
+            with on_signals(END_SIGNALS, end), on_signals([signal.SIGHUP], front_ends.roll):
+                await front_ends.run()
+        finally:
+            started.cancel()
+            await front_ends.stop()
+
+
+async def keep(machine: Machine, client: FleetClient) -> None:
+    """Look after front ends, and decide for them, until told to end; see `Machine.run`.
 
     Parameters
     ----------
     client : of the fleet, started.
-    sock : where they listen, bound.
-    nursed : who looks after this process, and what one before it has left.
-    on_started : called with the server's URL once all take requests.
-
-    Raises
-    ------
-    EngineDead : front ends end again and again before they serve.
     """
-    from onbeat.server.run import END_SIGNALS, listen, on_signals, served_url
     from onbeat.server.shared import Desk
 
-    config = front.config
-    assert nursed.roster is not None, "there are several front ends"
-    listen(sock, f"{config.host}:{config.port}")
-    telemetry = front.telemetry(client.info, fleet_counts=client.counts)
+    front_ends, tenure = machine.front_ends(), machine.tenure
+    telemetry = machine.front.telemetry(client.info, fleet_counts=client.counts)
     client.add_observer(telemetry.tracker)
     telemetry.exporter.watch(client, client)
 
@@ -154,70 +215,65 @@ async def keep(
         telemetry.counts.num_open = len(client.streams.open)
         return await telemetry.shown(what)
 
-    front_ends = FrontEnds(
-        config.front_ends,
-        lambda name: _process(front.share(), host.endpoint, client.info, sock, name),
-        nursed.roster,
-    )
     host = GateHost(
         client,
-        client.folder,
+        machine.folder,
         front_ends,
         telemetry.exporter.others,
         on_ended=telemetry.counts.slo.remember,
         make_desk=lambda: Desk(telemetry.books, show),
     )
-
-    def end() -> None:
-        client.expect_end()
-        front_ends.terminate()
-
-    async def say_started() -> None:
-        if nursed.num_before:
-            logger.error("the keeper was killed; another goes on with what it has left")
-            await asyncio.sleep(SETTLED_SECONDS)
-        else:
-            await front_ends.serving.wait()
-            on_started(served_url(config, sock))
-        nursed.mark.touch()
-
-    started = asyncio.create_task(say_started())
     try:
+        if tenure is not None:
+            tenure.tell(host.open_far(machine.endpoint, machine.secret))
         async with telemetry.watched_loop(of_keeper=True):
-            with on_signals(END_SIGNALS, end), on_signals([signal.SIGHUP], front_ends.roll):
-                await front_ends.run()
+            await machine.run(front_ends, client.expect_end)
     finally:
-        started.cancel()
-        await front_ends.stop()
         await host.close()
+        if tenure is not None:
+            await tenure.close()
+
+
+async def follow(machine: Machine) -> None:
+    """Look after front ends for which a keeper on another machine decides; see `Machine.run`."""
+    assert machine.tenure is not None, "another machine has it"
+    front_ends = machine.front_ends()
+    machine.roster.kill("r")  # replicas of a keeper that was here
+    relay = GateRelay(machine.folder, front_ends, machine.secret)
+    machine.tenure.on_found = relay.follow
+    try:
+        await machine.run(front_ends, lambda: None)
+    finally:
+        relay.close()
 
 
 def _process(
-    front: Front, endpoint: str, info: EngineInfo, sock: socket.socket, name: str
+    front: Front, endpoint: str, sock: socket.socket, name: str
 ) -> multiprocessing.context.SpawnProcess:
     # spawn: a forked child would inherit the event loop and its sockets
     return multiprocessing.get_context("spawn").Process(
-        target=run_front_end, args=(front, endpoint, info, sock, name), name=f"onbeat-{name}", daemon=True
+        target=run_front_end, args=(front, endpoint, sock, name), name=f"onbeat-{name}", daemon=True
     )
 
 
-def run_front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket.socket, name: str) -> None:
+def run_front_end(front: Front, endpoint: str, sock: socket.socket, name: str) -> None:
     """Be a front end, until told to end or left alone."""
     import uvloop
 
     logging.basicConfig(
         level=front.log_level.upper(), format=f"%(asctime)s %(levelname)s %(name)s {name}: %(message)s"
     )
-    uvloop.run(_front_end(front, endpoint, info, sock, name))
+    uvloop.run(_front_end(front, endpoint, sock, name))
 
 
-async def _front_end(front: Front, endpoint: str, info: EngineInfo, sock: socket.socket, name: str) -> None:
+async def _front_end(front: Front, endpoint: str, sock: socket.socket, name: str) -> None:
     from onbeat.server.shared import remote_desk
 
     # who starts keepers is gone: none will come, and all ends
     asyncio.get_running_loop().add_reader(os.pidfd_open(front.guardian), os._exit, 1)
-    client = GateClient(endpoint, name, info)
+    client = GateClient(endpoint, name)
     await client.connect()
+    info = client.info
     told: dict[str, int] = {}
 
     def tell() -> None:

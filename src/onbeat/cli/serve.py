@@ -77,9 +77,15 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = server_config(args)
-    if args.timeline and config.front_ends > 1:
-        raise ConfigError("--timeline is written by one front end; leave out --front-ends")
     fleet = read_options(args, FleetOptions)
+    is_split = config.front_ends > 1 or fleet.keeper_lease is not None
+    if args.timeline and is_split:
+        raise ConfigError("--timeline is written by one front end; leave out --front-ends and --keeper-lease")
+    if fleet.keeper_lease is not None and config.fleet_key is None:
+        raise ConfigError(
+            f"--keeper-lease {fleet.keeper_lease} needs a --fleet-key (or ${FLEET_KEY_VARIABLE}), the same "
+            "on all machines: who has it is let in"
+        )
     check_tls(config)
     connections, told = with_descriptors(config.connections, fleet.fleet.most_replicas)
     config = replace(config, connections=connections)
@@ -93,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         if taken := next((name for name, _ in engine.lora_modules if name in names), None):
             raise ConfigError(f"lora_modules has {taken!r}, which is the model's own name; choose another")
         args.nursed = Nursed()
-        if config.front_ends > 1:
+        if is_split:
             engine = share_machine(engine, fleet)
             args.nursed = nurse(args.output)
         _set_up_logging(args.log_level)
@@ -115,7 +121,9 @@ async def _serve(
     sock: socket.socket,
     announcer: _Announcer,
 ) -> int:
-    from onbeat.cli.front_ends import Front, keep
+    from onbeat.cli.front_ends import Front, Machine, follow, keep
+    from onbeat.cluster.kubernetes_lease import KubernetesLease
+    from onbeat.cluster.lease import Tenure, keeper_endpoint
     from onbeat.cluster.start import open_fleet
     from onbeat.metrics.timeline import open_timeline
 
@@ -129,9 +137,18 @@ async def _serve(
         guardian=os.getppid(),
     )
     text = front.load_text()  # what is wrong with it is told before a model is loaded
+    machine = Machine(front=front, sock=sock, nursed=args.nursed, on_started=announcer.follows)
+    if fleet.keeper_lease is not None:
+        tenure = Tenure(KubernetesLease(fleet.keeper_lease), args.nursed.machine)
+        machine = replace(machine, tenure=tenure, endpoint=keeper_endpoint(fleet.keeper_address))
+        if not await _finishes_before_sigterm(tenure.begin):
+            return EXIT_TERMINATED
+        if not tenure.is_mine:
+            await follow(machine)
+            return 0
     with ExitStack() as stack:
         build = partial(_build_engine, log_level=args.log_level)
-        listeners = front.listeners(stack) if config.front_ends == 1 else []
+        listeners = front.listeners(stack) if args.nursed.roster is None else []
         if args.timeline:
             listeners.append(stack.enter_context(open_timeline(args.timeline, is_live=True)))
         client = open_fleet(fleet, engine, build, stack, on_progress=announcer.say, nursed=args.nursed)
@@ -144,8 +161,8 @@ async def _serve(
                 path=example_path(is_chat=text[1] is not None, generates=client.info.generates),
                 needs_key=bool(config.api_keys),
             )
-            if config.front_ends > 1:
-                await keep(front, client, sock, args.nursed, on_started=ready)
+            if args.nursed.roster is not None:
+                await keep(replace(machine, on_started=ready), client)
                 return 0
             telemetry = front.telemetry(client.info, listeners, fleet_counts=client.counts)
             client.add_observer(telemetry.tracker)
@@ -195,6 +212,10 @@ class _Announcer:
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
+
+    def follows(self, url: str) -> None:
+        seconds = time.monotonic() - self._started
+        self.say(f"ready in {seconds:.1f} s: {url} (the keeper is on another machine)")
 
     def ready(self, url: str, *, model: str, path: str, needs_key: bool) -> None:
         seconds = time.monotonic() - self._started

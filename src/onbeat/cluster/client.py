@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import stat
 import tempfile
 import time
@@ -126,6 +127,12 @@ class Nursed(NamedTuple):
     """Keepers that have served, and were killed."""
     folder: OwnedFolder | None = None
     roster: Roster | None = None
+
+    @property
+    def machine(self) -> str:
+        """A name that all keepers here have, and no other machine."""
+        assert self.folder is not None
+        return f"{socket.gethostname()}.{self.folder.path.name.removeprefix(PREFIX)}"
 
     @property
     def mark(self) -> Path:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 from onbeat.core.protocols import EnginePulse
-from onbeat.core.request import Request
+from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import StepOutputs
 from onbeat.engine.messages import FromEngine, Heartbeat, Stepped
 
@@ -86,22 +87,28 @@ def by_our_clock(message: FromEngine, offset: float, received: float) -> FromEng
         case Stepped(outputs):
             _shift_outputs(outputs, min(offset, received - outputs.now))
         case Heartbeat(pulse):
-            message.pulse = _shifted(pulse, min(offset, received - pulse.time))
+            message.pulse = shifted_pulse(pulse, min(offset, received - pulse.time))
     return message
 
 
-def _shifted(pulse: EnginePulse, offset: float) -> EnginePulse:
+def shifted_pulse(pulse: EnginePulse, offset: float) -> EnginePulse:
+    """Return a pulse whose times are so many seconds later."""
     start = pulse.step_start
     return replace(pulse, time=pulse.time + offset, step_start=None if start is None else start + offset)
 
 
 def _shift_outputs(outputs: StepOutputs, offset: float) -> None:
     outputs.now += offset
-    for output in outputs.outputs:
-        if output.scheduled_time > 0:  # else it was in no step yet
-            output.scheduled_time += offset
+    shift_deliveries(outputs.outputs, offset)
     if (stats := outputs.stats) is not None:
         stats.start += offset
         stats.end += offset
     if (load := outputs.load) is not None:
         outputs.load = replace(load, time=load.time + offset)
+
+
+def shift_deliveries(outputs: Sequence[RequestOutput], offset: float) -> None:
+    """Make the times of deliveries so many seconds later."""
+    for output in outputs:
+        if output.scheduled_time > 0:  # else it was in no step yet
+            output.scheduled_time += offset

@@ -44,6 +44,17 @@ class FleetOptions:
         help="with --launcher ray, the port on which replicas of other nodes reach this server (default: any "
         "free one)",
     )
+    keeper_lease: str | None = _option(
+        None,
+        metavar="KIND:NAME",
+        help="lease by which several machines choose the one that decides for the front ends of all, such as "
+        "kubernetes:NAMESPACE/NAME; all need the same --fleet-key",
+    )
+    keeper_address: str | None = _option(
+        None,
+        metavar="HOST[:PORT]",
+        help="with --keeper-lease, where others reach this machine (default: its host name, any free port)",
+    )
     start_timeout: int = _option(
         600, at_least=1, metavar="SECONDS", help="longest time of a replica's start; then it is given up"
     )
@@ -52,6 +63,10 @@ class FleetOptions:
         check(self, FleetOptions)
         if self.fleet.disaggregate is not None and self.kv_transport == "none":
             raise ConfigError("--disaggregate copies KV between replicas; leave out --kv-transport none")
+        if self.keeper_address is not None and self.keeper_lease is None:
+            raise ConfigError(
+                f"--keeper-address {self.keeper_address} is for --keeper-lease; give both, or neither"
+            )
         if self.launcher != "ray":
             for name, value in (("ray-address", self.ray_address), ("fleet-port", self.fleet_port)):
                 if value is not None:

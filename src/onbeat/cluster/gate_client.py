@@ -9,20 +9,24 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+import msgspec
+
 from onbeat.cluster import gate_messages as messages
+from onbeat.cluster.clock_offset import clock_id
 from onbeat.cluster.gate import Gate
 from onbeat.cluster.streams import not_resumed
 from onbeat.cluster.wire import Line
-from onbeat.core.errors import EngineDead, OnbeatError
+from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import Adapter, Request, RequestOutput
 from onbeat.engine.messages import AbortRequests, Fetched, Rejected
 from onbeat.metrics.merge import Snapshot
 from onbeat.metrics.slo_counts import EndedRequest
+from onbeat.version import __version__
 
-FIRST_STATUS_SECONDS = 10.0
-"""A keeper that is there says at once how its fleet stands."""
+_CREEP = 5e-6
+"""Seconds by which two clocks may part from one status to the next, 0.1 s later: what a quartz gives."""
 
 
 class GateClient:
@@ -32,16 +36,20 @@ class GateClient:
     ----------
     endpoint : of the keeper's wire.
     name : of this gate, which no other has.
-    info : what is served.
 
     Attributes
     ----------
+    info : what is served, once it is connected.
     told : what another keeper is told again, by the number of what is open: verbs and their arguments.
     """
 
-    def __init__(self, endpoint: str, name: str, info: EngineInfo) -> None:
-        self.info = info
+    info: EngineInfo
+
+    def __init__(self, endpoint: str, name: str) -> None:
         self.gate = Gate(self)
+        self._clock, self._offset = clock_id(), 0.0
+        self._is_known = False
+        """Whether the keeper that there is has answered; what is asked for before, it is told then."""
         self._status: messages.Status
         self._has_status = asyncio.Event()
         self._numbers = count()
@@ -54,16 +62,20 @@ class GateClient:
         self._line.send(messages.Open(os.getpid()))
 
     async def connect(self) -> None:
-        """Wait until the keeper has said how its fleet stands.
+        """Wait until the keeper has said what is served, and how its fleet stands.
 
         Raises
         ------
-        EngineDead : it says nothing.
+        ConfigError : it is of another version of onbeat.
         """
-        try:
-            await asyncio.wait_for(self._has_status.wait(), FIRST_STATUS_SECONDS)
-        except TimeoutError as error:
-            raise EngineDead("the process that decides for all front ends does not answer") from error
+        await self._has_status.wait()
+        about = await self.wish("about")
+        if about["version"] != __version__:
+            raise ConfigError(
+                f"the keeper runs onbeat {about['version'][:40]}, this machine {__version__}; install the "
+                "same on all machines"
+            )
+        self.info = msgspec.convert(about["info"], EngineInfo)
 
     def say_serving(self) -> None:
         """Tell the keeper that clients can connect."""
@@ -71,7 +83,7 @@ class GateClient:
 
     def say_counts(self, counts: Snapshot, ended: dict[str, list[EndedRequest]], num_open: int) -> None:
         """Tell the keeper what is counted here, and how many are open; to be called every second."""
-        self._line.send(messages.Counted(counts, ended, num_open))
+        self._line.send(messages.by_keepers_clock(messages.Counted(counts, ended, num_open), self._offset))
 
     def close(self) -> None:
         """Let go of the keeper, which aborts what is still open."""
@@ -80,17 +92,18 @@ class GateClient:
     def _on_message(self, message: messages.ToGate) -> None:
         now = time.monotonic()
         match message:
-            case messages.Delivered(made, outputs, replica):
-                self._note(made, outputs)
-                self.gate.deliver(made, outputs, replica)
+            case messages.Delivered():
+                messages.by_gates_clock(message, self._offset)
+                self._note(message.now, message.outputs)
+                self.gate.deliver(message.now, message.outputs, message.replica)
             case messages.Status():
-                self._status = message
-                self.gate.hear(message.made - message.way, now)
-                self._has_status.set()
+                self._hear_status(message, now)
             case Rejected():
                 self._refuse(message.request_id, message.error())
             case messages.Greet():
-                self._begin_again()
+                self._is_known = False
+                adapters = self._status.adapters if self._has_status.is_set() else None
+                self._line.send(messages.Open(os.getpid(), adapters))
             case messages.Granted(number, error, answer):
                 _, wish = self._wishes.pop(number, (None, None))  # None: it was told again
                 if wish is not None and not wish.cancelled():
@@ -98,6 +111,18 @@ class GateClient:
                         wish.set_result(answer)
                     else:
                         wish.set_exception(error.error())
+
+    def _hear_status(self, status: messages.Status, now: float) -> None:
+        # by another clock, and a fraction of 1 ms on its way
+        late = now - status.made
+        offset = min(self._offset + _CREEP, late) if self._is_known else late
+        self._offset = 0.0 if status.clock == self._clock else offset
+        messages.by_gates_clock(status, self._offset)
+        self._status = status
+        self.gate.hear(status.made - status.way, now)
+        self._has_status.set()
+        if not self._is_known:
+            self._begin_again()
 
     def _note(self, now: float, outputs: list[RequestOutput]) -> None:
         """Note how far requests are, so that another keeper can be asked for the rest."""
@@ -115,18 +140,21 @@ class GateClient:
         self.gate.refuse(request_id, error)
 
     def _begin_again(self) -> None:
-        """Tell another keeper who is here, and what is open."""
-        adapters = self._status.adapters if self._has_status.is_set() else None
-        self._line.send(messages.Open(os.getpid(), adapters))
+        """Tell another keeper what is open."""
+        self._is_known = True
         pending = [wish for wish, _ in self._wishes.values()]
         again = [messages.Wish(next(self._numbers), *each) for told in self.told.values() for each in told]
         for wish in again + pending:
-            self._line.send(wish)
+            self._say(wish)
         for request_id, asked in list(self._asked.items()):
             if asked.token_ids and not asked.request.resumes:
                 self._refuse(request_id, not_resumed())
             else:
-                self._line.send(asked)
+                self._say(asked)
+
+    def _say(self, message: messages.ToKeeper) -> None:
+        if self._is_known:
+            self._line.send(messages.by_keepers_clock(message, self._offset))
 
     # --- what its gate asks for, see `Keeper` -------------------------------------------------------------
 
@@ -136,14 +164,14 @@ class GateClient:
 
     def ask(self, request: Request, block_hashes: Sequence[bytes]) -> None:
         asked = self._asked[request.request_id] = messages.Ask(request, list(block_hashes))
-        self._line.send(asked)
+        self._say(asked)
 
     def abort(self, request_id: str) -> None:
         self._asked.pop(request_id, None)
-        self._line.send(AbortRequests([request_id]))
+        self._say(AbortRequests([request_id]))
 
     def fetched(self, num_tokens: Mapping[str, int]) -> None:
-        self._line.send(Fetched(dict(num_tokens)))
+        self._say(Fetched(dict(num_tokens)))
 
     # --- what the server sees of the engine, see `EngineClient` -------------------------------------------
 
@@ -197,7 +225,7 @@ class GateClient:
         number = next(self._numbers)
         granted = asyncio.get_running_loop().create_future()
         wish, _ = self._wishes[number] = messages.Wish(number, verb, arguments), granted
-        self._line.send(wish)
+        self._say(wish)
         return await granted
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:

@@ -8,18 +8,21 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from onbeat.cluster import gate_messages as messages
 from onbeat.cluster.client import FleetClient
-from onbeat.cluster.front_ends import FrontEnds
-from onbeat.cluster.wire import Wire
+from onbeat.cluster.clock_offset import clock_id
+from onbeat.cluster.front_ends import SILENT_SECONDS, FrontEnds
+from onbeat.cluster.wire import Wire, shared_keys
 from onbeat.core.errors import OnbeatError
 from onbeat.core.request import RequestOutput
 from onbeat.engine.messages import AbortRequests, Fetched, Rejected
 from onbeat.metrics.merge import Others
 from onbeat.metrics.slo_counts import EndedRequest
+from onbeat.version import __version__
 
 logger = logging.getLogger("onbeat.cluster")
 
@@ -27,6 +30,42 @@ FLEET_VERBS = ("load_adapter", "unload_adapter", "drain", "scale", "autoscale", 
 """The methods of `FleetView` that gates may ask for."""
 STATUS_SECONDS = 0.1
 """How often gates are told how the fleet stands."""
+
+
+class ProcessEnds:
+    """Sees processes of this machine end that others have started.
+
+    Parameters
+    ----------
+    on_end : is called with the name of one that has ended.
+    """
+
+    def __init__(self, on_end: Callable[[bytes], None]) -> None:
+        self._on_end = on_end
+        self.names: dict[bytes, int] = {}
+        """Of those that are watched, and descriptors by which their ends are seen."""
+
+    def watch(self, name: bytes, process_id: int) -> None:
+        """Watch one; that it has ended already is told, too."""
+        if name in self.names:
+            return
+        try:
+            self.names[name] = end = os.pidfd_open(process_id)
+        except ProcessLookupError:
+            self._on_end(name)
+            return
+        asyncio.get_running_loop().add_reader(end, self._on_end, name)
+
+    def forget(self, name: bytes) -> None:
+        """Watch one no more."""
+        if (end := self.names.pop(name, None)) is not None:
+            asyncio.get_running_loop().remove_reader(end)
+            os.close(end)
+
+
+def gates_endpoint(folder: Path) -> str:
+    """Return what gates of this machine connect to, in a folder that nobody but this user can enter."""
+    return f"ipc://{folder}/gates"
 
 
 class GateDesk(Protocol):
@@ -49,30 +88,36 @@ class RemoteGate:
 
     Parameters
     ----------
+    name : of the gate.
     send : sends it a message; one that is gone gets none.
     desk : answers its wishes.
+    is_far : whether it is on another machine.
 
     Attributes
     ----------
+    heard : when it said anything last.
     requests : the ids of those that it asked for, which have not ended.
     num_open : those whose ends it has yet to count.
     way : seconds that the last message of a replica was on its way here.
     """
 
-    def __init__(self, send: Callable[[messages.ToGate], object], desk: GateDesk) -> None:
-        self._send, self.desk = send, desk
+    def __init__(
+        self, name: str, send: Callable[[messages.ToGate], object], desk: GateDesk, *, is_far: bool
+    ) -> None:
+        self.name, self.send, self.desk, self.is_far = name, send, desk, is_far
+        self.heard = time.monotonic()
         self.requests: set[str] = set()
         self.num_open = 0
         self.way = 0.0
 
     def deliver(self, now: float, outputs: list[RequestOutput], replica: int) -> None:
-        self._send(messages.Delivered(now, outputs, replica))
+        self.send(messages.Delivered(now, outputs, replica))
         self.requests.difference_update(
             output.request_id for output in outputs if output.finish_reason is not None
         )
 
     def refuse(self, request_id: str, error: OnbeatError) -> None:
-        self._send(Rejected.by(request_id, error))
+        self.send(Rejected.by(request_id, error))
         self.requests.discard(request_id)
 
     def hear(self, made: float, now: float) -> None:
@@ -93,7 +138,7 @@ class GateHost:
 
     Attributes
     ----------
-    endpoint : what gates connect to.
+    endpoint : what gates of this machine connect to.
     """
 
     def __init__(
@@ -108,20 +153,34 @@ class GateHost:
     ) -> None:
         self._client, self._front_ends, self._counts, self._on_ended = client, front_ends, counts, on_ended
         self._make_desk = make_desk
+        self._clock = clock_id()
         self._gates: dict[bytes, RemoteGate] = {}
         self._greeted: set[bytes] = set()
-        self._ends: dict[bytes, int] = {}
-        """Descriptors by which the ends of their processes are seen."""
-        self._wire = Wire(
-            f"ipc://{folder}/gates",
-            decode=messages.decode_to_keeper,
-            knows=lambda _: True,
-            on_message=self._on_message,
-            on_junk=lambda name, why: self._lose(name, why),
-        )
-        self.endpoint = self._wire.endpoint
+        self._ends = ProcessEnds(lambda name: self._lose(name, "its process has ended"))
+        self._wires: list[Wire[messages.ToKeeper]] = []
+        self.endpoint = self._open(gates_endpoint(folder))
         self._wishes: set[asyncio.Task[None]] = set()
         self._telling = asyncio.create_task(self._tell_status(), name="onbeat-gates")
+
+    def open_far(self, endpoint: str, secret: str) -> str:
+        """Let gates of other machines ask that know a secret; return what they connect to."""
+        endpoint = self._open(endpoint, shared_keys(secret, "keeper"))
+        access = self._wires[-1].access
+        assert access is not None, "other machines connect by tcp"
+        access.admit(shared_keys(secret, "gate")[0])
+        return endpoint
+
+    def _open(self, endpoint: str, keys: tuple[bytes, bytes] | None = None) -> str:
+        wire = Wire(
+            endpoint,
+            decode=messages.decode_to_keeper,
+            knows=lambda _: True,
+            on_message=lambda name, message: self._on_message(wire, name, message),
+            on_junk=self._lose,
+            keys=keys,
+        )
+        self._wires.append(wire)
+        return wire.endpoint
 
     async def close(self) -> None:
         """Hear of gates no more."""
@@ -129,19 +188,21 @@ class GateHost:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        for name in list(self._ends):
+        for name in list(self._gates):
             self._lose(name, "the keeper ends")
-        self._wire.close()
+        for wire in self._wires:
+            wire.close()
 
-    def _on_message(self, name: bytes, message: messages.ToKeeper) -> None:
+    def _on_message(self, wire: Wire[messages.ToKeeper], name: bytes, message: messages.ToKeeper) -> None:
         if isinstance(message, messages.Open):
-            self._greet(name, message)
+            self._greet(wire, name, message)
             return
         if (gate := self._gates.get(name)) is None:
             if name not in self._greeted:  # another keeper had it; or it is gone, and hears nothing
                 self._greeted.add(name)
-                self._wire.send(name, messages.Greet())
+                wire.send(name, messages.Greet())
             return
+        gate.heard = time.monotonic()
         match message:
             case messages.Ask(request, block_hashes):
                 gate.requests.add(request.request_id)
@@ -157,7 +218,10 @@ class GateHost:
                 self._on_other(name, gate, message)
 
     def _on_other(
-        self, name: bytes, gate: RemoteGate, message: messages.Wish | messages.Serving | messages.Counted
+        self,
+        name: bytes,
+        gate: RemoteGate,
+        message: messages.Wish | messages.Serving | messages.Left | messages.Counted,
     ) -> None:
         match message:
             case messages.Wish():
@@ -165,11 +229,13 @@ class GateHost:
                 self._wishes.add(task)
                 task.add_done_callback(self._wishes.discard)
             case messages.Serving():
-                self._front_ends.on_serving(name.decode())
+                self._front_ends.on_serving(gate.name)
+            case messages.Left():
+                self._lose(name, "its process has ended")
             case messages.Counted(counts, ended, num_open):
                 gate.num_open = num_open
-                self._front_ends.hear(name.decode())
-                self._counts.hear(name.decode(), counts)
+                self._front_ends.hear(gate.name)
+                self._counts.hear(gate.name, counts)
                 for request_class, requests in ended.items():
                     self._on_ended(request_class, requests)
 
@@ -177,32 +243,31 @@ class GateHost:
         gate.requests.discard(request_id)
         self._client.abort(request_id)
 
-    def _greet(self, name: bytes, message: messages.Open) -> None:
+    def _greet(self, wire: Wire[messages.ToKeeper], name: bytes, message: messages.Open) -> None:
         if message.adapters is not None:
             self._client.controller.adapters.restore(message.adapters)
-        self._gates[name] = gate = RemoteGate(
-            lambda message: self._wire.send(name, message), self._make_desk()
-        )
+        own = name.partition(b"/")[0].decode()
+        for other in [other for other, gate in self._gates.items() if gate.name == own]:
+            self._lose(other, "it has connected again", has_ended=False)
+        is_far = wire is not self._wires[0]
+        send = partial(wire.send, name)
+        self._gates[name] = gate = RemoteGate(own, send, self._make_desk(), is_far=is_far)
         self._client.streams.gates.append(gate)
-        self._wire.send(name, self._status(gate))
-        try:
-            self._ends[name] = end = os.pidfd_open(message.process_id)
-        except ProcessLookupError:
-            self._lose(name, "its process has ended")
-            return
-        asyncio.get_running_loop().add_reader(end, self._lose, name, "its process has ended")
+        send(self._status(gate))
+        if not is_far:
+            self._ends.watch(name, message.process_id)
 
-    def _lose(self, name: bytes, why: str) -> None:
+    def _lose(self, name: bytes, why: str, *, has_ended: bool = True) -> None:
         """Abort what a gate had asked for, whatever becomes of its process."""
-        if (end := self._ends.pop(name, None)) is not None:
-            asyncio.get_running_loop().remove_reader(end)
-            os.close(end)
+        self._ends.forget(name)
         if (gate := self._gates.pop(name, None)) is None:
             return
+        self._greeted.discard(name)
         self._client.streams.gates.remove(gate)
-        self._counts.end(name.decode(), gate.num_open)
+        if has_ended:  # else it goes on with what it has counted
+            self._counts.end(gate.name, gate.num_open)
         gate.desk.close()
-        logger.info("%s is gone (%s), and with it %d requests", name.decode(), why, len(gate.requests))
+        logger.info("%s is gone (%s), and with it %d requests", gate.name, why, len(gate.requests))
         for request_id in list(gate.requests):
             self._abort(gate, request_id)
 
@@ -211,20 +276,24 @@ class GateHost:
         try:
             if wish.verb in FLEET_VERBS:
                 await getattr(self._client, wish.verb)(**wish.arguments)
+            elif wish.verb == "about":
+                answer = {"version": __version__, "info": self._client.info}
             else:
                 answer = await gate.desk.answer(wish.verb, wish.arguments)
         except OnbeatError as refusal:
             error = Rejected.by("", refusal)
         if self._gates.get(name) is gate:
             if wish.verb in FLEET_VERBS:
-                self._wire.send(name, self._status(gate))
-            self._wire.send(name, messages.Granted(wish.number, error, answer))
+                gate.send(self._status(gate))
+            gate.send(messages.Granted(wish.number, error, answer))
 
     async def _tell_status(self) -> None:
         while True:
             await asyncio.sleep(STATUS_SECONDS)
-            for name, gate in self._gates.items():
-                self._wire.send(name, self._status(gate))
+            for name, gate in list(self._gates.items()):
+                gate.send(self._status(gate))
+                if gate.is_far and time.monotonic() - gate.heard > SILENT_SECONDS:
+                    self._lose(name, f"it has said nothing for {SILENT_SECONDS:.0f} s", has_ended=False)
 
     def _status(self, gate: RemoteGate) -> messages.Status:
         client = self._client
@@ -240,4 +309,5 @@ class GateHost:
             hashed_block_size=client.hashed_block_size,
             way=gate.way,
             made=time.monotonic(),
+            clock=self._clock,
         )

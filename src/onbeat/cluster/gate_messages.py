@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from onbeat.cluster.clock_offset import by_their_clock, shift_deliveries, shifted_pulse
 from onbeat.core.fleet import ReplicaView, ScalingView
 from onbeat.core.protocols import EnginePulse
 from onbeat.core.request import Adapter, Request, RequestOutput
@@ -25,6 +26,10 @@ class Open(msgspec.Struct, tag="open", array_like=True):
 
 class Serving(msgspec.Struct, tag="serving", array_like=True):
     """A gate takes connections."""
+
+
+class Left(msgspec.Struct, tag="left", array_like=True):
+    """A gate has ended; who passes its messages on says so."""
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
@@ -98,10 +103,53 @@ class Status(msgspec.Struct, tag="status", array_like=True, kw_only=True):
     """Seconds that the last message of a replica was on its way to the keeper."""
     made: float
     """When this was said."""
+    clock: str
+    """By which clock: see `clock_id`."""
 
 
-ToKeeper = Open | Serving | Ask | AbortRequests | Fetched | Wish | Counted
+ToKeeper = Open | Serving | Left | Ask | AbortRequests | Fetched | Wish | Counted
 ToGate = Greet | Delivered | Rejected | Status | Granted
 
 decode_to_keeper = msgspec.msgpack.Decoder(ToKeeper).decode
 decode_to_gate = msgspec.msgpack.Decoder(ToGate).decode
+
+
+def by_keepers_clock(message: ToKeeper, offset: float) -> ToKeeper:
+    """Return a gate's message with the times of its keeper's clock.
+
+    Parameters
+    ----------
+    offset : seconds by which that clock is behind the gate's.
+    """
+    if not offset:
+        return message
+    match message:
+        case Ask(request, _, _, first):
+            first = None if first is None else first - offset
+            return msgspec.structs.replace(
+                message, request=by_their_clock(request, offset), first_token_time=first
+            )
+        case Counted(_, ended):
+            by_class = {
+                name: [each._replace(end=each.end - offset) for each in some] for name, some in ended.items()
+            }
+            return msgspec.structs.replace(message, ended=by_class)
+        case Wish(_, "open_call", arguments):
+            arguments = {**arguments, "arrival": arguments["arrival"] - offset}
+            return msgspec.structs.replace(message, arguments=arguments)
+        case Wish(_, "close_call" | "fail_call", arguments):
+            end = {**arguments["end"], "end": arguments["end"]["end"] - offset}
+            return msgspec.structs.replace(message, arguments={**arguments, "end": end})
+    return message
+
+
+def by_gates_clock(message: Delivered | Status, offset: float) -> None:
+    """Give a keeper's message the times of a gate's clock; see `by_keepers_clock`."""
+    if not offset:
+        return
+    if isinstance(message, Status):
+        message.made += offset
+        message.pulse = shifted_pulse(message.pulse, offset)
+        return
+    message.now += offset
+    shift_deliveries(message.outputs, offset)

@@ -69,6 +69,14 @@ class Roster:
         """Return the places that somebody is to have, of those whose names begin so."""
         return sorted(file.stem for file in self._folder.glob(f"{prefix}*.at"))
 
+    def kill(self, prefix: str) -> None:
+        """End those who are still in places whose names begin so, and strike the places."""
+        for place in self.places(prefix):
+            if (left := self.find(place)) is not None:
+                left.kill()
+                left.close()
+            self.strike(place)
+
     def find(self, place: str) -> LeftProcess | None:
         """Return who has had a place since before this process; None where there is nobody."""
         with suppress(OSError):

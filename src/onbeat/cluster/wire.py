@@ -6,17 +6,21 @@ Where replicas are on other machines, those connect whose keys it was told.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.messages import encode
+from onbeat.engine.process import CurveKeys
 
 logger = logging.getLogger("onbeat.cluster")
 
@@ -33,6 +37,7 @@ class AccessControl:
     ----------
     context : of the socket; it has no other access control.
     socket : not bound yet.
+    keys : public and secret one of this side; None makes new ones.
 
     Attributes
     ----------
@@ -40,8 +45,10 @@ class AccessControl:
     num_strangers : keys that were turned away, those aside that do not even speak CurveZMQ.
     """
 
-    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes]) -> None:
-        self.public_key, secret_key = zmq.curve_keypair()
+    def __init__(
+        self, context: zmq.Context[Any], socket: zmq.Socket[bytes], keys: tuple[bytes, bytes] | None = None
+    ) -> None:
+        self.public_key, secret_key = keys or zmq.curve_keypair()
         self.num_strangers = 0
         self._admitted: set[bytes] = set()
         self._last_told = -_QUIET_SECONDS
@@ -70,8 +77,7 @@ class AccessControl:
         if now - self._last_told >= _QUIET_SECONDS:
             self._last_told = now
             logger.warning(
-                "turned away a connection that is no replica of this fleet (%d so far); keep "
-                "others off this port",
+                "turned away a connection that is not of this fleet (%d so far); keep others off this port",
                 self.num_strangers,
             )
         return False
@@ -81,10 +87,19 @@ class AccessControl:
         self._authenticator.stop()
 
 
+def shared_keys(secret: str, whose: str) -> tuple[bytes, bytes]:
+    """Return the public and the secret key that whoever knows a secret gives a side of a connection."""
+    key = hashlib.scrypt(secret.encode(), salt=f"onbeat {whose}".encode(), n=2**14, r=8, p=1, dklen=32)
+    secret_key = z85.encode(key)
+    return zmq.curve_public(secret_key), secret_key
+
+
 _TURN_SECONDS = 0.002
 """How long messages are read before others of the event loop have their turn."""
 
 LINGER_MS = 500
+HEARTBEAT_MS = 5000
+"""Another machine that says nothing for so long is asked whether it is there."""
 MessageT = TypeVar("MessageT")
 
 
@@ -144,6 +159,7 @@ class Wire(Generic[MessageT]):
     knows : whether a name is that of somebody whose messages count; others are dropped unread.
     on_message : is called with the name of the sender.
     on_junk : is called with the name of a known sender whose message cannot be read.
+    keys : see `AccessControl`.
 
     Attributes
     ----------
@@ -164,6 +180,7 @@ class Wire(Generic[MessageT]):
         knows: Callable[[bytes], bool],
         on_message: Callable[[bytes, MessageT], None],
         on_junk: Callable[[bytes, str], None],
+        keys: tuple[bytes, bytes] | None = None,
     ) -> None:
         self.num_dropped = 0
         self._decode, self._knows = decode, knows
@@ -176,7 +193,8 @@ class Wire(Generic[MessageT]):
         socket.router_mandatory = True
         socket.ipv6 = "[" in endpoint
         is_local = endpoint.startswith("ipc:")
-        self.access = None if is_local else AccessControl(self._context, socket)
+        self.access = None if is_local else AccessControl(self._context, socket, keys)
+        socket.heartbeat_ivl = 0 if is_local else HEARTBEAT_MS
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -223,7 +241,7 @@ class Wire(Generic[MessageT]):
 
 
 class Line(Generic[MessageT]):
-    """The other end of a `Wire` of this machine, for whoever connects to it.
+    """The other end of a `Wire`, for whoever connects to it.
 
     Parameters
     ----------
@@ -231,6 +249,8 @@ class Line(Generic[MessageT]):
     name : the sender's.
     decode : reads a message.
     on_message : is called with each message.
+    keys : of a connection to another machine; it is not made again once it breaks, for then what was on its
+        way would be missing without a word.
     """
 
     def __init__(
@@ -240,21 +260,27 @@ class Line(Generic[MessageT]):
         *,
         decode: Callable[[bytes], MessageT],
         on_message: Callable[[MessageT], None],
+        keys: CurveKeys | None = None,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
         socket.set_hwm(0)
         socket.linger = 0
         socket.routing_id = name
+        socket.ipv6 = "[" in endpoint
+        if keys is not None:
+            keys.put_on(socket)
+            socket.reconnect_ivl = -1
         socket.connect(endpoint)
         self._reader = Reader(socket, lambda frames: on_message(decode(frames[-1])))
 
     def send(self, message: object) -> None:
-        """Send a message."""
-        self._socket.send(encode(message), flags=zmq.NOBLOCK)
-        self._reader.after_send()
+        """Send a message; where a connection to another machine is broken nobody gets it."""
+        with suppress(zmq.Again):
+            self._socket.send(encode(message), flags=zmq.NOBLOCK)
+            self._reader.after_send()
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = LINGER_MS) -> None:
         """Close the socket once what was said last is sent, or nobody takes it."""
         self._reader.close()
-        self._context.destroy(linger=LINGER_MS)
+        self._context.destroy(linger=linger_ms)

@@ -140,6 +140,11 @@ class CurveKeys:
     server: bytes
     """Public key of whoever listens."""
 
+    def put_on(self, socket: zmq.Socket[bytes]) -> None:
+        """Encrypt what a socket sends, before it connects."""
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.curve_serverkey = self.server
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLink:
@@ -225,8 +230,7 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], link: EngineLink) -> zmq.S
     if link.identity:
         socket.routing_id = link.identity
     if link.keys is not None:
-        socket.curve_publickey, socket.curve_secretkey = link.keys.public, link.keys.secret
-        socket.curve_serverkey = link.keys.server
+        link.keys.put_on(socket)
     socket.connect(link.endpoint)
     return socket
 
