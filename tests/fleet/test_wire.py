@@ -80,7 +80,7 @@ async def test_strangers_on_an_encrypted_port_change_nothing(sockets, caplog) ->
         await check_all(started)
         assert client.controller._wire.num_dropped == 0
         assert [view.num_lives for view in client.replicas()] == [1, 1]
-    told = [record for record in caplog.records if "is no replica of this fleet" in record.getMessage()]
+    told = [record for record in caplog.records if "is not of this fleet" in record.getMessage()]
     assert len(told) == 1
 
 

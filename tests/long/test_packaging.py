@@ -20,7 +20,7 @@ HOSTS = {"vllm"}
 # Distributions of other names, which need not be installed
 DISTRIBUTIONS = {"flashinfer": "flashinfer-python"}
 # Private hooks of these are overridden, which any minor version may change.
-OVERRIDDEN = {"jinja2", "uvicorn"}
+OVERRIDDEN = {"uvicorn"}
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

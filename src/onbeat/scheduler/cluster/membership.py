@@ -190,8 +190,8 @@ class Membership:
         self.by_state: dict[ReplicaState, dict[ReplicaId, Replica]] = {state: {} for state in ReplicaState}
         self.ready = self.by_state[ReplicaState.READY]
         """Those that take requests."""
-        self._fits_all = 0
-        """The longest request that every ready replica takes, tokens; 0 where none is ready."""
+        self._fits_all: int | None = 0
+        """The longest request that every ready replica takes, tokens; None until somebody asks again."""
 
     def is_prefill(self, replica: ReplicaId) -> bool:
         """Whether a replica computes prompts for others.
@@ -214,7 +214,7 @@ class Membership:
         del self.by_state[replica.state][replica.replica_id]
         self.by_state[state][replica.replica_id] = replica
         replica.state, replica.why = state, why
-        self._fits_all = min((each.limits.max_model_len for each in self.ready.values()), default=0)
+        self._fits_all = None
 
     def enter(self, replica: Replica, limits: ReplicaLimits) -> None:
         """Make a replica ready, under a new number."""
@@ -245,6 +245,8 @@ class Membership:
         """Return the numbers of ready replicas that a request must not go to."""
         request = open_request.request
         num_tokens = request.num_prompt_tokens + request.max_tokens
+        if self._fits_all is None:
+            self._fits_all = min((each.limits.max_model_len for each in self.ready.values()), default=0)
         fits_all = num_tokens <= self._fits_all
         if fits_all and not open_request.refused_by:
             return NONE_EXCLUDED
