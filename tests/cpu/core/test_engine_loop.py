@@ -14,7 +14,16 @@ from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingPa
 from onbeat.core.step import StepOutputs
 from onbeat.engine import process
 from onbeat.engine.grammar_port import GrammarPort
-from onbeat.engine.messages import AddRequest, AskMove, Ready, Shutdown, Stepped, decode_from_engine, encode
+from onbeat.engine.messages import (
+    AddRequest,
+    AskMove,
+    MoveAnswer,
+    Ready,
+    Shutdown,
+    Stepped,
+    decode_from_engine,
+    encode,
+)
 from onbeat.engine.process import EngineLink, StepWait
 from onbeat.text.grammar.compiler import GrammarCompiler
 from onbeat.text.grammar.source import choice_grammar
@@ -76,9 +85,8 @@ def test_blocks_are_checked_while_nobody_waits_for_an_answer(
             fleet.send(encode(Shutdown()))
         loop.serve()
         answers = [decode_from_engine(fleet.recv()) for _ in range(asks)]
-    assert [(each.answer.move, each.answer.ok) for each in answers] == [
-        (f"m{number}", False) for number in range(asks)
-    ]
+    moves = [each.answer for each in answers if isinstance(each, MoveAnswer)]
+    assert [(each.move, each.ok) for each in moves] == [(f"m{number}", False) for number in range(asks)]
     assert bool(checks) == (not asks)
 
 
