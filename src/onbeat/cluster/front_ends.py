@@ -51,11 +51,17 @@ class FrontEnds:
     Attributes
     ----------
     serving : is set once all take connections for the first time.
+    have_told : is set once those of a keeper before this one have told what they have open, or have ended.
     """
 
     def __init__(self, number: int, make: Callable[[str], SpawnProcess], roster: Roster) -> None:
         self.serving = asyncio.Event()
         self._number, self._make, self._roster = number, make, roster
+        found = {place: roster.find(f"{_PLACE}{place}") for place in range(number)}
+        self._left = {place: left for place, left in found.items() if left is not None}
+        self.have_told = asyncio.Event()
+        self._untold = {left.name for left in self._left.values()}
+        self.on_told("")
         self._places: dict[int, _FrontEnd] = {}
         self._by_name: dict[str, _FrontEnd] = {}
         """Those in their places, and successors."""
@@ -78,6 +84,12 @@ class FrontEnds:
         if len(self._places) == self._number and all(each.serves.is_set() for each in self._places.values()):
             self.serving.set()
 
+    def on_told(self, name: str) -> None:
+        """Hear that a front end has told what it has open."""
+        self._untold.discard(name)
+        if not self._untold:
+            self.have_told.set()
+
     async def run(self) -> None:
         """Keep front ends running until `stop`.
 
@@ -86,7 +98,7 @@ class FrontEnds:
         EngineDead : they end again and again before they serve.
         """
         for place in range(self._number):
-            if (left := self._roster.find(f"{_PLACE}{place}")) is None:
+            if (left := self._left.get(place)) is None:
                 self._put(place, self._start(place))
             else:
                 self._put(place, self._watch(place, _FrontEnd(left.name, left, time.monotonic())))
@@ -132,6 +144,7 @@ class FrontEnds:
         code = ended.process.exitcode
         ended.process.close()
         ended.ended.set()
+        self.on_told(ended.name)
         del self._by_name[ended.name]
         if self._is_ending or ended.is_told or self._places.get(place) is not ended:
             return

@@ -143,7 +143,11 @@ class GateClient:
         """Tell another keeper what is open."""
         self._is_known = True
         pending = [wish for wish, _ in self._wishes.values()]
-        again = [messages.Wish(next(self._numbers), *each) for told in self.told.values() for each in told]
+        again = [
+            messages.Wish(next(self._numbers), *each, is_again=True)
+            for told in self.told.values()
+            for each in told
+        ]
         for wish in again + pending:
             self._say(wish)
         for request_id, asked in list(self._asked.items()):
@@ -151,6 +155,7 @@ class GateClient:
                 self._refuse(request_id, not_resumed())
             else:
                 self._say(asked)
+        self._say(messages.Told())
 
     def _say(self, message: messages.ToKeeper) -> None:
         if self._is_known:

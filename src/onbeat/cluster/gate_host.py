@@ -221,7 +221,7 @@ class GateHost:
         self,
         name: bytes,
         gate: RemoteGate,
-        message: messages.Wish | messages.Serving | messages.Left | messages.Counted,
+        message: messages.Wish | messages.Serving | messages.Told | messages.Left | messages.Counted,
     ) -> None:
         match message:
             case messages.Wish():
@@ -230,6 +230,8 @@ class GateHost:
                 task.add_done_callback(self._wishes.discard)
             case messages.Serving():
                 self._front_ends.on_serving(gate.name)
+            case messages.Told():
+                self._front_ends.on_told(gate.name)
             case messages.Left():
                 self._lose(name, "its process has ended")
             case messages.Counted(counts, ended, num_open):
@@ -279,6 +281,8 @@ class GateHost:
             elif wish.verb == "about":
                 answer = {"version": __version__, "info": self._client.info}
             else:
+                if not wish.is_again:  # what others have of a key's limits, or of a job, is to be known
+                    await self._front_ends.have_told.wait()
                 answer = await gate.desk.answer(wish.verb, wish.arguments)
         except OnbeatError as refusal:
             error = Rejected.by("", refusal)

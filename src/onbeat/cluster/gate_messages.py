@@ -28,6 +28,10 @@ class Serving(msgspec.Struct, tag="serving", array_like=True):
     """A gate takes connections."""
 
 
+class Told(msgspec.Struct, tag="told", array_like=True):
+    """A gate has told the keeper what it had open with another one."""
+
+
 class Left(msgspec.Struct, tag="left", array_like=True):
     """A gate has ended; who passes its messages on says so."""
 
@@ -55,6 +59,8 @@ class Wish(msgspec.Struct, tag="wish", array_like=True):
     verb: str
     """What: a word that the keeper knows."""
     arguments: dict[str, Any]
+    is_again: bool = False
+    """Whether another keeper has granted it."""
 
 
 class Greet(msgspec.Struct, tag="greet", array_like=True):
@@ -107,7 +113,7 @@ class Status(msgspec.Struct, tag="status", array_like=True, kw_only=True):
     """By which clock: see `clock_id`."""
 
 
-ToKeeper = Open | Serving | Left | Ask | AbortRequests | Fetched | Wish | Counted
+ToKeeper = Open | Serving | Told | Left | Ask | AbortRequests | Fetched | Wish | Counted
 ToGate = Greet | Delivered | Rejected | Status | Granted
 
 decode_to_keeper = msgspec.msgpack.Decoder(ToKeeper).decode
