@@ -23,6 +23,7 @@ from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import PendingStep
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
+from onbeat.engine.native.forward import NativeForward
 from onbeat.engine.native.library import NotLoaded, load_library
 from onbeat.engine.profiling.batches import (
     BatchLimits,
@@ -350,6 +351,25 @@ def test_an_engine_measures_its_own_products(backend, tmp_path):
     assert all(0 < rate <= limits.peak_flops["fp32"] * 1.001 for _, rate in limits.product_rates)
     assert (profile_key_of(loaded, Precision()).instruction_set is None) == (backend == "torch")
     loaded.runner.forward.close()
+
+
+def test_the_layer_that_is_timed_leaves_no_token_out(tmp_path, monkeypatch):
+    """It is the last one, of whose tokens a step computes those alone that somebody asks for."""
+    if isinstance(load_library(), NotLoaded):
+        pytest.skip("the native library is not built")
+    loaded = load(write_tiny_directory(tmp_path / "tiny"), backend="native")
+    products = loaded.runner.forward.products()
+    run, wanted = NativeForward.run, []
+
+    def watched(self, inputs, *, wants_logits):
+        wanted.append((len(inputs.token_ids_T), inputs.pooled_tokens.tolist()))
+        return run(self, inputs, wants_logits=wants_logits)
+
+    monkeypatch.setattr(NativeForward, "run", watched)
+    products.run(40)
+    products.close()
+    loaded.runner.forward.close()
+    assert wanted == [(40, list(range(40)))]
 
 
 def test_a_profile_is_measured_fitted_and_read_again(loaded, tmp_path):

@@ -142,10 +142,7 @@ class InstructionSetTimer:
             options = replace(self._options, instruction_set=name)
             first = self._model.first_layers(kind.num_layers)
             self._forwards[key] = NativeForward(first._replace(options=options))
-        inputs = _step_inputs(kind, self._block_size, self._model.config.vocab_size)
-        seconds = self._forwards[key].run(inputs, wants_logits=False).seconds
-        assert seconds is not None
-        return seconds
+        return self._forwards[key].time(_step_inputs(kind, self._block_size, self._model.config.vocab_size))
 
     def close(self) -> None:
         """Let threads and memory go."""
