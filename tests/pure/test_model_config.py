@@ -4,6 +4,7 @@ import math
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -382,12 +383,19 @@ def test_gguf_rope_scaling() -> None:
     of_hf = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     expected = model_config_from_hf(LLAMA | {"head_dim": 64, "rope_theta": 1e5, "rope_scaling": of_hf}).rope
     assert rope(rope__scaling__type="yarn", **scaled) == expected
-    with pytest.raises(ModelLoadError, match="yarn_log_multiplier"):
-        rope(rope__scaling__type="yarn", rope__scaling__yarn_log_multiplier=0.1, **scaled)
+    of_hf |= {"mscale": 1.0, "mscale_all_dim": 0.5}
+    expected = model_config_from_hf(LLAMA | {"head_dim": 64, "rope_theta": 1e5, "rope_scaling": of_hf}).rope
+    assert rope(rope__scaling__type="yarn", rope__scaling__yarn_log_multiplier=0.5, **scaled) == expected
     with pytest.raises(ModelLoadError, match="kind 'longrope'"):
         rope(rope__scaling__type="longrope", rope__scaling__factor=4.0)
     with pytest.raises(ModelLoadError, match="only one"):
         rope((1.0, 8.0), rope__scale_linear=2.0)
+
+
+def test_gguf_mistral_small_3_has_another_name_and_is_the_same_model() -> None:
+    older = model_config_from_gguf(GGUF, tensor_names=())
+    newer = model_config_from_gguf(gguf_of("mistral3"), tensor_names=())
+    assert newer == replace(older, family=newer.family, architecture="Ministral3ForCausalLM")
 
 
 def test_gguf_gemma3_constants_that_the_format_leaves_out() -> None:

@@ -38,6 +38,14 @@ FAMILIES: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**COMMON, tie_word_embeddings=False),
     "llama-bias": lambda: transformers.LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=True),
     "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=None),
+    "ministral3": lambda: transformers.Ministral3Config(
+        **COMMON,
+        head_dim=32,
+        rope_parameters={
+            **YARN | {"rope_theta": 10000.0, "truncate": True, "llama_4_scaling_beta": 0.25},
+            **dict.fromkeys(("mscale", "mscale_all_dim"), 1.0),
+        },
+    ),
     "qwen2": lambda: transformers.Qwen2Config(**COMMON),
     "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=32),
     "gemma3": lambda: transformers.Gemma3TextConfig(
@@ -96,6 +104,7 @@ FAMILIES: dict[str, Any] = {
 GGUF_ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
+    "ministral3": "mistral3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
@@ -115,7 +124,7 @@ GGUF_ARCHITECTURES = {
     "olmo3": "olmo2",
     "glm4": "glm4",
 }
-PERMUTED = ("llama", "smollm3", "granite")
+PERMUTED = ("llama", "mistral3", "smollm3", "granite")
 """Architectures whose queries and keys the converter puts in another order."""
 
 _RENAMED = {
@@ -263,7 +272,10 @@ def write_positions(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type != "gemma3_text":
         rope = config.rope_parameters
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if config.model_type == "gpt_oss":
+    if config.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+    if config.model_type in ("gpt_oss", "ministral3"):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(YARN["factor"])
         writer.add_rope_scaling_orig_ctx_len(YARN["original_max_position_embeddings"])

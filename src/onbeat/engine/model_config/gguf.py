@@ -42,6 +42,8 @@ _KEYS: Mapping[str, str] = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
 }
 """What the format calls the keys of a config.json, behind the architecture's name."""
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
@@ -238,15 +240,17 @@ def _rope(values: Values, rules: GgufRules, factors: RopeFactors, sizes: RopeSiz
             num_frequencies=rotary_dim // 2,
         )
     if kind == "yarn":
-        values.refuse_unless("rope.scaling.yarn_log_multiplier", 0.0)
-        scale = values.number(factor_key)
+        scale, all_dims = values.number(factor_key), "rope.scaling.yarn_log_multiplier"
+        magnitude = yarn_magnitude(scale)
+        if values.raw(all_dims):
+            magnitude /= yarn_magnitude(scale, values.number(all_dims))
         return yarn(
             replace(rope, factor=scale, original_max_position_embeddings=original),
             values.number("rope.scaling.yarn_beta_fast", 32.0),
             values.number("rope.scaling.yarn_beta_slow", 1.0),
             width=rotary_dim,
             truncates=rules.truncates_yarn,
-            attention_factor=values.number("rope.scaling.attn_factor", 1.0) * yarn_magnitude(scale),
+            attention_factor=values.number("rope.scaling.attn_factor", 1.0) * magnitude,
         )
     if kind not in (None, "none", "linear"):
         raise ModelLoadError(

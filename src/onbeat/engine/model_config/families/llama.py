@@ -2,12 +2,12 @@
 
 Llama 2 and 3, Yi and SmolLM2 have two norms in each layer, each before the block that it feeds. Mistral has
 a sliding window in all layers, Ministral 3 queries that grow with their position, Mixtral experts, and a
-window if it is asked for; GGUF files call Mistral and Mixtral `llama`. Granite 3, and Granite 4 where it is
-dense, have factors on embeddings, attention scores, what layers add, and logits. OLMo 2 and 3 have their
-norms after attention and feed-forward, and norms of queries and keys that span all heads; most layers of
-OLMo 3 slide. SmolLM3 has every fourth layer without positions (NoPE). In Phi-3, Phi-3.5 and Phi-4-mini a
-part of each head may turn, by angles that LongRoPE scales; files have queries, keys and values in one
-tensor, and gate and up in another.
+window if it is asked for; GGUF files call Mistral and Mixtral `llama`, newer ones Mistral `mistral3`.
+Granite 3, and Granite 4 where it is dense, have factors on embeddings, attention scores, what layers add,
+and logits. OLMo 2 and 3 have their norms after attention and feed-forward, and norms of queries and keys
+that span all heads; most layers of OLMo 3 slide. SmolLM3 has every fourth layer without positions (NoPE).
+In Phi-3, Phi-3.5 and Phi-4-mini a part of each head may turn, by angles that LongRoPE scales; files have
+queries, keys and values in one tensor, and gate and up in another.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ MISTRAL = Family(
 
 
 def _ministral3(config: ModelConfig, values: Values) -> ModelConfig:
-    table = Values(values.raw("rope_parameters"), source="config.json's rope parameters")
-    growth = table.number("llama_4_scaling_beta"), table.size("original_max_position_embeddings")
-    return replace(base.with_window(config, values), query_growth=growth)
+    config = base.with_window(config, values)
+    if (table := values.raw("rope_parameters")) is not None:
+        values = Values(table, source="config.json's rope parameters")
+    elif "llama_4_scaling_beta" not in values:  # a GGUF file of Mistral Small 3
+        return config
+    growth = values.number("llama_4_scaling_beta"), values.size("original_max_position_embeddings")
+    return replace(config, query_growth=growth)
 
 
 MINISTRAL3 = Family(
@@ -71,6 +75,7 @@ MINISTRAL3 = Family(
     bias_keys=NO_BIASES,
     reads=frozenset({"sliding_window"}),
     complete=_ministral3,
+    gguf=GgufRules(architecture="mistral3", permutes=True),
 )
 
 
