@@ -15,6 +15,7 @@ from onbeat.engine.device import CPU, Device, DeviceConfig
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
 BEYOND: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -112,3 +113,17 @@ def test_a_broken_model_and_an_engine_that_is_named_are_no_reason_for_vllm(
         start.prepare(config(tmp_path, model, **asked))
     assert type(error.value) is kind
     assert not installed
+
+
+@pytest.mark.parametrize("served", [64, 65])
+def test_the_start_says_where_longrope_takes_other_angles_than_transformers(
+    tmp_path: Path, served: int
+) -> None:
+    model = {
+        "architectures": ["Phi3ForCausalLM"],
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    }
+    asked = config(tmp_path, model, limits=SchedulerLimits(max_model_len=served))
+    said = " ".join(start.prepare(asked).backend.remarks(asked))
+    assert ("--max-model-len 64 gives these" in said) == (served > 64)

@@ -281,17 +281,27 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 KIN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "cohere2": (Cohere2ForCausalLM, Cohere2Config, {"num_hidden_layers": 4, "sliding_window": 24}),
     "ernie4_5": (Ernie4_5ForCausalLM, Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
-    "seed-oss": (SeedOssForCausalLM, SeedOssConfig, {"head_dim": 24}),
+    "seed-oss": (
+        SeedOssForCausalLM,
+        SeedOssConfig,
+        {"head_dim": 24, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "phi3-long": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        # The first token turns by no angle; from the second on transformers takes those for long contexts.
+        FAMILIES["phi3-longrope"][2] | {"original_max_position_embeddings": 1},
+    ),
     "granite4-rope": (
         GraniteMoeHybridForCausalLM,
         GraniteMoeHybridConfig,
         FAMILIES["granite4"][2] | {"position_embedding_type": "rope"},
     ),
 }
-"""Models of other families' layers: one test runs them."""
+"""Models of other families' layers: fewer tests run them."""
 
 ON_TORCH = FAMILIES | GEMMA4
-"""With those that the native engine does not run."""
+"""With those whose prefix hits, drafts and moves have tests of their own."""
 
 
 def _exact_rotation(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, Any]:

@@ -19,10 +19,10 @@ from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
-from tests.cpu.engine.gemma4_models import WINDOWED
 from tests.cpu.engine.stateful_models import STATEFUL
-from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, tiny_model
+from tests.cpu.engine.tiny_models import FAMILIES, KIN, StateCheckpoint, hf_tiny_model, tiny_model
 from tests.cpu.golden.moving import MOST_STEPS, Pair, Streams, make_core, undisturbed
+from tests.cpu.golden.test_windows_tiny import WINDOWED
 from tests.cpu.speculation.runs import fixed, make_request, make_requests, ngram
 from tests.cpu.speculation.test_lossless import SAMPLINGS, budget
 from tests.many_cases import each_case
@@ -80,13 +80,13 @@ def invariant(library: Any, name: str) -> MakeForward:
     return on_native(library, checkpoint, dtype=torch.bfloat16, batch_invariant=True)
 
 
-@each_case("name", FAMILIES)
+@each_case("name", FAMILIES | KIN)
 def test_every_family_on_the_native_engine(native_library: Any, name: str) -> None:
     check_moves(invariant(native_library, name), make_requests(temperature=0.8, repetition_penalty=1.1))
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-@pytest.mark.parametrize("name", ["gemma3", "olmo3", *WINDOWED])
+@pytest.mark.parametrize("name", WINDOWED)
 @pytest.mark.parametrize("drafts", [False, True])
 def test_windows_that_give_kv_back(
     name: str, drafts: bool, backend: str, request: pytest.FixtureRequest

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from onbeat.engine.engine_config import ActivationQuantization
 from onbeat.engine.native.library import CallStatus, MatrixLayout, NativeLibrary, PackedMatrix, Source, Store
 from tests.cpu.engine.forwards import on_native, rows_of
-from tests.cpu.engine.tiny_models import FAMILIES
+from tests.cpu.engine.stateful_models import STATEFUL
+from tests.cpu.engine.tiny_models import FAMILIES, ON_TORCH
 from tests.cpu.native.amx_kernels import (
     Floats,
     Halves,
@@ -211,7 +212,7 @@ def relative_norm(actual: NDArray[np.floating], expected: NDArray[np.floating]) 
 # ---- The engine ----
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ON_TORCH | STATEFUL)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_models_compute_the_same(
     native_library: NativeLibrary, emulated_library: NativeLibrary, name: str, num_threads: int

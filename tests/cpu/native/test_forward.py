@@ -22,14 +22,9 @@ from onbeat.engine.native.forward import NativeForward
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.sampler import Sampler
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.step_driver import StepDriver
-from tests.cpu.engine.tiny_models import (
-    FAMILIES,
-    StateCheckpoint,
-    hf_tiny_model,
-    random_prompt,
-    tiny_model,
-)
+from tests.cpu.engine.tiny_models import ON_TORCH, StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 from tests.many_cases import each_case
 from tests.pure.scheduler.driver import make_config
 
@@ -62,8 +57,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
-@each_case("name", FAMILIES)
-@each_case(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@each_case("name", ON_TORCH | STATEFUL)
+@each_case(("dtype", "error"), [(torch.float32, 3e-5), (torch.bfloat16, 0.03)])
 def test_instruction_sets_agree(
     native_library: NativeLibrary, name: str, dtype: torch.dtype, error: float
 ) -> None:

@@ -16,7 +16,8 @@ from onbeat.engine.input_batch import InputBatch, IntArray, StepInputs
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import DraftRow
 from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
-from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
+from tests.cpu.engine.tiny_models import random_prompt, tiny_model
+from tests.cpu.golden.test_policies_tiny import NUMBERED
 from tests.cpu.speculation.drafting import (
     GREEDY,
     VOCAB_SIZE,
@@ -71,7 +72,7 @@ def test_greedy_tokens_are_those_without_drafts(engine: TinyEngine, setting: Set
 
 
 @in_turns
-@each_case(("number", "name"), enumerate(FAMILIES))
+@each_case(("number", "name"), NUMBERED)
 def test_families_can_draft_for_one_another(engine: TinyEngine, number: int, name: str, turn: int) -> None:
     if not is_due(engine, number, turn):
         return

@@ -12,7 +12,8 @@ from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import DraftLength
 from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
 from tests.cpu.engine.forwards import MakeForward, on_torch
-from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
+from tests.cpu.engine.tiny_models import random_prompt, tiny_model
+from tests.cpu.golden.test_policies_tiny import NUMBERED
 from tests.cpu.speculation.runs import (
     LIMITS,
     Run,
@@ -61,7 +62,7 @@ def budget(policy: str) -> dict[str, Any]:
 
 
 @in_turns
-@each_case(("number", "name"), enumerate(FAMILIES))
+@each_case(("number", "name"), NUMBERED)
 def test_greedy_of_every_family(engine: TinyEngine, number: int, name: str, turn: int) -> None:
     if not is_due(engine, number, turn):
         return

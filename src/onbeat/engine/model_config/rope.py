@@ -292,6 +292,7 @@ def longrope_attention_factor(factor: float, original: int) -> float:
     Parameters
     ----------
     factor : how many times longer the context has become.
-    original : the context of pre-training, tokens.
+    original : the context of pre-training, tokens. One token, whose logarithm is 0, says nothing.
     """
-    return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    scales = factor > 1.0 and original > 1
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if scales else 1.0
