@@ -135,7 +135,9 @@ def build_library(
     objects = {}
     for unit in units:
         unit = unit._replace(flags=(*COMMON_FLAGS, *extra, *unit.flags))
-        digest = _digest(compiler.version, *unit.flags, headers, unit.source.read_text(encoding="utf-8"))
+        # Not where the headers lie, which are in it themselves: a copy of the tree has the same objects.
+        flags = [flag for flag in unit.flags if not flag.startswith("-I")]
+        digest = _digest(compiler.version, *flags, headers, unit.source.read_text(encoding="utf-8"))
         objects[cache / f"{variant}{unit.name}-{digest}.o"] = unit
     own = shlex.split(
         os.environ.get("LDFLAGS", "")

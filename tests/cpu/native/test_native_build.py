@@ -74,6 +74,15 @@ def test_only_what_changed_is_compiled_again(hatch_build: ModuleType, tree: Path
 
 
 @needs_compiler
+def test_a_copy_of_the_tree_only_links(hatch_build: ModuleType, tree: Path) -> None:
+    hatch_build.build_library(tree, tree / hatch_build.LIBRARY)
+    copy = shutil.copytree(tree, tree / "copy")
+    (copy / hatch_build.LIBRARY).unlink()
+    assert hatch_build.build_library(copy, copy / hatch_build.LIBRARY)
+    assert objects(copy) == objects(tree)
+
+
+@needs_compiler
 def test_a_header_changes_everything(hatch_build: ModuleType, tree: Path) -> None:
     output = tree / hatch_build.LIBRARY
     hatch_build.build_library(tree, output)
