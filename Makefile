@@ -54,7 +54,7 @@ test-triton: .venv/.dev ## Install Triton (190 MB) and run the tests of the GPU 
 	$(BIN)/python -m pytest tests/cpu/engine/cuda $(PYTEST_ARGS)
 
 test-wheel: .venv/.dev .venv/.native model ## Build a wheel, install it in a clean environment and serve with it
-	$(BIN)/python -m pytest -m network tests/cpu/native/test_native_wheel.py -k clean $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m network tests/cpu/native/test_native_wheel.py -k clean -p no:cacheprovider $(PYTEST_ARGS)
 
 test-vllm: ## Run the tests of the plug-in on vLLM's own schedulers (VLLM="0.32.0"; installs 4 GB into .vllm)
 	@for version in $(VLLM); do echo "vLLM $$version"; scripts/vllm-env $$version && \
