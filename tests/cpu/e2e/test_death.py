@@ -26,28 +26,49 @@ STAND_IN_FLAGS = ("--load-format", "stand-in", "--device", "h100-sxm", "--max-mo
 class Stream:
     """A streamed completion read in a thread; its events are gathered until it ends."""
 
-    def __init__(self, url: str, **fields: Any) -> None:
-        self._url = url
+    def __init__(self, url: str, headers: dict[str, str] | None = None, **fields: Any) -> None:
+        self._url, self._headers = url, headers
         self._fields = {"prompt": "a", "stream": True, "ignore_eos": True, **fields}
         self.events: list[bytes] = []
         self.error: Exception | None = None
+        self._is_left = False
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         try:
-            with httpx.stream("POST", f"{self._url}/v1/completions", json=self._fields, timeout=60) as reply:
+            url = f"{self._url}/v1/completions"
+            with httpx.stream("POST", url, headers=self._headers, json=self._fields, timeout=60) as reply:
+                reply.raise_for_status()
                 # Not iter_lines(): it also splits at separators that random bytes of a text may form.
                 data = b""
                 for piece in reply.iter_bytes():
                     *events, data = (data + piece).split(b"\n\n")
                     self.events += [event.removeprefix(b"data: ") for event in events]
+                    if self._is_left:
+                        return
         except Exception as error:
             self.error = error
 
     def wait_until_flowing(self) -> None:
         wait_for(lambda: len(self.events) > 5 or self.error)
         assert self.error is None, self.error
+
+    def is_broken(self) -> bool:
+        """Return whether it has ended, but not as it should."""
+        return not self._thread.is_alive() and self.events[-1:] != [b"[DONE]"]
+
+    def go_on(self) -> None:
+        """Wait until more of it comes, or it breaks."""
+        num_events = len(self.events)
+        wait_for(lambda: len(self.events) > num_events + 5 or not self._thread.is_alive())
+
+    def leave(self) -> list[Any]:
+        """Close the connection, and return the events so far: those of a stream that was whole to there."""
+        self._is_left = True
+        wait_for(lambda: not self._thread.is_alive())
+        assert self.error is None, self.error
+        return [json.loads(event) for event in self.events if event != b"[DONE]"]
 
     def end(self, timeout: float = 20.0) -> list[Any]:
         """Wait for the regular end of the stream and return its events before `[DONE]`."""

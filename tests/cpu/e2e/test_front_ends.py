@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,9 +29,18 @@ api_keys:
 """
 
 
+MODEL = "Llama-3.1-8B"
+"""Gives 170 tokens a second: to pass them on is little work."""
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProgram]:
-    with serving("smollm2-135m-instruct", *STAND_IN_FLAGS, "--front-ends", "2", "--replicas", "2") as program:
+def flags(smollm2_gguf: Path) -> Sequence[str | Path]:
+    return (MODEL, "--tokenizer", smollm2_gguf, *STAND_IN_FLAGS, "--front-ends", "2")
+
+
+@pytest.fixture(scope="module")
+def server(flags: Sequence[str | Path]) -> Iterator[ServerProgram]:
+    with serving(*flags, "--replicas", "2") as program:
         yield program
 
 
@@ -57,21 +66,20 @@ def streams_on_both(server: ServerProgram, **fields: object) -> list[Stream]:
 
 
 def test_a_front_ends_death_breaks_its_own_streams_alone(server: ServerProgram) -> None:
-    expected = text_of(Stream(server.url, max_tokens=2500, temperature=0).end(60))
-    streams = streams_on_both(server, max_tokens=2500, temperature=0)
+    asked = {"max_tokens": 1000, "temperature": 0}
+    expected = text_of(Stream(server.url, **asked).end(60))
+    streams = streams_on_both(server, **asked)
     victim, other = front_ends(server)
     num_broken = num_connections(server, victim)
     engines = [each["process_id"] for each in replicas(server)]
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: len(set(front_ends(server)) - {victim}) == 2, 30)
-    broken = 0
     for stream in streams:
-        stream._thread.join(60)
-        if stream.error is None and stream.events[-1] == b"[DONE]":
-            assert text_of(stream.end()) == expected
-        else:
-            broken += 1
-    assert broken == num_broken
+        stream.go_on()
+    others = [stream for stream in streams if not stream.is_broken()]
+    assert len(streams) - len(others) == num_broken
+    for stream in others:
+        assert text_of(stream.end(60)) == expected
     assert [each["process_id"] for each in replicas(server)] == engines
     assert is_running(other)
     wait_for(lambda: not any(each["num_outstanding"] for each in replicas(server)))
@@ -94,8 +102,8 @@ def responses_of(server: ServerProgram, pid: int) -> Iterator[Responses]:
 
 
 RESPONSE: dict[str, Any] = {
-    "model": "smollm2-135m-instruct",
-    "max_output_tokens": 800,
+    "model": MODEL,
+    "max_output_tokens": 200,
     "extra_body": {"ignore_eos": True},
 }
 
@@ -124,7 +132,7 @@ def test_a_response_is_read_on_and_gone_on_from_at_any_front_end(server: ServerP
             assert client.retrieve(response_id).output_text == text == read[-1].response.output_text
     with responses_of(server, other) as client:
         asked = {"model": RESPONSE["model"], "input": "b", "previous_response_id": response_id}
-        assert client.input_tokens.count(**asked).input_tokens > 500
+        assert client.input_tokens.count(**asked).input_tokens > 100
     with responses_of(server, one) as client:
         begun = client.create(input="b", background=True, **RESPONSE)
     with responses_of(server, other) as client:
@@ -184,7 +192,7 @@ def test_any_front_end_shows_the_numbers_of_all(server: ServerProgram) -> None:
 
 def test_front_ends_are_replaced_without_a_refused_connection(server: ServerProgram) -> None:
     old = front_ends(server)
-    streams = [Stream(server.url, max_tokens=1500) for _ in range(8)]
+    streams = [Stream(server.url, max_tokens=600) for _ in range(8)]
     for stream in streams:
         stream.wait_until_flowing()
     stop, statuses = threading.Event(), list[int]()
@@ -210,14 +218,14 @@ def test_front_ends_are_replaced_without_a_refused_connection(server: ServerProg
 def test_a_front_end_that_is_replaced_makes_its_responses_before_it_ends(server: ServerProgram) -> None:
     old = front_ends(server)
     with responses_of(server, old[0]) as client:
-        begun = client.create(input="a", background=True, **RESPONSE | {"max_output_tokens": 3500})
+        begun = client.create(input="a", background=True, **RESPONSE | {"max_output_tokens": 800})
     server.send_signal(signal.SIGHUP)
     wait_for(lambda: not set(old) & set(front_ends(server)), 60)
     with responses_of(server, front_ends(server)[0]) as client:
         made = client.retrieve(begun.id)
     assert made.status == "incomplete"
     assert made.usage is not None
-    assert made.usage.output_tokens == 3500
+    assert made.usage.output_tokens == 800
 
 
 def test_the_fleet_can_be_changed_by_any_front_end(server: ServerProgram) -> None:
@@ -235,23 +243,26 @@ def test_calls_of_a_job_are_one_job_wherever_they_come(server: ServerProgram) ->
         assert answer["slo"]["job"]["calls"] == number
 
 
-def test_limits_of_a_key_hold_over_all_front_ends(tmp_path: Path) -> None:
+def test_limits_of_a_key_hold_over_all_front_ends(flags: Sequence[str | Path], tmp_path: Path) -> None:
     classes = tmp_path / "classes.yaml"
     classes.write_text(CLASSES)
-    flags = (*STAND_IN_FLAGS, "--front-ends", "2", "--slo-classes", classes, "--api-key", KEYS["LIMITED"])
-    with serving("smollm2-135m-instruct", *flags, env={**os.environ, **KEYS}) as server:
+    limits = ("--slo-classes", classes, "--api-key", KEYS["LIMITED"])
+    with serving(*flags, *limits, env={**os.environ, **KEYS}) as server:
         headers = {"Authorization": f"Bearer {KEYS['LIMITED']}"}
+        streams = [Stream(server.url, headers, max_tokens=4000) for _ in range(12)]
+        wait_for(lambda: sum(stream.error is not None for stream in streams) == 9)
+        assert all("429" in str(stream.error) for stream in streams if stream.error)
+        for stream in streams:
+            if not stream.error:
+                stream.wait_until_flowing()
+                stream.leave()
 
-        def ask(_: int) -> int:
-            fields = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+        def ask() -> int:
+            fields = {"prompt": "a", "max_tokens": 1}
             reply = httpx.post(f"{server.url}/v1/completions", json=fields, headers=headers, timeout=60)
             return reply.status_code
 
-        with ThreadPoolExecutor(12) as pool:
-            statuses = list(pool.map(ask, range(12)))
-        assert statuses.count(200) == 3
-        assert statuses.count(429) == 9
-        assert ask(0) == 200
+        wait_for(lambda: ask() == 200)
         server.send_signal(signal.SIGTERM)
         assert server.exit_code(30) == 0
         assert not any(re.search("Traceback", line) for line in server.lines)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,13 +17,18 @@ from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, replicas, text_of
 from tests.cpu.e2e.test_front_ends import CLASSES, KEYS, front_ends, streams_on_both
 from tests.waiting import wait_for
 
-FLAGS = ("smollm2-135m-instruct", *STAND_IN_FLAGS, "--front-ends", "2", "--replicas", "2")
-ASKED = {"max_tokens": 2500, "temperature": 0}
+ASKED = {"max_tokens": 1500, "temperature": 0}
+"""Of the model here: 10 s of one, so few tokens that they are little work for those who pass them on."""
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProgram]:
-    with serving(*FLAGS) as program:
+def flags(smollm2_gguf: Path) -> Sequence[str | Path]:
+    return ("Llama-3.1-8B", "--tokenizer", smollm2_gguf, *STAND_IN_FLAGS, "--front-ends", "2")
+
+
+@pytest.fixture(scope="module")
+def server(flags: Sequence[str | Path]) -> Iterator[ServerProgram]:
+    with serving(*flags, "--replicas", "2") as program:
         yield program
 
 
@@ -32,6 +36,14 @@ def server() -> Iterator[ServerProgram]:
 def whole(server: ServerProgram) -> str:
     """The text that nothing has disturbed."""
     return text_of(Stream(server.url, **ASKED).end(60))
+
+
+def check(streams: Sequence[Stream], whole: str) -> None:
+    """Wait until more of each has come, and look whether all of that is as if nothing had been."""
+    for stream in streams:
+        stream.go_on()
+    for stream in streams:
+        assert whole.startswith(text_of(stream.leave()))
 
 
 def replace_keeper(server: ServerProgram, end: Callable[[int], object]) -> None:
@@ -42,10 +54,6 @@ def replace_keeper(server: ServerProgram, end: Callable[[int], object]) -> None:
     wait_for(lambda: any("another goes on" in line for line in server.lines[num_lines:]), 30)
     [other] = server.keepers
     assert other != keeper
-
-
-def goes_on(stream: Stream, num_events: int) -> bool:
-    return len(stream.events) > num_events or stream.error is not None
 
 
 def kill(pid: int) -> None:
@@ -63,10 +71,9 @@ def test_streams_outlive_the_keeper(server: ServerProgram, whole: str) -> None:
     gates = front_ends(server)
     streams = streams_on_both(server, **ASKED)
     for _ in range(2):
-        num_events = [len(stream.events) for stream in streams]
         replace_keeper(server, kill)
-        for stream, num in zip(streams, num_events, strict=True):
-            wait_for(partial(goes_on, stream, num))
+        for stream in streams:
+            stream.go_on()
     for stream in streams:
         events = stream.end(60)
         assert text_of(events) == whole
@@ -81,14 +88,16 @@ def test_requests_that_come_while_there_is_no_keeper_are_served(server: ServerPr
     [keeper] = server.keepers
     os.kill(keeper, signal.SIGSTOP)  # or a quick machine has another before they are asked
     with ThreadPoolExecutor(8) as pool:
-        asked = {"prompt": "a", "ignore_eos": True, **ASKED}
+        asked = {"prompt": "a", "ignore_eos": True, **ASKED, "max_tokens": 300}
         answers = [
             pool.submit(httpx.post, f"{server.url}/v1/completions", json=asked, timeout=60) for _ in range(8)
         ]
         time.sleep(0.3)
         replace_keeper(server, kill)
         for answer in answers:
-            assert answer.result().json()["choices"][0]["text"] == whole
+            text = answer.result().json()["choices"][0]["text"]
+            assert whole.startswith(text.rstrip("\ufffd"))  # the last token may end within a character
+            assert len(text) > 300
 
 
 def test_a_keeper_that_stands_still_for_a_second_loses_nothing(server: ServerProgram, whole: str) -> None:
@@ -96,8 +105,7 @@ def test_a_keeper_that_stands_still_for_a_second_loses_nothing(server: ServerPro
     gates = front_ends(server)
     streams = streams_on_both(server, **ASKED)
     stop_for_a_second(keeper)
-    for stream in streams:
-        assert text_of(stream.end(60)) == whole
+    check(streams, whole)
     assert server.keepers == [keeper]
     assert set(front_ends(server)) == set(gates)
 
@@ -111,13 +119,11 @@ def test_a_front_end_and_the_keeper_die_at_once(server: ServerProgram, whole: st
         kill(keeper)
 
     replace_keeper(server, kill_both)
-    num_whole = 0
     for stream in streams:
-        stream._thread.join(60)
-        if stream.error is None and stream.events[-1] == b"[DONE]":
-            assert text_of(stream.end()) == whole
-            num_whole += 1
-    assert 0 < num_whole < len(streams)
+        stream.go_on()
+    others = [stream for stream in streams if not stream.is_broken()]
+    assert 0 < len(others) < len(streams)
+    check(others, whole)
     wait_for(lambda: len(set(front_ends(server)) - {victim}) == 2, 30)
     wait_for(lambda: not any(each["num_outstanding"] for each in replicas(server)), 30)
 
@@ -131,8 +137,7 @@ def test_an_engine_and_the_keeper_die_at_once(server: ServerProgram, whole: str)
         kill(keeper)
 
     replace_keeper(server, kill_both)
-    for stream in streams:
-        assert text_of(stream.end(60)) == whole
+    check(streams, whole)
     wait_for(lambda: [each["state"] for each in replicas(server)] == ["ready", "ready"], 60)
     assert victim not in [each["process_id"] for each in replicas(server)]
 
@@ -140,58 +145,58 @@ def test_an_engine_and_the_keeper_die_at_once(server: ServerProgram, whole: str)
 def test_the_keeper_is_replaced_when_asked_for(server: ServerProgram, whole: str) -> None:
     streams = streams_on_both(server, **ASKED)
     replace_keeper(server, lambda _: server.change_fleet("restart", keeper=True).raise_for_status())
-    for stream in streams:
-        assert text_of(stream.end(60)) == whole
+    check(streams, whole)
 
 
-def test_what_a_key_has_open_counts_at_the_next_keeper(tmp_path: Path, smollm2_gguf: Path) -> None:
+def test_what_a_key_has_open_counts_at_the_next_keeper(flags: Sequence[str | Path], tmp_path: Path) -> None:
     classes = tmp_path / "classes.yaml"
     classes.write_text(CLASSES)
-    flags = (*STAND_IN_FLAGS, "--front-ends", "2", "--slo-classes", classes, "--api-key", KEYS["LIMITED"])
-    model = ("Llama-3.1-8B", "--tokenizer", smollm2_gguf)  # its steps take long
-    with serving(*model, *flags, env={**os.environ, **KEYS}) as server:
+    limits = ("--slo-classes", classes, "--api-key", KEYS["LIMITED"])
+    with serving(*flags, *limits, env={**os.environ, **KEYS}) as server:
         headers = {"Authorization": f"Bearer {KEYS['LIMITED']}"}
 
-        def ask(max_tokens: int) -> int:
-            fields = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
+        def ask() -> int:
+            fields = {"prompt": "a", "max_tokens": 1, "ignore_eos": True}
             reply = httpx.post(f"{server.url}/v1/completions", json=fields, headers=headers, timeout=60)
             return reply.status_code
 
-        with ThreadPoolExecutor(3) as pool, ThreadPoolExecutor(1) as other:
-            taken = [pool.submit(ask, 2000) for _ in range(3)]
-            wait_for(lambda: replicas(server)[0]["num_streaming"] == 3)
-            assert ask(1) == 429
+        taken = [Stream(server.url, headers, max_tokens=4000) for _ in range(3)]
+        wait_for(lambda: replicas(server)[0]["num_streaming"] == 3)
+        assert ask() == 429
+        with ThreadPoolExecutor(1) as other:
             for gate in front_ends(
                 server
             ):  # one of them has not told the next keeper, when the other asks it
                 os.kill(gate, signal.SIGSTOP)
                 replace_keeper(server, kill)
-                early = other.submit(ask, 1)
+                early = other.submit(ask)
                 time.sleep(0.5)
                 os.kill(gate, signal.SIGCONT)
                 assert early.result() == 429
-            wait_for(lambda: replicas(server)[0]["num_streaming"] == 3)
-            assert [each.result() for each in taken] == [200] * 3
-        assert ask(1) == 200
+        wait_for(lambda: replicas(server)[0]["num_streaming"] == 3)
+        for stream in taken:
+            stream.go_on()
+            stream.leave()
+        wait_for(lambda: ask() == 200)
 
 
-def test_a_fleet_that_scales_itself_has_its_replicas_at_the_next_keeper() -> None:
-    flags = ("smollm2-135m-instruct", *STAND_IN_FLAGS, "--front-ends", "2")
+def test_a_fleet_that_scales_itself_has_its_replicas_at_the_next_keeper(flags: Sequence[str | Path]) -> None:
     with serving(*flags, "--autoscale", "1..3", "--replicas", "2") as server:
         wait_for(lambda: [each["state"] for each in replicas(server)] == ["ready", "ready"], 30)
         before = [each["process_id"] for each in replicas(server)]
         stream = Stream(server.url, **ASKED)
         stream.wait_until_flowing()
         replace_keeper(server, kill)
-        stream.end(60)
+        stream.go_on()
+        stream.leave()
         wait_for(lambda: [each["state"] for each in replicas(server)] == ["ready", "ready"], 30)
         assert [each["process_id"] for each in replicas(server)] == before
         assert server.change_fleet("scale", min=3, max=3).status_code == 200
         wait_for(lambda: [each["state"] for each in replicas(server)] == ["ready"] * 3, 30)
 
 
-def test_a_keeper_killed_before_it_serves_is_followed_by_one_that_does() -> None:
-    with starting(*FLAGS) as server:
+def test_a_keeper_killed_before_it_serves_is_followed_by_one_that_does(flags: Sequence[str | Path]) -> None:
+    with starting(*flags, "--replicas", "2") as server:
         wait_for(lambda: server.keepers and server.engine_pids, 60)
         kill(server.keepers[0])
         server.wait_until_ready()
@@ -201,8 +206,8 @@ def test_a_keeper_killed_before_it_serves_is_followed_by_one_that_does() -> None
         assert server.exit_code(30) == 0
 
 
-def test_all_end_with_who_looks_after_the_keeper() -> None:
-    with serving(*FLAGS) as server:
+def test_all_end_with_who_looks_after_the_keeper(flags: Sequence[str | Path]) -> None:
+    with serving(*flags, "--replicas", "2") as server:
         processes = [*server.keepers, *server.engine_pids]
         assert len(processes) == 5
         kill(server.process.pid)
