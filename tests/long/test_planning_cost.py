@@ -88,15 +88,15 @@ def test_a_queue_a_hundred_times_as_long_is_planned_and_joined_at_the_same_cost(
         with monkeypatch.context() as patch:
             looks = Looks(patch)
             model.num_asked = 0
-            plan = scheduler._compose(scheduler.feedback.last_end)
+            plan = scheduler._compose(scheduler.planner.last_end)
             planning = looks.total, len(looks.num_of), model.num_asked
             assert (len(plan.admissions) > 0) == has_room
             looks.num_of.clear()
             model.num_asked = 0
             new = make_request(
-                "new", 100, 5, arrival=scheduler.feedback.last_end, slo=LAST, shed=ShedMode.RELEGATE
+                "new", 100, 5, arrival=scheduler.planner.last_end, slo=LAST, shed=ShedMode.RELEGATE
             )
-            scheduler.add(new, scheduler.feedback.last_end)
+            scheduler.add(new, scheduler.planner.last_end)
             costs[num_waiting] = [*planning, looks.total, len(looks.num_of), model.num_asked]
     short, long = costs[200], costs[20_000]
     assert all(b <= 1.02 * a + 25 for a, b in zip(short[:3], long[:3], strict=True)), (short, long)

@@ -139,7 +139,7 @@ class TestTightPlaces:
         assert len(overloaded) < 70
         check_ended(engine, requests, refused=overloaded)
         check_planned(engine)
-        assert engine.scheduler.onbeat.steps.planner.relegation.num_relegated > 0
+        assert engine.scheduler.onbeat.steps.planner.num_relegated > 0
 
     def test_aborts_lose_nothing(self, folder, how):
         clock = Clock()

@@ -29,6 +29,7 @@ from onbeat.simulator.replica import make_replica
 from onbeat.simulator.resolve import Resolved, resolve
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import Clients
+from onbeat.simulator.virtual_replica import Around
 from onbeat.workload.offered import OfferedLoad
 
 NUM_DECILES = 10
@@ -147,7 +148,7 @@ def play(
     watch = _Watch(scored, config.scheduler.max_num_seqs, ends_early=ends_early)
     load, kind = scored[0].load, ReplicaKind(scheduler=config.scheduler, step_time=device)
     loop = FleetLoop(Clients(load, config), Collector(watch.keep, len(load)))
-    loop.run(OnlyReplica(loop, make_replica(0, config, kind, is_alone=True)))
+    loop.run(OnlyReplica(loop, make_replica(0, config, kind, Around(is_alone=True))))
     return watch.records
 
 

@@ -110,6 +110,10 @@ class BatchShape:
 _sums_of = attrgetter(*(item.name for item in fields(BatchShape)))
 
 
+new_tuple = tuple.__new__
+"""Makes a named tuple without the call of its own constructor: `new_tuple(ScheduledRequest, (...))`."""
+
+
 class ScheduledRequest(NamedTuple):
     """One row of a step (a named tuple because a step makes hundreds of them)."""
 

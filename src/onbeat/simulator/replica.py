@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from math import inf
-from typing import Unpack
 
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaLoad
@@ -34,10 +33,8 @@ class PipelineReplica(VirtualReplica):
     (Sarathi-Serve, OSDI 2024, section 3.3). The host's time for a step holds up the first stage.
     """
 
-    def __init__(
-        self, name: str, config: SimulationConfig, kind: ReplicaKind, **around: Unpack[Around]
-    ) -> None:
-        super().__init__(name, config, kind, **around)
+    def __init__(self, name: str, config: SimulationConfig, kind: ReplicaKind, around: Around) -> None:
+        super().__init__(name, config, kind, around)
         self._num_stages = kind.scheduler.num_micro_batches
         self._under_way: deque[tuple[StepUnderWay, float]] = deque()
         """Micro-batches, and when they leave the last stage."""
@@ -130,10 +127,8 @@ class SerialReplica(VirtualReplica):
 
     """
 
-    def __init__(
-        self, name: str, config: SimulationConfig, kind: ReplicaKind, **around: Unpack[Around]
-    ) -> None:
-        super().__init__(name, config, kind, **around)
+    def __init__(self, name: str, config: SimulationConfig, kind: ReplicaKind, around: Around) -> None:
+        super().__init__(name, config, kind, around)
         self._step_times = (
             kind.step_time.step_times
             if isinstance(kind.step_time, RunTimer)
@@ -217,7 +212,7 @@ class SerialReplica(VirtualReplica):
             self._shape = step.shape if step.max_steps == 1 else step.shape.copy()
             self._look_ahead(step, now + self._charged, next_arrival)
             self._charged = 0.0
-        if self.scheduler.planner.relegation.expired:
+        if self.scheduler.planner.expired:
             return self._expire(now) + refused
         return refused
 
@@ -270,13 +265,6 @@ class SerialReplica(VirtualReplica):
         if self._step is not None and not self._learns:
             self._catch_up(self._step, now)
 
-    def _next_times(self, shape: BatchShape, num: int) -> Sequence[float]:
-        """Predict some steps of a run, in each of which every row reads a token more."""
-        if num == 1:
-            return (self._model.step_time(shape),)
-        first, num_rows = shape.decode_context_tokens, shape.num_lm_head_rows
-        return self._step_times(shape, range(first, first + num * num_rows, num_rows))
-
     def _look_ahead(self, step: StepUnderWay, end: float, next_arrival: float) -> None:
         """Predict further steps of the run, the first of which starts at `end`.
 
@@ -291,9 +279,15 @@ class SerialReplica(VirtualReplica):
         num_at_once = 1 if is_shared else _STEPS_AT_ONCE
         num_free = num_left - (1 if is_shared else self._lookahead)
         num_followed = max(len(ends) - 1, 0)
+        times: Sequence[float]
         is_over = False
         while not is_over:
-            for seconds in self._next_times(shape, min(num_left, num_at_once)):
+            first, num = shape.decode_context_tokens, min(num_left, num_at_once)
+            if num == 1:
+                times = (self._model.step_time(shape),)
+            else:  # every row reads a token more in each
+                times = self._step_times(shape, range(first, first + num * num_rows, num_rows))
+            for seconds in times:
                 if not 0.0 < seconds < inf:
                     refuse_prediction(seconds, shape)
                 if noise is not None:
@@ -315,9 +309,7 @@ class SerialReplica(VirtualReplica):
         self.next_time = end
 
 
-def make_replica(
-    index: int, config: SimulationConfig, kind: ReplicaKind, **around: Unpack[Around]
-) -> VirtualReplica:
+def make_replica(index: int, config: SimulationConfig, kind: ReplicaKind, around: Around) -> VirtualReplica:
     """Return replica `index`, with or without pipeline stages."""
     replica = PipelineReplica if kind.scheduler.num_micro_batches > 1 else SerialReplica
-    return replica(str(index), config, kind, **around)
+    return replica(str(index), config, kind, around)

@@ -15,6 +15,7 @@ from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import Clients
 from onbeat.simulator.virtual_fleet import VirtualFleet
+from onbeat.simulator.virtual_replica import Around
 from onbeat.workload.offered import OfferedLoad
 
 
@@ -59,7 +60,7 @@ def simulate(
     fleet: VirtualFleet | None = None
     kinds = config.kinds or (ReplicaKind(scheduler=config.scheduler, step_time=step_time),)
     if config.is_alone and on_decision is None:
-        replica = make_replica(0, config, kinds[0], observer=observer, is_alone=True)
+        replica = make_replica(0, config, kinds[0], Around(observer, is_alone=True))
         is_complete = loop.run(OnlyReplica(loop, replica))
         replicas = [replica.counters()]
     else:

@@ -87,7 +87,7 @@ class VirtualFleet(FrontEnd):
         wants_all = wants_all_reports(config, router)
         self.hears_plans = router.reads_reports and not (wants_all or config.is_of_one)
         self._is_reported = self.hears_plans or wants_all
-        self._kinds, self._around = kinds, Around(observer=observer, is_watched=wants_all)
+        self._kinds, self._around = kinds, Around(observer, is_watched=wants_all)
         self._counters: dict[int, ReplicaCounters] = {}
         """Of replicas that have lived, by number."""
         self._starting: dict[int, int] = {}
@@ -265,7 +265,7 @@ class VirtualFleet(FrontEnd):
             return
         del self._starting[number]
         kind = self._kind(number)
-        self._loop.join(number, make_replica(number, self._config, kind, **self._around), self)
+        self._loop.join(number, make_replica(number, self._config, kind, self._around), self)
         moves = self._config.kv_link is not None and not composition(kind.scheduler.policy).holds_finished
         limits = kind.scheduler.replica_limits(device=kind.device, moves_streams=moves)
         self._tell(events.Joined(replica_id(number), limits), now)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import exp, inf
 from statistics import NormalDist
-from typing import Protocol, TypedDict, Unpack, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLoad
@@ -49,14 +49,14 @@ class StepUnderWay:
     """What the scheduler's own model expects, seconds; likewise."""
 
 
-class Around(TypedDict, total=False):
+class Around(NamedTuple):
     """Who is around a replica."""
 
-    observer: SimulationObserver | None
+    observer: SimulationObserver | None = None
     """Hears of steps, if it wants to."""
-    is_alone: bool
+    is_alone: bool = False
     """Whether every arrival comes to this replica, so that no router asks about it."""
-    is_watched: bool
+    is_watched: bool = False
     """Whether somebody asks for its load after each step."""
 
 
@@ -72,9 +72,7 @@ class VirtualReplica(ABC):
     kind : what it is.
     """
 
-    def __init__(
-        self, name: str, config: SimulationConfig, kind: ReplicaKind, **around: Unpack[Around]
-    ) -> None:
+    def __init__(self, name: str, config: SimulationConfig, kind: ReplicaKind, around: Around) -> None:
         self.name = name
         limits, step_time = kind.scheduler, kind.step_time
         self.scheduler = make_scheduler(limits, step_time, predicts=config.reads_predictions)
@@ -94,9 +92,8 @@ class VirtualReplica(ABC):
         self._num_steps = 0
         """Steps that have ended."""
         self._busy_seconds = 0.0
-        observer = around.get("observer")
+        observer, self._is_alone, self._is_watched = around
         self._observer = None if observer is None or observer.wanted_steps == "none" else observer
-        self._is_alone, self._is_watched = around.get("is_alone", False), around.get("is_watched", False)
         self._reporter = None if self._observer is None else StepReporter(self.scheduler)
         self._writes_times = limits.speculation is None
         self._may_stop = config.declared_max_tokens is not None
@@ -259,8 +256,7 @@ class VirtualReplica(ABC):
 
     def _expire(self, now: float) -> list[OfferedRequest]:
         """Return the requests that the last plan has ended."""
-        expired = self.scheduler.planner.relegation.expired
-        return self._deliveries.expire(self.scheduler.take_expired(), now) if expired else []
+        return self._deliveries.expire(self.scheduler.take_expired(), now)
 
     def _end_step(
         self, step: StepUnderWay, ends: array[float], started: list[OfferedRequest] | None

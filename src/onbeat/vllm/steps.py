@@ -260,7 +260,7 @@ class EngineSteps:
         rejects = asked.shed is ShedMode.REJECT and asked.slo is not None
         if not self._is_synced and (rejects or len(table.waiting) >= planner.config.max_num_seqs):
             self._sync(now)  # it may be refused, for what is predicted
-        state = planner.new_state(asked, now)
+        state = planner.new_state(asked)
         table.requests[request.request_id] = request  # plans find its tokens here
         try:
             planner.add(state, now)
@@ -294,7 +294,7 @@ class EngineSteps:
     def commit(self, plan: StepPlan) -> list[RequestOutput]:
         """Remember a plan that is carried out; return the last outputs of requests that it gives up."""
         self.planner.commit(plan)
-        expired = self.planner.relegation.take_expired()
+        expired = self.planner.take_expired()
         if expired:
             states = {state.request_id: state for state in (*plan.overdue, *plan.infeasible)}
             for output in expired:
@@ -304,7 +304,7 @@ class EngineSteps:
 
     def _ttft_at_the_end(self, state: RequestState, now: float) -> float:
         """Return the predicted TTFT of a request that waits behind all others, seconds."""
-        wait = self._admission.bound.wait(self.table.waiting)
+        wait = self._admission.wait(self.table.waiting)
         num_tokens = state.num_tokens - state.num_hit_tokens
         own = self.slo.cost_model.seconds(num_tokens, state.num_hit_tokens)
         return now - state.request.arrival + wait + own
@@ -360,9 +360,8 @@ class EngineSteps:
         while (noted := self._steps.popleft()).output is not output:
             self.in_flight.end_oldest(now)
         planned_at = self.in_flight.end_oldest(now).planned_at
-        feedback = self.planner.feedback
-        start = max(planned_at, feedback.last_end)
-        feedback.observe(noted.shape, planned_at, now)
+        start = max(planned_at, self.planner.last_end)
+        self.planner.observe(noted.shape, planned_at, now)
         return TakenStep(noted, now - start)
 
     def _deliver(self, output: Any, now: float) -> None:

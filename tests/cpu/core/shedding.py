@@ -38,7 +38,7 @@ class SheddingScheduler(Scheduler):
             if request.shed is ShedMode.REJECT and now > request.arrival + request.slo.ttft:
                 output = state.last_output(FinishReason.EXPIRED)
                 output.fate, output.error = Fate.EXPIRED, "its TTFT objective passed in the queue"
-                self.planner.relegation.expired.append(output)
+                self.planner.expired.append(output)
                 self.table.drop(state)
         return super().schedule(now)
 

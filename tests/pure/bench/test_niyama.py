@@ -202,9 +202,9 @@ class TestRelegation:
         )
         driver.step()
         assert list(rows_of(driver)) == ["fine", "none", "infeasible"]
-        assert driver.scheduler.planner.relegation.num_relegated == 1
+        assert driver.scheduler.planner.num_relegated == 1
         driver.serve([])
-        assert driver.scheduler.planner.relegation.num_relegated == 1
+        assert driver.scheduler.planner.num_relegated == 1
         assert driver.finished["infeasible"] is FinishReason.LENGTH
 
     def test_relegated_ones_wait_for_all_others_in_later_steps(self):
@@ -216,14 +216,14 @@ class TestRelegation:
         driver.add(make_request("fine", 10, 2, arrival=driver.now, slo=LOOSE))
         driver.serve([])
         assert driver.finish_order == ["running", "fine", "infeasible"]
-        assert driver.scheduler.planner.relegation.num_relegated == 1
+        assert driver.scheduler.planner.num_relegated == 1
 
     def test_whoever_holds_kv_is_not_relegated(self):
         driver = driver_for(make_request("a", 6000, 2, slo=SLO(ttft=1.0)), **LONG)
         driver.step()
         driver.now += 10.0
         driver.serve([])
-        assert driver.scheduler.planner.relegation.num_relegated == 0
+        assert driver.scheduler.planner.num_relegated == 0
 
     def test_one_that_asks_to_be_refused_ends_instead(self):
         infeasible = make_request("a", 1000, 2, slo=SLO(ttft=0.1), shed=ShedMode.REJECT)
@@ -261,5 +261,5 @@ def test_none_is_lost_and_none_relegated_twice(load, num_blocks, depth):
     driver.serve(requests)
     driver.scheduler.check_invariants()
     assert driver.finished == {request.request_id: FinishReason.LENGTH for request in requests}
-    assert driver.scheduler.planner.relegation.num_relegated <= sum(slo is not None for *_, slo in load)
+    assert driver.scheduler.planner.num_relegated <= sum(slo is not None for *_, slo in load)
     assert driver.scheduler.policy.composer.throughput < inf

@@ -102,7 +102,7 @@ class TestPrefixHits:
             driver = self.warm()
             self.ask(driver, salt, ShedMode.RELEGATE)
             driver.serve([])
-            assert driver.scheduler.planner.relegation.num_relegated == num_relegated
+            assert driver.scheduler.planner.num_relegated == num_relegated
 
 
 class TestSlots:

@@ -104,7 +104,7 @@ class TestIdleReplica:
         driver = Watch()
         assert driver.ask("first", 900, max_tokens=20, slo=SLO(ttft=0.1)) is None
         driver.serve([])
-        assert driver.scheduler.planner.relegation.num_relegated == 1
+        assert driver.scheduler.planner.num_relegated == 1
         for second in (100, 200):
             driver.now = float(second)
             assert driver.ask(f"r{second}", 900, slo=SLO(ttft=0.1)) is not None
@@ -124,7 +124,7 @@ class TestIdleReplica:
                 taken.append(second)
             driver.serve([])
         assert taken == [0, 32, 64, 96]
-        assert driver.scheduler.planner.relegation.num_relegated == 4
+        assert driver.scheduler.planner.num_relegated == 4
         assert all(driver.finished[f"r{second}"] is FinishReason.LENGTH for second in taken)
 
     def test_does_not_try_while_it_has_others_to_serve(self):

@@ -89,7 +89,8 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
         num_tokens, ttft = own
         slo = None if ttft is None else SLO(ttft=ttft)
         arrival = make_request("own", num_tokens, 2, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now)
-        state, plan = scheduler.planner.new_state(arrival, driver.now), scheduler.planner.new_plan(driver.now)
+        state, plan = scheduler.planner.new_state(arrival), scheduler.planner.new_plan(driver.now)
+        scheduler.planner.begin(state, driver.now)
         wait, _ = scheduler.policy.admission._predict(state, plan, driver.now)
         patch.setattr(
             LoadView, "_prefill_share", lambda *args: shares[-1] if shares else PrefillShare(0, 1.0, 1.0)

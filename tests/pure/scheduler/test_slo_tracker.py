@@ -185,7 +185,7 @@ class TestState:
         assert list(driver.rejected) == ["refused"]
         assert state.num_rejected == {"slo_unattainable": 1, "deadline_exceeded": 1}
         assert state.num_relegated == 1
-        assert driver.scheduler.planner.relegation.num_relegated == 1
+        assert driver.scheduler.planner.num_relegated == 1
 
     def test_gauges_are_those_of_the_next_step(self):
         driver = Watch(max_num_seqs=4)

@@ -125,7 +125,7 @@ class TestMakeRoom:
             slo = SLO(ttft=ttft, tbt=1.0)
             driver.add(make_request(name, num_prompt, 3, arrival=driver.now, slo=slo, shed=ShedMode.RELEGATE))
         driver.serve([], until=3.0)
-        assert driver.scheduler.planner.relegation.num_relegated == 0
+        assert driver.scheduler.planner.num_relegated == 0
         assert driver.times["long"][0] <= driver.requests["long"].arrival + 1.1
 
 

@@ -50,7 +50,7 @@ class SheddingScheduler(Scheduler):
         for state in late:
             output = state.last_output(FinishReason.EXPIRED)
             output.fate, output.predicted_ttft = Fate.EXPIRED, 0.25
-            self.planner.relegation.expired.append(output)
+            self.planner.expired.append(output)
             self.table.drop(state)
         return super().schedule(now)
 

@@ -115,8 +115,53 @@ def explain(misses: Sequence[IdleMiss]) -> str:
     return f"this server cannot keep the objective even when idle: {reasons}; ask for at least {asked}"
 
 
+REFUSED = "queue_too_long"
+"""Reason of a rejection, in the counts."""
+SHORTEST_RETRY = 0.05
+"""Seconds; a client that comes back sooner finds the same step under way."""
+_MEMORY_SECONDS = 30.0
+"""Time constant of the pace."""
+_PRIOR_SECONDS = 0.1
+"""What "prompts get all the time" weighs before anything was seen."""
+_SLOWEST = 1 / 100
+"""The pace that best effort is taken to have at least: else its wait would be infinite."""
+
+
+class _Pace:
+    """Seconds of prefill work that are begun in a second in which some waits, exponentially weighted.
+
+    While none waits it returns to "all the time": what held prompts up then is over, for all that is known.
+    """
+
+    def __init__(self) -> None:
+        self._begun = self._watched = _PRIOR_SECONDS
+        self._last = 0.0
+        """Until when it has counted, seconds."""
+        self.some_wait = False
+        """Whether prompts have waited since then."""
+
+    def count(self, now: float, begun: float, *, some_wait: bool) -> None:
+        """Count the time until now, and the work begun at its end, seconds; whether some wait from now on."""
+        seconds = max(0.0, now - self._last)
+        self._last = max(now, self._last)
+        decay = exp(-seconds / _MEMORY_SECONDS)
+        forgotten = (1 - decay) * _PRIOR_SECONDS
+        self._begun = self._begun * decay + (begun if self.some_wait else forgotten)
+        self._watched = self._watched * decay + (seconds if self.some_wait else forgotten)
+        self.some_wait = some_wait
+
+    @property
+    def rate(self) -> float:
+        return max(self._begun / self._watched, _SLOWEST)
+
+
 class Admission:
     """Rejects arrivals that ask to be rejected rather than served late, and those who would wait too long.
+
+    How long an arrival waits as best effort is the prompt work that waits, by predicted step times, over the
+    pace at which such work was begun of late. The pace holds all that stands between them: streams and their
+    slots, memory, prompts with deadlines that overtake. That costs O(1). Prompts that can be in time are
+    never refused for it: the deadlines bound how many of them there are.
 
     A TTFT is predicted by fluid replay, only for who needs it: the prompts ahead, in the policy's own order,
     drain at the rate that the running streams leave to prefill. Slots and blocks come free at the pace at
@@ -129,12 +174,13 @@ class Admission:
 
     Attributes
     ----------
-    bound : how long best effort waits.
     num_rejected : reason -> requests rejected on arrival or ended in the queue.
     """
 
     def __init__(self, config: SchedulerConfig, slo: SLOComposer) -> None:
-        self.bound = QueueBound(slo.cost_model, slo.rules.longest_wait, config.max_num_seqs)
+        self._longest, self._num_slots = slo.rules.longest_wait, config.max_num_seqs
+        """Wait for which another is taken, seconds; with fewer that wait, it is whatever is predicted."""
+        self._all, self._best_effort = _Pace(), _Pace()
         self.num_rejected: Counter[str] = Counter()
         self._slo, self._tracker, self._rules, self._cost_model = slo, slo.tracker, slo.rules, slo.cost_model
         self._last_try, self._num_steps = -inf, 0
@@ -143,8 +189,17 @@ class Admission:
         """When a plan last found another number of them, seconds."""
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Learn from a plan that is carried out."""
-        self.bound.on_plan(plan)
+        """Learn from a plan that is carried out; the queue still holds those that it admits."""
+        begun = begun_best_effort = 0.0
+        num_best_effort = plan.waiting.best_effort.num_requests
+        for admission in plan.admissions:
+            seconds = self._cost_model.of_sums(*admission.state.queued_work)
+            begun += seconds
+            if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
+                begun_best_effort += seconds
+                num_best_effort -= 1
+        self._all.count(plan.now, begun, some_wait=plan.waiting.length > len(plan.admissions))
+        self._best_effort.count(plan.now, begun_best_effort, some_wait=num_best_effort > 0)
         self._num_steps += 1
         num_ended, num_running = self._tracker.num_ended, len(plan.running)
         if (num_ended, num_running) == (self._num_ended, self._num_running):
@@ -165,9 +220,15 @@ class Admission:
         SLOUnattainable : it asks to be rejected where its objective cannot be kept, and that is so.
         Overloaded : it would be served as best effort, and too many wait for that.
         """
-        self.bound.on_arrival(plan.waiting, plan.now)
+        waiting = plan.waiting
+        # Where none waits, none has since the last plan: those who did then have left (aborted, or ended
+        # for being late), and the time since says nothing of how fast prompts are begun.
+        for pace, num in ((self._best_effort, waiting.best_effort.num_requests), (self._all, waiting.length)):
+            if not num:
+                pace.some_wait = False
+                pace.count(plan.now, 0.0, some_wait=False)
         self._slo.on_arrival(state, plan)
-        if not state.num_output_tokens:  # a stream that is resumed has had its first token
+        if state.num_tokens == state.num_prompt_tokens:  # a stream that is resumed has had its first token
             self._decide(state, plan, busy_until)
         self._tracker.on_arrival(state)
 
@@ -188,16 +249,61 @@ class Admission:
             num_missed=self._tracker.num_missed,
             num_rejected=dict(self.num_rejected),
             predicted_wait=self._slo.predicted_wait,
-            queue_seconds=self.bound.wait(waiting),
+            queue_seconds=self.wait(waiting),
             decode_slacks=[deadline - plan.now for deadline in view.deadlines],
         )
+
+    def wait(self, waiting: WaitingQueue, *, is_protected: bool = False) -> float:
+        """Return how long an arrival would wait until it is begun, seconds.
+
+        Parameters
+        ----------
+        is_protected : whether it goes by its deadline even once that has passed; else as best effort.
+        """
+        best_effort, ranked = self._seconds(waiting.best_effort), self._seconds(waiting.ranked)
+        if is_protected:
+            return ranked / self._all.rate
+        return max(best_effort / self._best_effort.rate, (best_effort + ranked) / self._all.rate)
+
+    def refusal(self, waiting: WaitingQueue, *, is_protected: bool = False) -> Overloaded | None:
+        """Return why another is not taken that would be late; None where it is."""
+        if waiting.length < self._num_slots or self._longest == inf:
+            return None
+        wait = self.wait(waiting, is_protected=is_protected)
+        if wait <= self._longest:
+            return None
+        return self._overloaded(
+            f"the queue is full: it holds {counted(len(waiting), 'request')}, and one more of best effort "
+            f"would begin in {wait:.0f} s, later than max_queue_seconds ({self._longest:g}); try again later",
+            waiting,
+            wait,
+        )
+
+    def overdue(self, waiting: WaitingQueue) -> Overloaded:
+        """Return why one is ended that was taken."""
+        return self._overloaded(
+            f"the request has waited {OVERDUE:g} times max_queue_seconds ({self._longest:g}), because "
+            "requests that can be in time took all the capacity; try again later",
+            waiting,
+            self.wait(waiting),
+        )
+
+    def _overloaded(self, message: str, waiting: WaitingQueue, wait: float) -> Overloaded:
+        # How long it takes until another is taken, if no other arrives.
+        until_short = wait * (len(waiting) - self._num_slots + 1) / max(len(waiting), 1)
+        retry_after = max(min(wait - self._longest, until_short), SHORTEST_RETRY)
+        return Overloaded(message, code="server_overloaded", retry_after=retry_after, reason=REFUSED)
+
+    def _seconds(self, queued: QueuedWork) -> float:
+        """Return the work of some that wait."""
+        return self._cost_model.of_sums(queued.num_tokens, queued.num_pairs)
 
     def _decide(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
         """Raise where an arrival is not taken."""
         slo = state.slo
         objective = slo.ttft_deadline - state.request.arrival
         is_protected = state.request.shed is ShedMode.OFF and objective < inf
-        refusal = self.bound.refusal(plan.waiting, is_protected=is_protected)
+        refusal = self.refusal(plan.waiting, is_protected=is_protected)
         rejects = state.request.shed is ShedMode.REJECT
         if refusal is None and not (rejects and slo.has_objective):
             return
@@ -260,7 +366,7 @@ class Admission:
         is_cut = waiting.ranked.num_requests > MOST_JOBS  # more wait than a plan looks at
         if index == len(jobs) and is_cut:
             running = sum(job.seconds for job in jobs if job.state.block_ids)
-            before = running + self.bound.seconds(waiting.below(nextafter(state.slo.rank, inf)))
+            before = running + self._seconds(waiting.below(nextafter(state.slo.rank, inf)))
 
         late = rules.split([*jobs[:index], own, *jobs[index:]], prefill, start)[1]
         turn, delays_others = triage.seconds_before(own, late, by_deadline=before), False
@@ -326,137 +432,3 @@ class Admission:
         shape = decode_shape(view.streams)
         shape.add(state.num_tokens, 1, samples=True)
         return self._cost_model.of(shape) > tightest
-
-
-REFUSED = "queue_too_long"
-"""Reason of a rejection, in the counts."""
-SHORTEST_RETRY = 0.05
-"""Seconds; a client that comes back sooner finds the same step under way."""
-_MEMORY_SECONDS = 30.0
-"""Time constant of the pace."""
-_PRIOR_SECONDS = 0.1
-"""What "prompts get all the time" weighs before anything was seen."""
-_SLOWEST = 1 / 100
-"""The pace that best effort is taken to have at least: else its wait would be infinite."""
-
-
-class _Pace:
-    """Seconds of prefill work that are begun in a second in which some waits, exponentially weighted.
-
-    While none waits it returns to "all the time": what held prompts up then is over, for all that is known.
-    """
-
-    def __init__(self) -> None:
-        self._begun = self._watched = _PRIOR_SECONDS
-        self._last = 0.0
-        """Until when it has counted, seconds."""
-        self._some_wait = False
-        """Whether prompts have waited since then."""
-
-    def count(self, now: float, begun: float, *, some_wait: bool) -> None:
-        """Count the time until now, and the work begun at its end, seconds; whether some wait from now on."""
-        seconds = max(0.0, now - self._last)
-        self._last = max(now, self._last)
-        decay = exp(-seconds / _MEMORY_SECONDS)
-        forgotten = (1 - decay) * _PRIOR_SECONDS
-        self._begun = self._begun * decay + (begun if self._some_wait else forgotten)
-        self._watched = self._watched * decay + (seconds if self._some_wait else forgotten)
-        self._some_wait = some_wait
-
-    def forget(self, now: float) -> None:
-        """Note that nobody has waited since the last plan."""
-        self._some_wait = False
-        self.count(now, 0.0, some_wait=False)
-
-    @property
-    def rate(self) -> float:
-        return max(self._begun / self._watched, _SLOWEST)
-
-
-class QueueBound:
-    """Predicts how long an arrival waits as best effort, and refuses it where that is too long.
-
-    The prompt work that waits, by predicted step times, over the pace at which such work was begun of late.
-    The pace holds all that stands between them: streams and their slots, memory, prompts with deadlines that
-    overtake. Each call costs O(1). Prompts that can be in time are never refused here: the deadlines bound
-    how many of them there are.
-
-    Parameters
-    ----------
-    longest : the longest wait for which another is taken, seconds; infinite takes all.
-    num_slots : with fewer requests waiting, one is taken whatever is predicted.
-    """
-
-    def __init__(self, cost_model: CostModel, longest: float, num_slots: int) -> None:
-        self._cost_model = cost_model
-        self._longest, self._num_slots = longest, num_slots
-        self._all, self._best_effort = _Pace(), _Pace()
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Learn from a plan that is carried out; the queue still holds those that it admits."""
-        begun = begun_best_effort = 0.0
-        num_best_effort = plan.waiting.best_effort.num_requests
-        for admission in plan.admissions:
-            seconds = self._cost_model.of_sums(*admission.state.queued_work)
-            begun += seconds
-            if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
-                begun_best_effort += seconds
-                num_best_effort -= 1
-        self._all.count(plan.now, begun, some_wait=plan.waiting.length > len(plan.admissions))
-        self._best_effort.count(plan.now, begun_best_effort, some_wait=num_best_effort > 0)
-
-    def on_arrival(self, waiting: WaitingQueue, now: float) -> None:
-        """Hear of an arrival that does not wait yet. Where nobody does, nobody has since the last plan.
-
-        Those who waited then have left (aborted, or ended for being late), and the time since says nothing of
-        how fast prompts are begun.
-        """
-        if not waiting.best_effort.num_requests:
-            self._best_effort.forget(now)
-        if not waiting.length:
-            self._all.forget(now)
-
-    def wait(self, waiting: WaitingQueue, *, is_protected: bool = False) -> float:
-        """Return how long an arrival would wait until it is begun, seconds.
-
-        Parameters
-        ----------
-        is_protected : whether it goes by its deadline even once that has passed; else as best effort.
-        """
-        best_effort, ranked = self.seconds(waiting.best_effort), self.seconds(waiting.ranked)
-        if is_protected:
-            return ranked / self._all.rate
-        return max(best_effort / self._best_effort.rate, (best_effort + ranked) / self._all.rate)
-
-    def refusal(self, waiting: WaitingQueue, *, is_protected: bool = False) -> Overloaded | None:
-        """Return why another is not taken that would be late; None where it is."""
-        if waiting.length < self._num_slots or self._longest == inf:
-            return None
-        wait = self.wait(waiting, is_protected=is_protected)
-        if wait <= self._longest:
-            return None
-        return self._overloaded(
-            f"the queue is full: it holds {counted(len(waiting), 'request')}, and one more of best effort "
-            f"would begin in {wait:.0f} s, later than max_queue_seconds ({self._longest:g}); try again later",
-            waiting,
-            wait,
-        )
-
-    def overdue(self, waiting: WaitingQueue) -> Overloaded:
-        """Return why one is ended that was taken."""
-        return self._overloaded(
-            f"the request has waited {OVERDUE:g} times max_queue_seconds ({self._longest:g}), because "
-            "requests that can be in time took all the capacity; try again later",
-            waiting,
-            self.wait(waiting),
-        )
-
-    def _overloaded(self, message: str, waiting: WaitingQueue, wait: float) -> Overloaded:
-        # How long it takes until another is taken, if no other arrives.
-        until_short = wait * (len(waiting) - self._num_slots + 1) / max(len(waiting), 1)
-        retry_after = max(min(wait - self._longest, until_short), SHORTEST_RETRY)
-        return Overloaded(message, code="server_overloaded", retry_after=retry_after, reason=REFUSED)
-
-    def seconds(self, queued: QueuedWork) -> float:
-        """Return the work of some that wait."""
-        return self._cost_model.of_sums(queued.num_tokens, queued.num_pairs)

@@ -12,7 +12,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
 
-from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest
+from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, new_tuple
 from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue, sort_key
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
@@ -22,9 +22,8 @@ from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 DECODE = ScheduledRequest("", 0, 1, (), samples=True)
 """The row of each plain decode of a step whose rows nobody reads."""
-
-new_tuple = tuple.__new__
-"""Makes a named tuple without the call of its own constructor: `new_tuple(ScheduledRequest, (...))`."""
+NOBODY: tuple[tuple[str, ...], ...] = ((), (), ())
+"""What `RequestTable.take_left` returns where nobody has left."""
 
 
 class RequestTable:
@@ -57,9 +56,10 @@ class RequestTable:
         self.num_slots_kept = 0
         """Places of the batch that no waiting request may have; see `Handovers`."""
         self._tracker = tracker
-        self._released_ids: list[str] = []
+        self.released_ids: list[str] = []
         self._just_preempted_ids: list[str] = []
-        self._forgotten_ids: list[str] = []
+        self.forgotten_ids: list[str] = []
+        """Who left, was preempted (and left, too) and comes no more, until `take_left`."""
         self._preempted_ids: set[str] = set()
         """Requests that ran, wait, and of which the model runner may know more than a new one tells it."""
         self._unannounced: dict[str, AdmittedRequest] = {}
@@ -130,7 +130,7 @@ class RequestTable:
             self._leave_runner(state)
         if state.request_id in self._preempted_ids:
             self._preempted_ids.remove(state.request_id)
-            self._forgotten_ids.append(state.request_id)
+            self.forgotten_ids.append(state.request_id)
         state.status = RequestStatus.FINISHED
 
     def has_no_slot(self, state: RequestState) -> bool:
@@ -267,8 +267,8 @@ class RequestTable:
 
     def take_left(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """Return who left, was preempted and comes no more, for the next step; see `SchedulerOutput`."""
-        left = tuple(self._released_ids), tuple(self._just_preempted_ids), tuple(self._forgotten_ids)
-        self._released_ids, self._just_preempted_ids, self._forgotten_ids = [], [], []
+        left = tuple(self.released_ids), tuple(self._just_preempted_ids), tuple(self.forgotten_ids)
+        self.released_ids, self._just_preempted_ids, self.forgotten_ids = [], [], []
         return left
 
     def check_invariants(self, kept_block_ids: Iterable[int] = ()) -> None:
@@ -349,7 +349,7 @@ class RequestTable:
         """Tell the model runner with the next step to drop a request; return whether it has heard of it."""
         admitted = self._unannounced.pop(state.request_id, None)
         if admitted is None:
-            self._released_ids.append(state.request_id)
+            self.released_ids.append(state.request_id)
         else:
             self.kv.snapshots.give_back(admitted.snapshot)
         return admitted is None
@@ -377,4 +377,4 @@ def advance_chunk(state: RequestState, num_new: int, shape: BatchShape) -> Sched
     state.num_computed_tokens += num_new
     state.num_in_flight_tokens += samples
     shape.add(num_computed, num_new, samples=num_new if state.scores_prompt else samples)
-    return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)
+    return new_tuple(ScheduledRequest, (state.request_id, num_computed, num_new, (), samples, 0))

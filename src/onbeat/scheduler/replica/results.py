@@ -13,8 +13,7 @@ from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput, Toke
 from onbeat.core.step import DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.core.step_time import LearnsGuides
 from onbeat.scheduler.replica.guides import learn
-from onbeat.scheduler.replica.planner import StepFeedback, StepInFlight
-from onbeat.scheduler.replica.policies import Policy
+from onbeat.scheduler.replica.planner import Planner, StepInFlight
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import DECODE, RequestTable
 from onbeat.scheduler.replica.speculation.drafting import Drafting
@@ -119,8 +118,7 @@ class StepResults:
     Parameters
     ----------
     table : where the requests are.
-    policy : follows deadlines and lengths, if it does.
-    feedback : told how long steps took.
+    planner : told how long steps took; its policy follows deadlines and lengths, if it does.
 
     Attributes
     ----------
@@ -128,14 +126,10 @@ class StepResults:
     drafts : what speculation did in the last step that came back; None where it had no part in it.
     """
 
-    def __init__(
-        self, table: RequestTable, policy: Policy, feedback: StepFeedback, drafting: Drafting | None
-    ) -> None:
+    def __init__(self, table: RequestTable, planner: Planner, drafting: Drafting | None) -> None:
         self.drafting = drafting
         self.drafts: DraftStats | None = None
-        self._table = table
-        self._policy = policy
-        self._feedback = feedback
+        self._table, self._planner, self._policy = table, planner, planner.policy
 
     def take(
         self, step: StepInFlight, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
@@ -146,11 +140,11 @@ class StepResults:
         failed = result.failed or {}
         outputs = _let_go_of_sharers(step.states, scheduled, failed, self._table) if failed else []
         if result.guided is not None:
-            model: object = self._feedback.model
+            model: object = self._planner.model
             if isinstance(model, LearnsGuides):
                 model.observe_guides(scheduled.shape.num_guided_rows, result.guided.seconds)
             learn(step.states, result.guided.row_seconds)
-        self._feedback.observe(
+        self._planner.observe(
             scheduled.shape, step.planned_at, now, has_run=not failed or _has_run(step.states, failed)
         )
         delivered = self._take_rows(step, scheduled, result, outputs, now)
@@ -192,7 +186,7 @@ class StepResults:
             left = _count_tokens(states[:num_plain], told, result, step_id, now)
             num_counted = num_plain - len(left)
             states, rows = left + states[num_plain:], rows[num_counted:]
-        sampled = islice(sampled_rows(result), num_counted, None)
+        sampled = islice(sampled_rows(result), num_counted, None) if states else iter(())
         running = RequestStatus.RUNNING  # to look a member up takes as long as a call
         for state, row in zip(states, rows, strict=False):
             got = next(sampled) if row.samples else None

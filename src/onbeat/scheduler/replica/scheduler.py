@@ -11,7 +11,7 @@ from math import inf
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, counted
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.request import FinishReason, Request, RequestOutput, WholeRequest
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, SchedulerState
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, SchedulerState, new_tuple
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.guides import take_turns, trim_prompts
 from onbeat.scheduler.replica.handover import Handovers
@@ -19,7 +19,7 @@ from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.planner import Planner
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.request_table import RequestTable, new_tuple
+from onbeat.scheduler.replica.request_table import NOBODY, RequestTable
 from onbeat.scheduler.replica.results import StepResults
 from onbeat.scheduler.replica.speculation.drafting import Drafting, make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -148,12 +148,12 @@ class Scheduler:
         self._states = self.table.states
         self.kv, self.running, self.waiting = self.table.kv, self.table.running, self.table.waiting
         self.planner = Planner(config, self.policy, self.table, step_time_model)
-        self.feedback, self.in_flight = self.planner.feedback, self.planner.in_flight
+        self.in_flight = self.planner.in_flight
         self.handover = Handovers(
             self.table, self.policy, self.in_flight, accept=self._accept, release_batch=self._release_batch
         )
         """What takes KV, and requests with theirs, to other replicas and from them."""
-        self.results = StepResults(self.table, self.policy, self.feedback, self._drafting)
+        self.results = StepResults(self.table, self.planner, self._drafting)
         self._num_taken = 0
         self._load_reporter: LoadReporter | None = None
 
@@ -202,7 +202,7 @@ class Scheduler:
                 num_tokens=self.waiting.num_prompt_tokens,
             )
         now = request.arrival if now is None else now
-        self.planner.add(self.planner.new_state(request, now), now)
+        self.planner.add(self.planner.new_state(request), now)
 
     def _has_choice_of(self, whole: WholeRequest | None) -> bool:
         """Return whether another choice of a whole request was taken; it was among the last that came."""
@@ -225,7 +225,7 @@ class Scheduler:
         Their TTFT deadline passed in the queue, and they had asked not to be served late, or too many wait
         already that are.
         """
-        return self.planner.relegation.take_expired()
+        return self.planner.take_expired()
 
     def state(self) -> SchedulerState | None:
         """Return how queues and objectives stand; None where the policy keeps no deadlines."""
@@ -282,20 +282,57 @@ class Scheduler:
                     self.table.queue(state)
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Plan the next step, or return None where nothing can run (yet)."""
-        has_waiting, in_flight = self.waiting.length > 0, self.in_flight
+        """Plan the next step, or return None where nothing can run (yet).
+
+        A plan is made first, and then carried out: only then anything changes.
+        """
+        has_waiting, in_flight, table, planner = (
+            self.waiting.length > 0,
+            self.in_flight,
+            self.table,
+            self.planner,
+        )
         if not (self.running or has_waiting):
             return None
         start = in_flight.last_plan = max(now, in_flight.busy_until) if in_flight else now
         if has_waiting and self.config.window_tokens is not None:
             self._give_way(start)
-        left = take_turns(self.running) if self.table.num_guided else inf
+        left = take_turns(self.running) if table.num_guided else inf
         plan = self._compose(start)
         if left < inf:
             trim_prompts(plan, left)
-        if plan.decodes or not plan.is_empty or plan.preempted or plan.infeasible or plan.overdue:
-            return self._commit(plan, now)
-        return None
+        has_rows = plan.decodes or plan.chunks or plan.admissions
+        if not (has_rows or plan.preempted or plan.infeasible or plan.overdue):
+            return None
+        planner.commit(plan)
+        if self._drafting is not None and plan.decodes:
+            self._drafting.commit(plan)
+        if plan.admissions or plan.num_kept < len(self.running) or plan.victims:
+            table.dequeue_and_preempt(plan)
+        if not has_rows:
+            return None
+        if self.kv.pool.kept_ends:
+            self.kv.pool.expire(now)
+        step_id = in_flight.num_planned
+        shape, rows, states, admitted = table.commit_rows(plan, now=now, step_id=step_id)
+        step_rows = tuple(rows)
+        planner.launch(
+            shape, states, step_rows, start=start, planned_at=now, expected_tokens=plan.expected_tokens
+        )
+        if self.config.num_micro_batches > 1:
+            table.mark_in_flight(states, is_in_flight=True)
+        has_left = table.released_ids or table.forgotten_ids
+        released_ids, preempted_ids, forgotten_ids = table.take_left() if has_left else NOBODY
+        new_pages, self.kv.new_pages = self.kv.new_pages, []
+        kept_states = self.kv.kept_states(states, step_rows) if self.kv.keeps_states else ()
+        return new_tuple(
+            SchedulerOutput,
+            (
+                *(step_id, step_rows, tuple(admitted), released_ids, shape),
+                *(plan.budget, plan.budget_request_id, preempted_ids, forgotten_ids),
+                *(kept_states, tuple(new_pages)),
+            ),
+        )
 
     def update(
         self, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
@@ -333,8 +370,6 @@ class Scheduler:
                 return
             self.table.preempt(paused.pop())
 
-    # --- commit ---------------------------------------------------------------------------------------
-
     def _compose(self, now: float) -> StepPlan:
         """Plan a step. Nothing but the plan changes."""
         plan = self.planner.new_plan(now)
@@ -343,45 +378,12 @@ class Scheduler:
             self._drafting.plan(plan)
         return plan
 
-    def _commit(self, plan: StepPlan, now: float) -> SchedulerOutput | None:
-        """Carry out a plan: the only place where planning changes anything."""
-        self.planner.commit(plan)
-        if self._drafting is not None and plan.decodes:
-            self._drafting.commit(plan)
-        if plan.admissions or plan.num_kept < len(self.running) or plan.victims:
-            self.table.dequeue_and_preempt(plan)
-        if not plan.decodes and plan.is_empty:
-            return None
-        if self.kv.pool.kept_ends:
-            self.kv.pool.expire(now)
-        step_id = self.in_flight.num_planned
-        shape, rows, states, admitted = self.table.commit_rows(plan, now=now, step_id=step_id)
-        step = self.planner.launch(
-            shape,
-            states,
-            tuple(rows),
-            start=plan.now,
-            planned_at=now,
-            expected_tokens=plan.expected_tokens,
-        )
-        if self.config.num_micro_batches > 1:
-            self.table.mark_in_flight(states, is_in_flight=True)
-        released_ids, preempted_ids, forgotten_ids = self.table.take_left()
-        new_pages, self.kv.new_pages = self.kv.new_pages, []
-        kept_states = self.kv.kept_states(states, step.rows) if self.kv.keeps_states else ()
-        return new_tuple(
-            SchedulerOutput,
-            (
-                *(step_id, step.rows, tuple(admitted), released_ids, shape),
-                *(plan.budget, plan.budget_request_id, preempted_ids, forgotten_ids),
-                *(kept_states, tuple(new_pages)),
-            ),
-        )
-
     def _accept(self, request: Request, now: float) -> RequestState:
         """Return a request that has been taken elsewhere; raises as `add` where it can never run here."""
         self._check(request)
-        return self.planner.new_state(request, now)
+        state = self.planner.new_state(request)
+        self.planner.begin(state, now)
+        return state
 
     def _check(self, request: Request) -> None:
         """Refuse a request that can never run here; see `add`."""

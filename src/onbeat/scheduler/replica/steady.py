@@ -113,7 +113,7 @@ class SteadyRun:
         self._token_id = token_id
         self._planned_at = scheduler.in_flight[0].planned_at
         self._num_rows = scheduled.shape.num_lm_head_rows
-        if (model := scheduler.feedback.model) is not None:
+        if (model := scheduler.planner.model) is not None:
             self._observe_run = getattr(model, "observe_run", None) or partial(observe_each, model)
             self._learnt = scheduled.shape.copy()
             """The shape of the last step whose time was learnt; before, of the one ahead of the first."""
@@ -122,28 +122,28 @@ class SteadyRun:
     def num_followed(self, ends: Sequence[float], limit: float | None = None) -> int:
         """Learn from the next steps, up to one that would not be planned once more; return how many would.
 
-        As `StepFeedback.observe` of each; see `observe_each`.
+        As `Planner.observe` of each; see `observe_each`.
 
         Parameters
         ----------
         ends : when each of them ended, seconds.
         limit : seconds; None is the run's own.
         """
-        feedback, quantile = self._scheduler.feedback, self._scheduler.quantile
-        if feedback.model is None:
-            feedback.last_end = ends[-1] if ends else feedback.last_end
+        planner, quantile = self._scheduler.planner, self._scheduler.quantile
+        if planner.model is None:
+            planner.last_end = ends[-1] if ends else planner.last_end
             return len(ends)
         limit = self._limit if limit is None else limit
-        rules, num, goes_on = feedback.rules, 0, True
+        costs, num, goes_on = planner.cost_model, 0, True
         while goes_on and num < len(ends):
             # No more than until costs are taken anew.
-            some = ends[num:] if rules is None else ends[num : num + rules.cost_model.num_left]
-            begun = max(self._planned_at, feedback.last_end)
+            some = ends[num:] if costs is None else ends[num : num + costs.num_left]
+            begun = max(self._planned_at, planner.last_end)
             num_learnt, goes_on = self._observe_run(self._learnt, begun, some, limit, quantile)
             num += num_learnt
-            feedback.last_end = ends[num - 1]
-            if rules is not None:
-                rules.cost_model.count(num_learnt)
+            planner.last_end = ends[num - 1]
+            if costs is not None:
+                costs.count(num_learnt)
         return num if goes_on else num - 1
 
     def advance(self, ends: Sequence[float]) -> None:
@@ -154,7 +154,7 @@ class SteadyRun:
         ends : when each of them ended, seconds; at least one.
         """
         num_steps, scheduler = len(ends), self._scheduler
-        self.num_followed(ends[bisect_right(ends, scheduler.feedback.last_end) :], inf)
+        self.num_followed(ends[bisect_right(ends, scheduler.planner.last_end) :], inf)
         kv, token_ids = scheduler.kv, [self._token_id] * num_steps
         for state in self._states:
             num_computed = state.num_computed_tokens = state.num_computed_tokens + num_steps

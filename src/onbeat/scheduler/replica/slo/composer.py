@@ -221,201 +221,35 @@ MOST_BEST_EFFORT = 32
 """Best-effort prompts that a plan looks at: more than a step holds."""
 
 
-class StepComposition:
-    """Fills a plan; nothing else changes.
+def _nearly_all_paced(jobs: list[PromptJob]) -> bool:
+    """Whether few of the prompts with deadlines have TTFT objectives of their own."""
+    with_ttft = sum(job.state.slo.objective_deadline < inf for job in jobs)
+    return with_ttft <= MOST_WITH_TTFT * len(jobs)
+
+
+def _best_effort(plan: StepPlan, view: RunningView, left_over: list[RequestState]) -> list[RequestState]:
+    """Return the prompts without a deadline that can be met: running ones, then those that wait.
 
     Parameters
     ----------
-    rules : what the step may take.
+    left_over : those that wait as best effort already.
     """
+    late = {id(state) for state in plan.infeasible}
+    running = [state for state in view.prefills if state.slo.next_deadline == inf or id(state) in late]
+    # Those who ask to be refused rather than served late end with this step.
+    waiting = [
+        state
+        for state in plan.infeasible
+        if not state.block_ids and state.request.shed is not ShedMode.REJECT
+    ]
+    return running + waiting + left_over
 
-    def __init__(self, plan: StepPlan, rules: StepRules) -> None:
-        self._plan = plan
-        self._rules = rules
-        self._cost_model = cost_model = rules.cost_model
-        self._view = RunningView(plan.running, plan.now, cost_model.alone_seconds)
-        self._jobs, plan.infeasible = prefill_jobs(plan, plan.now, self._view.prefills, cost_model)
 
-    def compose(self) -> None:
-        plan, rules, view, jobs = self._plan, self._rules, self._view, self._jobs
-        left_over = best_effort = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
-        if plan.infeasible or view.prefills:
-            best_effort = self._best_effort(left_over)
-        rows, shape = view.decodes, view.shape
-        plan.tightest = view.tightest
-        limit, seconds = inf, 0.0
-        if view.urgent is not None:  # else nothing is due, and nobody asks how long the decodes take
-            seconds = self._cost_model.of(shape)
-            # Those who never had an objective wait for as long as it takes: they say nothing of the load.
-            is_short = bool(best_effort) and any(state.slo.has_objective for state in best_effort)
-            are_first = bool(view.paces) and (is_short or view.has_lost_job) and self._nearly_all_paced()
-            limit = rules.limit(view, seconds, plan.now, queue_grows=is_short, streams_first=are_first)
-            plan.budget, plan.budget_request_id = limit, view.urgent.request_id
-            first, end = view.deadline, plan.now + seconds
-            if first < end:  # whoever is late already is so by less, the more tokens a step brings
-                first = min([each for each in view.deadlines if each >= end], default=inf)
-            plan.slack = max(limit, first - plan.now)
-        if seconds > limit or len(rows) > plan.max_rows:
-            rows, shape = self._fit_decodes(limit)
-        if jobs or best_effort:
-            self._share_out(rows, shape, limit, best_effort)
-            admitted = {id(admission.state) for admission in plan.admissions}
-            overdue = [state for state in left_over if rules.is_overdue(state, plan.now)]
-            plan.overdue = [state for state in overdue if id(state) not in admitted]
-        else:
-            self._decode(rows, shape)
-
-    def _nearly_all_paced(self) -> bool:
-        """Whether few of the prompts with deadlines have TTFT objectives of their own."""
-        with_ttft = sum(job.state.slo.objective_deadline < inf for job in self._jobs)
-        return with_ttft <= MOST_WITH_TTFT * len(self._jobs)
-
-    def _share_out(
-        self, rows: list[RequestState], shape: BatchShape, limit: float, best_effort: list[RequestState]
-    ) -> None:
-        """Fill the plan with decodes and prompts.
-
-        Parameters
-        ----------
-        rows, shape : the decodes that fit the limit.
-        limit : seconds that the step may take.
-        best_effort : prompts without a deadline that can be met.
-        """
-        plan, rules, jobs = self._plan, self._rules, self._jobs
-        sitting_out: list[RequestState] = []
-        ordered: list[RequestState] = []
-        ends_by: dict[str, float] = {}
-        chunk, num_kept = self._cost_model.efficient_chunk, 0
-        if jobs:
-            prefill = rules.prefill_share(shape, limit, jobs)
-            kept, left_behind = rules.split(jobs, prefill, plan.now)
-            # Time that the others leave is theirs before it is best effort's.
-            ordered, num_kept = [job.state for job in kept + left_behind], len(kept)
-            chunk, ends_by = prefill.chunk, rules.ends_by(kept, plan.now)
-            plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
-            self._preempt_for(kept, prefill, best_effort)
-            rows = self._not_victims(rows)
-            if left_behind and self._can_admit_all(jobs):
-                rows, sitting_out = self._split(rows, prefill)
-            if sitting_out or plan.victims:
-                shape = decode_shape(rows)
-        shape = self._decode(rows, shape)
-        starved = [state for state in best_effort if rules.is_starved(state, plan.now)]
-        starved = sorted(starved, key=_has_sent_nothing)[:1]
-        others = [state for state in best_effort if state not in starved]
-        # A client that reads waits for what lacks memory; a prompt lacks time, which is not the kept ones'.
-        place = num_kept if starved and _has_sent_nothing(starved[0]) else 0
-        ordered[place:place] = starved
-        # Decodes alone may take longer than the limit: prompts then get nothing.
-        filler = StepFiller(
-            plan, self._cost_model, shape, limit=limit, most_chunk_tokens=chunk, ends_by=ends_by
-        )
-        if filler.fill(self._not_victims(ordered)):
-            filler.leave_margin()
-            filler.fill(self._not_victims(others))
-        if sitting_out and not (plan.chunks or plan.admissions):  # in vain
-            self._decode(self._not_victims(sitting_out), shape)
-
-    def _best_effort(self, left_over: list[RequestState]) -> list[RequestState]:
-        """Return the prompts without a deadline that can be met: running ones, then those that wait.
-
-        Parameters
-        ----------
-        left_over : those that wait as best effort already.
-        """
-        plan = self._plan
-        late = {id(state) for state in plan.infeasible}
-        running = [
-            state for state in self._view.prefills if state.slo.next_deadline == inf or id(state) in late
-        ]
-        # Those who ask to be refused rather than served late end with this step.
-        waiting = [
-            state
-            for state in plan.infeasible
-            if not state.block_ids and state.request.shed is not ShedMode.REJECT
-        ]
-        return running + waiting + left_over
-
-    def _preempt_for(
-        self, kept: list[PromptJob], prefill: PrefillShare, best_effort: list[RequestState]
-    ) -> None:
-        """Preempt requests without objectives for the first prompt that lacks a slot or blocks.
-
-        Only once it, or one behind it, cannot wait for another step: until then somebody may end, and what is
-        preempted is computed again in time that others lack. For the same reason nobody is preempted who has
-        missed an objective already: under overload that would be work done twice for each prompt that is
-        saved. Nobody is preempted twice for this, so that everybody ends, and nobody for a prompt that is
-        left behind.
-        """
-        plan = self._plan
-        first = next((job.state for job in kept if not job.state.block_ids), None)
-        running = [*self._view.best_effort_decodes, *(state for state in best_effort if state.block_ids)]
-        pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
-        if (
-            first is not None
-            and pool
-            and not (plan.num_slots_left > 0 and plan.has_blocks_for(first))
-            and self._rules.is_late_if_it_waits(kept, prefill, plan.now)
-        ):
-            preempt_for(plan, first, pool, partial(self._rules.loss, start=plan.now))
-
-    def _can_admit_all(self, jobs: list[PromptJob]) -> bool:
-        """Whether there are slots and memory for all prompts: who sits out keeps its own for longer."""
-        plan, waiting = self._plan, [job.state for job in jobs if not job.state.block_ids]
-        needed = [plan.kv.num_blocks_for(state.num_tokens - state.num_hit_tokens) for state in waiting]
-        return len(waiting) <= plan.num_slots_left and sum(needed) <= plan.num_blocks_left
-
-    def _split(
-        self, rows: list[RequestState], prefill: PrefillShare
-    ) -> tuple[list[RequestState], list[RequestState]]:
-        """Return the rows that decode and those that may sit out.
-
-        Of streams only those with the tightest objective may: a stream that went at a slower pace of its own
-        would hold its slot and memory for that much longer.
-        """
-        view, may_sit_out = self._view, self._rules.may_sit_out
-        end = self._plan.now + prefill.length
-        away = {
-            id(state)
-            for state, deadline in zip(view.streams, view.deadlines, strict=True)
-            if state.slo.tbt <= view.tightest and may_sit_out(state, deadline, end)
-        }
-        staying = [state for state in rows if id(state) not in away]
-        return staying, [state for state in rows if id(state) in away]
-
-    def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
-        """Return the rows that fit a limit, those with the most slack left out, and their shape."""
-        view, plan = self._view, self._plan
-        is_starved = self._rules.is_starved
-        due = [-inf if is_starved(state, plan.now) else inf for state in view.best_effort_decodes]
-        by_need = sorted(zip([*view.deadlines, *due], view.decodes, strict=True), key=itemgetter(0))
-        rows = [state for _, state in by_need][: plan.max_rows]
-        num = bisect_right(
-            range(1, len(rows) + 1), limit, key=lambda num: self._cost_model.of(decode_shape(rows[:num]))
-        )
-        rows = rows[: max(num, 1)]
-        return rows, decode_shape(rows)
-
-    def _decode(self, rows: list[RequestState], shape: BatchShape) -> BatchShape:
-        """Give each request one token; where blocks run short, preempt. Returns the shape."""
-        plan, view = self._plan, self._view
-        is_whole = rows is view.decodes
-        num_growing = view.num_growing * plan.kv.num_tables if is_whole else plan.num_growing(rows)
-        if num_growing > plan.num_blocks_left:
-            plan.ran_out_of_blocks = True
-            rows = free_blocks(plan, rows, partial(self._rules.loss, start=plan.now))
-            shape = decode_shape(rows)
-            num_growing = plan.num_growing(rows)
-        plan.num_blocks_left -= num_growing
-        plan.decodes += rows
-        plan.num_tokens_left -= len(rows)
-        return shape
-
-    def _not_victims(self, states: list[RequestState]) -> list[RequestState]:
-        if not self._plan.victims:
-            return states
-        victims = {id(state) for state in self._plan.victims}
-        return [state for state in states if id(state) not in victims]
+def _can_admit_all(plan: StepPlan, jobs: list[PromptJob]) -> bool:
+    """Whether there are slots and memory for all prompts: who sits out keeps its own for longer."""
+    waiting = [job.state for job in jobs if not job.state.block_ids]
+    needed = [plan.kv.num_blocks_for(state.num_tokens - state.num_hit_tokens) for state in waiting]
+    return len(waiting) <= plan.num_slots_left and sum(needed) <= plan.num_blocks_left
 
 
 LENGTH_QUANTILE = 0.99
@@ -475,7 +309,37 @@ class SLOComposer(Composer):
 
     def compose(self, plan: StepPlan) -> None:
         """Fill a plan; nothing else changes."""
-        StepComposition(plan, self.rules).compose()
+        rules, cost_model, jobs = self.rules, self.cost_model, []
+        view = RunningView(plan.running, plan.now, cost_model.alone_seconds)
+        left_over: list[RequestState] = []
+        if view.prefills or plan.waiting.length:
+            jobs, plan.infeasible = prefill_jobs(plan, plan.now, view.prefills, cost_model)
+            left_over = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
+        best_effort = left_over
+        if plan.infeasible or view.prefills:
+            best_effort = _best_effort(plan, view, left_over)
+        plan.tightest = view.tightest
+        limit, seconds = inf, 0.0
+        if view.urgent is not None:  # else nothing is due, and nobody asks how long the decodes take
+            seconds = cost_model.of(view.shape)
+            # Those who never had an objective wait for as long as it takes: they say nothing of the load.
+            is_short = bool(best_effort) and any(state.slo.has_objective for state in best_effort)
+            are_first = bool(view.paces) and (is_short or view.has_lost_job) and _nearly_all_paced(jobs)
+            limit = rules.limit(view, seconds, plan.now, queue_grows=is_short, streams_first=are_first)
+            plan.budget, plan.budget_request_id = limit, view.urgent.request_id
+            first, end = view.deadline, plan.now + seconds
+            if first < end:  # whoever is late already is so by less, the more tokens a step brings
+                first = min([each for each in view.deadlines if each >= end], default=inf)
+            plan.slack = max(limit, first - plan.now)
+        if seconds > limit or len(view.decodes) > plan.max_rows:
+            self._fit_decodes(plan, view, limit)
+        if jobs or best_effort:
+            self._share_out(plan, view, jobs, limit, best_effort)
+            admitted = {id(admission.state) for admission in plan.admissions}
+            overdue = [state for state in left_over if rules.is_overdue(state, plan.now)]
+            plan.overdue = [state for state in overdue if id(state) not in admitted]
+        else:
+            self._decode(plan, view)
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan that is carried out found."""
@@ -492,21 +356,142 @@ class SLOComposer(Composer):
         ----------
         plan : the queues as they are, at the time of the arrival.
         """
-        cost_model, tracker = self.cost_model, self.tracker
+        cost_model, request, slo = self.cost_model, state.request, state.request.slo
         if not plan.running:
             cost_model.catch_up()
         state.num_hit_tokens = len(plan.kv.match(state)) * plan.kv.block_size
-        if not state.slo.has_objective:
+        limit, num_sent = (
+            state.max_total_tokens - state.num_tokens,
+            state.num_tokens - state.num_prompt_tokens,
+        )
+        if slo is None or slo.is_empty:
+            state.slo.begin(request, self._mode, now=plan.now, max_output_tokens=num_sent + limit)
             return
-        limit = state.max_total_tokens - state.num_tokens
-        num_sent = state.num_output_tokens
-        longest = tracker.lengths.remaining(state.request.slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
+        lengths = self.tracker.lengths
+        longest = lengths.remaining(request.slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
         state.slo.begin(
-            state.request,
+            request,
             self._mode,
             now=plan.now,
             max_output_tokens=num_sent + longest,
-            num_left=tracker.tokens_left(state) if state.slo.end < inf else None,
+            num_left=self.tracker.tokens_left(state) if slo.e2e is not None else None,
             longest_pace=cost_model.idle_seconds(cost_model.efficient_chunk, 0)
             + len(plan.running) * cost_model.costs.decode,
         )
+
+    def _share_out(
+        self,
+        plan: StepPlan,
+        view: RunningView,
+        jobs: list[PromptJob],
+        limit: float,
+        best_effort: list[RequestState],
+    ) -> None:
+        """Fill the plan with decodes and prompts.
+
+        Parameters
+        ----------
+        view : its decodes are those that fit the limit.
+        limit : seconds that the step may take.
+        best_effort : prompts without a deadline that can be met.
+        """
+        rules, sitting_out, ordered = self.rules, [], []
+        ends_by: dict[str, float] = {}
+        chunk, num_kept = self.cost_model.efficient_chunk, 0
+        if jobs:
+            prefill = rules.prefill_share(view.shape, limit, jobs)
+            kept, left_behind = rules.split(jobs, prefill, plan.now)
+            # Time that the others leave is theirs before it is best effort's.
+            ordered, num_kept = [job.state for job in kept + left_behind], len(kept)
+            chunk, ends_by = prefill.chunk, rules.ends_by(kept, plan.now)
+            plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
+            self._preempt_for(plan, view, kept, prefill, best_effort)
+            rows = view.decodes
+            if plan.victims:
+                rows = [state for state in rows if state not in plan.victims]
+            if left_behind and _can_admit_all(plan, jobs):
+                rows, sitting_out = self._split(plan, view, rows, prefill)
+            if sitting_out or plan.victims:
+                view.keep(rows)
+        self._decode(plan, view)
+        starved = [state for state in best_effort if rules.is_starved(state, plan.now)]
+        starved = sorted(starved, key=_has_sent_nothing)[:1]
+        others = [state for state in best_effort if state not in starved]
+        # A client that reads waits for what lacks memory; a prompt lacks time, which is not the kept ones'.
+        place = num_kept if starved and _has_sent_nothing(starved[0]) else 0
+        ordered[place:place] = starved
+        # Decodes alone may take longer than the limit: prompts then get nothing.
+        filler = StepFiller(
+            plan, self.cost_model, view.shape, limit=limit, most_chunk_tokens=chunk, ends_by=ends_by
+        )
+        if filler.fill(ordered) and others:
+            filler.leave_margin()
+            filler.fill(others)
+        if sitting_out and not (plan.chunks or plan.admissions):  # in vain
+            view.keep([state for state in sitting_out if state not in plan.victims])
+            self._decode(plan, view)
+
+    def _preempt_for(
+        self,
+        plan: StepPlan,
+        view: RunningView,
+        kept: list[PromptJob],
+        prefill: PrefillShare,
+        best_effort: list[RequestState],
+    ) -> None:
+        """Preempt requests without objectives for the first prompt that lacks a slot or blocks.
+
+        Only once it, or one behind it, cannot wait for another step: until then somebody may end, and what is
+        preempted is computed again in time that others lack. For the same reason nobody is preempted who has
+        missed an objective already: under overload that would be work done twice for each prompt that is
+        saved. Nobody is preempted twice for this, so that everybody ends, and nobody for a prompt that is
+        left behind.
+        """
+        running = [*view.best_effort_decodes, *[state for state in best_effort if state.block_ids]]
+        pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
+        first = next((job.state for job in kept if not job.state.block_ids), None) if pool else None
+        if (
+            first is not None
+            and not (plan.num_slots_left > 0 and plan.has_blocks_for(first))
+            and self.rules.is_late_if_it_waits(kept, prefill, plan.now)
+        ):
+            preempt_for(plan, first, pool, partial(self.rules.loss, start=plan.now))
+
+    def _split(
+        self, plan: StepPlan, view: RunningView, rows: list[RequestState], prefill: PrefillShare
+    ) -> tuple[list[RequestState], list[RequestState]]:
+        """Return the rows that decode and those that may sit out.
+
+        Of streams only those with the tightest objective may: a stream that went at a slower pace of its own
+        would hold its slot and memory for that much longer.
+        """
+        may_sit_out, end = self.rules.may_sit_out, plan.now + prefill.length
+        away = {
+            id(state)
+            for state, deadline in zip(view.streams, view.deadlines, strict=True)
+            if state.slo.tbt <= view.tightest and may_sit_out(state, deadline, end)
+        }
+        staying = [state for state in rows if id(state) not in away]
+        return staying, [state for state in rows if id(state) in away]
+
+    def _fit_decodes(self, plan: StepPlan, view: RunningView, limit: float) -> None:
+        """Keep the rows that fit a limit: those with the most slack are left out."""
+        is_starved = self.rules.is_starved
+        due = [-inf if is_starved(state, plan.now) else inf for state in view.best_effort_decodes]
+        by_need = sorted(zip([*view.deadlines, *due], view.decodes, strict=True), key=itemgetter(0))
+        rows = [state for _, state in by_need][: plan.max_rows]
+        num = bisect_right(
+            range(1, len(rows) + 1), limit, key=lambda num: self.cost_model.of(decode_shape(rows[:num]))
+        )
+        view.keep(rows[: max(num, 1)])
+
+    def _decode(self, plan: StepPlan, view: RunningView) -> None:
+        """Give each decode one token; where blocks run short, preempt."""
+        num_growing = view.num_growing * plan.kv.num_tables
+        if num_growing > plan.num_blocks_left:
+            plan.ran_out_of_blocks = True
+            view.keep(free_blocks(plan, view.decodes, partial(self.rules.loss, start=plan.now)))
+            num_growing = view.num_growing * plan.kv.num_tables
+        plan.num_blocks_left -= num_growing
+        plan.decodes += view.decodes
+        plan.num_tokens_left -= len(view.decodes)

@@ -41,7 +41,7 @@ class RunningView:
     deadlines : that deadline of each stream.
     best_effort_decodes : requests that want one token and have none: no objective, one that was missed, or
         one that cannot be kept.
-    decodes : both.
+    decodes : both, or what `keep` has left of them.
     shape : of a step of these alone.
     num_growing : of these, those whose next token has no slot yet.
     prefills : requests in the middle of their prompt.
@@ -96,8 +96,14 @@ class RunningView:
                 tightest = objective
         self.deadline, self.tightest = earliest, tightest
         self.decodes, self.num_growing = streams + best_effort_decodes, num_growing
-        self.shape = BatchShape.of_decodes(len(self.decodes), context)
-        self.shape.num_guided_rows = num_guided
+        num = len(self.decodes)
+        self.shape = shape = BatchShape(num, num, num)
+        shape.decode_context_tokens, shape.num_lm_head_rows, shape.num_guided_rows = context, num, num_guided
+
+    def keep(self, decodes: list[RequestState]) -> None:
+        """Let the step have these decodes alone."""
+        self.decodes, self.shape = decodes, decode_shape(decodes)
+        self.num_growing = sum(map(needs_block, decodes))
 
     @property
     def has_lost_job(self) -> bool:
@@ -194,9 +200,13 @@ class StepFiller:
     def fill(self, states: Iterable[RequestState]) -> bool:
         """Add as much of these prompts, in this order, as fits; return whether there is room for others.
 
-        No prompt overtakes one that waits for a slot or for memory, but one that has both goes on.
+        No prompt overtakes one that waits for a slot or for memory, but one that has both goes on. Those that
+        the plan preempts get nothing.
         """
+        victims = self._plan.victims
         for state in states:
+            if victims and state in victims:
+                continue
             if self._num_left < 1 or self._plan.num_rows_left < 1:
                 return False
             is_waiting = state.status is RequestStatus.WAITING
@@ -230,9 +240,15 @@ class StepFiller:
             num_cached = len(cached_block_ids) * plan.kv.block_size
             plan.num_hit_tokens[state.request_id] = num_cached
         num_wanted = state.num_tokens + state.num_in_flight_tokens - num_cached
-        num_new, shape = self._chunk(num_cached, min(num_wanted, self._num_left), scores=state.scores_prompt)
-        if num_new == 0:
-            return False
+        num_new, scores = min(num_wanted, self._num_left), state.scores_prompt
+        shape, limit, cost_model = self._shape.copy(), self._limit, self._cost_model
+        shape.add(num_cached, num_new, samples=num_new if scores else 1)
+        if limit < inf and cost_model.of(shape) > limit:
+            num_new = min(num_new, cost_model.max_chunk(self._shape, num_cached, limit, scores=scores))
+            if num_new == 0:
+                return False
+            shape = self._shape.copy()
+            shape.add(num_cached, num_new, samples=num_new if scores else 1)
         if not is_waiting:
             plan.chunks.append((state, num_new))
             plan.num_tokens_left -= num_new
@@ -246,19 +262,8 @@ class StepFiller:
             ends_by = self._ends_by.get(state.request_id, inf)
             self._due = min(self._due, ends_by)
             if ends_by < self._limit:
-                self._limit = max(ends_by, self._cost_model.of(shape))
+                self._limit = max(ends_by, cost_model.of(shape))
         return num_new == num_wanted
-
-    def _chunk(self, num_cached: int, most: int, *, scores: bool) -> tuple[int, BatchShape]:
-        """Return how much of a prompt fits, and the shape of the step with it."""
-        shape, limit = self._shape.copy(), self._limit
-        shape.add(num_cached, most, samples=most if scores else 1)
-        if limit < inf and self._cost_model.of(shape) > limit:
-            longest = self._cost_model.max_chunk(self._shape, num_cached, limit, scores=scores)
-            most, shape = min(most, longest), self._shape.copy()
-            if most:
-                shape.add(num_cached, most, samples=most if scores else 1)
-        return most, shape
 
 
 Loss = Callable[[RequestState], tuple[float, ...]]
