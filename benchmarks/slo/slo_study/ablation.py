@@ -69,7 +69,7 @@ class ByTightestTBT(StepRules):
     """A step takes the tightest TBT objective, whether streams are behind their deadlines or not."""
 
     def limit(self, view: RunningView, *_args: Any, **_others: Any) -> float:
-        return self.tightest_limit(view.tightest)
+        return view.tightest * self.allowed
 
 
 class EarnsNothing(StepRules):

@@ -333,7 +333,8 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
             if share:
                 pairs -= shared_pairs * max(0.0, pairs - in_chunks * window)
                 cached -= share * max(0.0, cached - num_chunks * window)
-            total += _longer(pairs * pair, (cached + in_chunks) * kv, p)
+            a, b = pairs * pair, (cached + in_chunks) * kv  # the longer, as `_longer` has it
+            total += a * (1 + (b / a) ** p) ** (1 / p) if a > b else b * (1 + (a / b) ** p) ** (1 / p)
         return total
 
     return seconds

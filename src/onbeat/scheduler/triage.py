@@ -73,6 +73,13 @@ def select_feasible(
     cost : of keeping a job; None where it may not be left behind.
     leaves_last : whether of those that cost the same the last is left behind; else the first.
     """
+    end = start
+    for job in jobs:
+        end += job.seconds / share
+        if end > job.deadline:
+            break
+    else:  # all can be in time, whatever they cost
+        return list(jobs), []
     heap: list[tuple[float, int]] = []
     left_behind: set[int] = set()
     end, droppable = start, 0.0

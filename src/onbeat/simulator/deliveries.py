@@ -248,11 +248,16 @@ class VirtualSampler:
     def __init__(self, deliveries: Deliveries, *, may_stop: bool) -> None:
         self._deliveries = deliveries
         self._may_stop = may_stop
+        self._ordinary: dict[int, ModelRunnerOutput] = {}
+        """What steps bring in which no request stops, by the number of their rows."""
 
     def sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Return the tokens of a step; those of the steps before are written."""
         if not self._may_stop:
-            return ModelRunnerOutput([_ORDINARY_ROW] * scheduled.shape.num_lm_head_rows)
+            num_rows = scheduled.shape.num_lm_head_rows
+            if (known := self._ordinary.get(num_rows)) is None:
+                known = self._ordinary[num_rows] = ModelRunnerOutput([_ORDINARY_ROW] * num_rows)
+            return known
         num_left = self._deliveries.num_left
         return ModelRunnerOutput(
             [

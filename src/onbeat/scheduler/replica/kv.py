@@ -516,7 +516,7 @@ class KVCacheManager:
 
     def detach(self, state: RequestState) -> list[int]:
         """Take all blocks from a request and return their ids; they stay in use."""
-        block_ids, state.block_ids = state.held_ids, []
+        block_ids, state.block_ids = [*state.block_ids, *state.page_ids], []
         state.page_ids, state.num_passed_blocks = [], 0
         state.num_allocated_tokens = 0
         state.num_computed_tokens = 0

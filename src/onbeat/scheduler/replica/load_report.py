@@ -187,7 +187,7 @@ class LoadReporter:
         """Return the time of a step with prompts beside so many decodes, and the share that these take."""
         if self._slo is not None:
             decodes = BatchShape.of_decodes(num_decodes, num_context)
-            prefill = cost_model.prefill_share(decodes, self._slo.rules.tightest_limit(tightest), inf)
+            prefill = cost_model.prefill_share(decodes, tightest * self._slo.rules.allowed, inf)
             return prefill.length, prefill.share
         seconds = cost_model.seconds(max(self._budget - num_decodes, 1), 0)
         length = seconds + cost_model.costs.step + num_decodes * cost_model.costs.decode

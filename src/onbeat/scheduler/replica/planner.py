@@ -121,7 +121,9 @@ class Planner:
 
     def new_state(self, request: Request) -> RequestState:
         """Return a new request with its place in the order, and no deadlines yet."""
-        sort_key = (self.policy.order(request), request.arrival, self._num_added)
+        # Where objectives are followed, the table ranks it by its deadlines.
+        rank = self.policy.order(request) if self.policy.slo is None else 0.0
+        sort_key = (rank, request.arrival, self._num_added)
         self._num_added += 1
         limit = self.config.max_model_len
         state = RequestState(request, sort_key=sort_key, max_model_len=limit, slo=SLOState())
@@ -222,8 +224,10 @@ class Planner:
         if self.model is None or not has_run or now <= begun:
             return
         self.model.observe(shape, now - begun)
-        if self.cost_model is not None:
-            self.cost_model.count()
+        if (cost_model := self.cost_model) is not None:
+            cost_model.num_left -= 1
+            if not cost_model.num_left:
+                cost_model.take()
 
     # --- requests that are given up -------------------------------------------------------------------
 

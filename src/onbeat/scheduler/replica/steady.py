@@ -183,6 +183,12 @@ class SteadyRun:
             slo, has_missed = state.slo, False
             if slo.next_deadline == inf:  # it has none, or has missed it
                 slo.last_delivery = last
+            elif slo.is_regular and last <= slo.next_deadline:  # with what it is ahead all are in time
+                due = slo.next_deadline
+                for _ in ends:
+                    due += slo.tbt
+                slo.objective_deadline = slo.next_deadline = due
+                slo.last_delivery = last
             elif slo.end < inf and tracker is not None:
                 has_missed = tracker.note_paced(state, 1, ends)
             else:

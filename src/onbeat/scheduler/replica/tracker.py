@@ -323,7 +323,7 @@ class SLOTracker:
 
     def on_drop(self, state: RequestState) -> None:
         """Forget a request, however it ended."""
-        if state.has_run:
+        if state.admitted_step_id >= 0:
             self.num_ended += 1
         else:
             self.tenants.on_leave(state.request.tenant)

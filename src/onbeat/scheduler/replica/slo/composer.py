@@ -66,6 +66,7 @@ class StepRules:
 
     Attributes
     ----------
+    allowed : share of a TBT objective that a step may take where there is no slack.
     tightest : the shortest TBT objective of the streams of the last step, seconds; infinite without any.
     """
 
@@ -77,6 +78,7 @@ class StepRules:
     ) -> None:
         self.cost_model, self.worth = cost_model, worth
         self.mode, self.shed_order = config.slo_mode, config.shed_order
+        self.allowed = 1.0 if self.mode == "gap" else 1 - self.earned
         self.longest_wait = inf if config.max_queue_seconds is None else config.max_queue_seconds
         self.tightest = inf
 
@@ -97,7 +99,7 @@ class StepRules:
         streams_first : whether the pace of e2e objectives goes before prompts that wait.
         """
         slack = view.deadline - start
-        objective = self.tightest_limit(view.tightest)
+        objective = view.tightest * self.allowed
         if self.mode == "stream" and objective < inf:
             spent = self.spent_while_it_grows if queue_grows else self.spent
             objective = max(objective, min(spent * slack, self.longest_gap * view.tightest))
@@ -106,15 +108,6 @@ class StepRules:
             pace = min([each for each in view.paces if each >= decode_seconds] or view.paces)
             objective = min(objective, max(pace, decode_seconds / (1 - paced)))
         return min(objective, max(slack, decode_seconds))
-
-    def tightest_limit(self, tightest: float) -> float:
-        """Return what TBT objectives allow without slack, seconds; infinite without any.
-
-        Parameters
-        ----------
-        tightest : the shortest of them, seconds; infinite without any.
-        """
-        return tightest if self.mode == "gap" else tightest * (1 - self.earned)
 
     def prefill_share(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> PrefillShare:
         """Return what prompts get of a step beside some decodes, within a limit."""
@@ -347,7 +340,7 @@ class SLOComposer(Composer):
 
     def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
         """Return what the last plan's TBT objectives allow a step, if none waits."""
-        return 0.0 if waiting.length else self.rules.tightest_limit(self.rules.tightest)
+        return 0.0 if waiting.length else self.rules.tightest * self.rules.allowed
 
     def on_arrival(self, state: RequestState, plan: StepPlan) -> None:
         """Set the deadlines of an arrival, by how long answers have been of late.
@@ -369,14 +362,18 @@ class SLOComposer(Composer):
             return
         lengths = self.tracker.lengths
         longest = lengths.remaining(request.slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
+        num_left, longest_pace = None, inf
+        if slo.e2e is not None:
+            num_left = self.tracker.tokens_left(state)
+            longest_pace = cost_model.idle_seconds(cost_model.efficient_chunk, 0)
+            longest_pace += len(plan.running) * cost_model.costs.decode
         state.slo.begin(
             request,
             self._mode,
             now=plan.now,
             max_output_tokens=num_sent + longest,
-            num_left=self.tracker.tokens_left(state) if slo.e2e is not None else None,
-            longest_pace=cost_model.idle_seconds(cost_model.efficient_chunk, 0)
-            + len(plan.running) * cost_model.costs.decode,
+            num_left=num_left,
+            longest_pace=longest_pace,
         )
 
     def _share_out(
@@ -414,12 +411,12 @@ class SLOComposer(Composer):
             if sitting_out or plan.victims:
                 view.keep(rows)
         self._decode(plan, view)
-        starved = [state for state in best_effort if rules.is_starved(state, plan.now)]
-        starved = sorted(starved, key=_has_sent_nothing)[:1]
-        others = [state for state in best_effort if state not in starved]
-        # A client that reads waits for what lacks memory; a prompt lacks time, which is not the kept ones'.
-        place = num_kept if starved and _has_sent_nothing(starved[0]) else 0
-        ordered[place:place] = starved
+        others = best_effort
+        if starved := [state for state in best_effort if rules.is_starved(state, plan.now)]:
+            first = min(starved, key=_has_sent_nothing)
+            others = [state for state in best_effort if state is not first]
+            # A client that reads waits for what lacks memory; a prompt lacks time, not the kept ones'.
+            ordered.insert(num_kept if _has_sent_nothing(first) else 0, first)
         # Decodes alone may take longer than the limit: prompts then get nothing.
         filler = StepFiller(
             plan, self.cost_model, view.shape, limit=limit, most_chunk_tokens=chunk, ends_by=ends_by

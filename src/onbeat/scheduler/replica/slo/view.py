@@ -145,8 +145,10 @@ def prefill_jobs(
         return jobs, late
     token, pair = cost_model.costs.token, cost_model.costs.pair
     earliest = now + cost_model.costs.step
-    started = [state for state in prefills if state.slo.next_deadline < inf]
-    for state in (*started, *waiting.first_below(BEST_EFFORT_RANK, MOST_JOBS)):
+    states = waiting.first_below(BEST_EFFORT_RANK, MOST_JOBS)
+    if prefills:
+        states = [state for state in prefills if state.slo.next_deadline < inf] + states
+    for state in states:
         num_cached = state.num_computed_tokens or state.num_hit_tokens
         num_tokens = state.num_tokens + state.num_in_flight_tokens - num_cached
         seconds = num_tokens * (token + pair * (num_cached + 0.5 * num_tokens))
@@ -203,16 +205,17 @@ class StepFiller:
         No prompt overtakes one that waits for a slot or for memory, but one that has both goes on. Those that
         the plan preempts get nothing.
         """
-        victims = self._plan.victims
+        plan, victims = self._plan, self._plan.victims
         for state in states:
             if victims and state in victims:
                 continue
-            if self._num_left < 1 or self._plan.num_rows_left < 1:
+            num_rows = len(plan.decodes) + len(plan.chunks) + len(plan.admissions)
+            if self._num_left < 1 or num_rows >= plan.max_rows:
                 return False
             is_waiting = state.status is RequestStatus.WAITING
             if is_waiting and (
                 self._is_blocked
-                or self._plan.num_slots_left <= 0
+                or plan.num_slots_left <= 0
                 # A preempted request may still be in a step in flight; its turn comes when that is back.
                 or state.num_in_flight_tokens
                 or state.is_in_flight
