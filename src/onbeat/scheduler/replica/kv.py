@@ -416,6 +416,21 @@ class KVCacheManager:
             self.slide(state)
         return tuple(new_block_ids)
 
+    def grow_each(self, states: Sequence[RequestState]) -> None:
+        """Extend the block tables of requests in turn, as `grow` does, to hold what is computed of them."""
+        if self._num_groups:
+            for state in states:
+                self.grow(state, state.num_computed_tokens)
+            return
+        ends = [-(-(state.num_computed_tokens + self._num_lookahead) // self.block_size) for state in states]
+        num_new = [end - len(state.block_ids) for state, end in zip(states, ends, strict=True)]
+        block_ids = self.pool.allocate(sum(num_new))
+        start = 0
+        for state, end, num in zip(states, ends, num_new, strict=True):
+            state.block_ids += block_ids[start : start + num]
+            state.num_allocated_tokens = end * self.block_size - self._num_lookahead
+            start += num
+
     def slide(self, state: RequestState) -> None:
         """Give back what the windows of a request have passed, before the step that computes its next tokens.
 

@@ -193,58 +193,60 @@ class RequestTable:
         What the step costs, its rows, the request of each, and whom the model runner must hear of: those who
         join, and those who have joined with their KV since the step before.
         """
-        admitted = list(self._unannounced.values())
-        if admitted:
-            self._unannounced.clear()
-            for each in admitted:
-                self.kv.snapshots.give_back(each.snapshot)
-        states = plan.decodes.copy()
-        rows, shape = self._draft_rows(plan) if plan.num_drafts else self._plain_rows(states)
-        for _, num_read, num_tokens in plan.catch_ups:
-            shape.add_catch_up(num_read, num_tokens)
-        for state, num_new in plan.chunks:
-            if self.kv.num_tables > 1:
-                self.kv.slide(state)
-            rows.append(advance_chunk(state, num_new, shape))
-            states.append(state)
-        for admission in plan.admissions:
-            admitted.append(self.admit(admission, now, step_id))
-            rows.append(advance_chunk(admission.state, admission.num_new_tokens, shape))
-            states.append(admission.state)
-        if self.num_guided or self.num_pooled:
-            _mark_rows(states, rows, shape, step_id)
-        return shape, rows, states, admitted
-
-    def _plain_rows(self, states: list[RequestState]) -> tuple[list[ScheduledRequest], BatchShape]:
-        """Advance requests by a token; return their rows, with the KV blocks that these need, and the step.
-
-        A padding row runs its last token again.
-        """
+        admitted = self._announced() if self._unannounced else []
+        states, kv, running = plan.decodes.copy(), self.kv, RequestStatus.RUNNING
         rows: list[ScheduledRequest] = []
-        context = num_decodes = len(states)
-        num_sampling = 0
-        running, kv, makes_rows = RequestStatus.RUNNING, self.kv, self.makes_rows
-        for state in states:
+        num_sampling, num_decodes, makes_rows = 0, len(states), self.makes_rows
+        context = num_decodes
+        for state in states if not plan.num_drafts else ():
             num_computed = state.num_computed_tokens
             context += num_computed
             block_ids: tuple[int, ...] = ()
             if num_computed >= state.num_allocated_tokens:
                 block_ids = kv.grow(state, num_computed + 1)
-            samples = state.status is running
+            samples = state.status is running  # a padding row runs its last token again
             if samples:
                 state.num_computed_tokens = num_computed + 1
                 state.num_in_flight_tokens += 1
                 num_sampling += 1
             if makes_rows:
-                rows.append(
-                    new_tuple(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0))
-                )
-        shape = BatchShape(num_decodes, num_decodes, num_decodes)
-        shape.decode_context_tokens, shape.num_lm_head_rows = context, num_sampling
-        return (rows if makes_rows else [DECODE] * num_decodes), shape
+                fields = (state.request_id, num_computed, 1, block_ids, samples, 0)
+                rows.append(new_tuple(ScheduledRequest, fields))
+        if plan.num_drafts:
+            rows, shape = self._draft_rows(plan)
+        else:
+            shape = BatchShape(num_decodes, num_decodes, num_decodes)
+            shape.decode_context_tokens, shape.num_lm_head_rows = context, num_sampling
+            rows = rows if makes_rows else [DECODE] * num_decodes
+        chunks = plan.chunks.copy()
+        for state, _ in chunks if kv.num_tables > 1 else ():
+            kv.slide(state)
+        for admission in plan.admissions:
+            admitted.append(self.admit(admission, now, step_id))
+            chunks.append((admission.state, admission.num_new_tokens))
+        for state, num_new in chunks:
+            num_computed = state.num_computed_tokens  # its blocks were reserved at its admission
+            samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
+            state.num_computed_tokens += num_new
+            state.num_in_flight_tokens += samples
+            shape.add(num_computed, num_new, samples=num_new if state.scores_prompt else samples)
+            fields = (state.request_id, num_computed, num_new, (), samples, 0)
+            rows.append(new_tuple(ScheduledRequest, fields))
+            states.append(state)
+        if self.num_guided or self.num_pooled:
+            _mark_rows(states, rows, shape, step_id)
+        return shape, rows, states, admitted
+
+    def _announced(self) -> list[AdmittedRequest]:
+        """Return those who have joined with their KV since the step before, of whom it hears now."""
+        admitted = list(self._unannounced.values())
+        self._unannounced.clear()
+        for each in admitted:
+            self.kv.snapshots.give_back(each.snapshot)
+        return admitted
 
     def _draft_rows(self, plan: StepPlan) -> tuple[list[ScheduledRequest], BatchShape]:
-        """Return the rows of decodes with drafts, 0 for a padding row; see `_plain_rows`."""
+        """Advance requests by a token and drafts; return their rows, none of a padding row, and the step."""
         rows: list[ScheduledRequest] = []
         shape = BatchShape(num_draft_passes=plan.num_draft_passes)
         for state, num in zip(plan.decodes, plan.num_drafts, strict=True):
@@ -261,6 +263,8 @@ class RequestTable:
             else:
                 shape.num_lm_head_rows -= 1
             rows.append(ScheduledRequest(state.request_id, num_computed, num_new, block_ids, samples, num))
+        for _, num_read, num_tokens in plan.catch_ups:
+            shape.add_catch_up(num_read, num_tokens)
         return rows, shape
 
     # --- what others must hear of ---------------------------------------------------------------------
@@ -368,13 +372,3 @@ def _mark_rows(
         if row.samples and state.request.pooling is not None:
             shape.num_lm_head_rows -= 1
             rows[place] = row._replace(samples=False)
-
-
-def advance_chunk(state: RequestState, num_new: int, shape: BatchShape) -> ScheduledRequest:
-    """Plan a chunk or a new request's row; the blocks were reserved at admission, so it takes none."""
-    num_computed = state.num_computed_tokens
-    samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
-    state.num_computed_tokens += num_new
-    state.num_in_flight_tokens += samples
-    shape.add(num_computed, num_new, samples=num_new if state.scores_prompt else samples)
-    return new_tuple(ScheduledRequest, (state.request_id, num_computed, num_new, (), samples, 0))

@@ -156,6 +156,7 @@ class SteadyRun:
         num_steps, scheduler = len(ends), self._scheduler
         self.num_followed(ends[bisect_right(ends, scheduler.planner.last_end) :], inf)
         kv, token_ids = scheduler.kv, [self._token_id] * num_steps
+        growing: list[RequestState] = []
         for state in self._states:
             num_computed = state.num_computed_tokens = state.num_computed_tokens + num_steps
             state.num_tokens += num_steps
@@ -163,7 +164,9 @@ class SteadyRun:
             if state.times is not None:
                 state.times.extend(ends)
             if num_computed > state.num_allocated_tokens:
-                kv.grow(state, num_computed)
+                growing.append(state)
+        if growing:
+            kv.grow_each(growing)
         if scheduler.policy.known.keeps_deadlines:
             self._note_deliveries(ends)
         shape, in_flight = self._scheduled.shape, scheduler.in_flight

@@ -215,7 +215,7 @@ class StepPlan:
         Where no block is left for a token, the last request of the batch is preempted, so the first always
         goes on.
         """
-        decodes, num_kept = self.decodes, self.num_kept
+        decodes, num_kept, num_tables = self.decodes, self.num_kept, self.kv.num_tables
         num_rows_left = self.max_rows - len(self.chunks)
         for index, state in enumerate(self.running):
             if index >= num_kept or not num_rows_left:
@@ -229,8 +229,9 @@ class StepPlan:
                 and not (num_in_flight and num_tokens >= state.max_total_tokens)
             ):
                 if num_computed >= state.num_allocated_tokens:
-                    if not self._take_block(index):
+                    if self.num_blocks_left < num_tables and not self._make_room(index):
                         break
+                    self.num_blocks_left -= num_tables
                     num_kept = self.num_kept
                 decodes.append(state)
                 num_rows_left -= 1
@@ -243,7 +244,7 @@ class StepPlan:
             return
         for state in self.running[: self.num_kept]:
             num_wanted = state.num_tokens + state.num_in_flight_tokens - state.num_computed_tokens
-            if num_wanted <= 1 or state.is_in_flight or state.is_paused:
+            if num_wanted <= 1 or state.is_in_flight or state.num_tokens >= state.pause_at:
                 continue
             if num_decodes + len(self.chunks) == self.max_rows:
                 break
@@ -333,14 +334,13 @@ class StepPlan:
                 return
             self._preempt_last()
 
-    def _take_block(self, index: int) -> bool:
-        """Find a block for the request at `index`, preempting from the end; False if it fell itself."""
+    def _make_room(self, index: int) -> bool:
+        """Free a block for the request at `index`, preempting from the end; False if it fell itself."""
         while self.num_blocks_left < self.kv.num_tables:
             self.ran_out_of_blocks = True
             self._preempt_last()
             if self.num_kept == index:
                 return False
-        self.num_blocks_left -= self.kv.num_tables
         return True
 
     def _preempt_last(self) -> None:
