@@ -30,7 +30,7 @@ from onbeat.perfmodel.memory import kv_capacity
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
-from onbeat.scheduler.replica.policies import default_token_budget
+from onbeat.scheduler.replica.token_budget import default_token_budget
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate

@@ -33,7 +33,7 @@ from onbeat.perfmodel.device_spec import is_gpu
 from onbeat.recording.fleet_log import fleet_record, plain
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.replica.policies import queue_seconds
+from onbeat.scheduler.replica.token_budget import queue_seconds
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY
 
 

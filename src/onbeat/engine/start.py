@@ -36,8 +36,9 @@ from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
 from onbeat.scheduler import scheduler_config
 from onbeat.scheduler.replica.idle_check import IdleCheck
-from onbeat.scheduler.replica.policies import composition, settle
+from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.token_budget import settle
 from onbeat.text.sampling_defaults import sampling_defaults
 from onbeat.version import __version__
 
@@ -311,7 +312,7 @@ def _settle(
 
     Parameters
     ----------
-    settle : `policies.settle`, with the limits and what is known of steps.
+    settle : `token_budget.settle`, with the limits and what is known of steps.
     windows : `num_tables` and `window_length`, where windows give KV back.
     """
     wanted_len = limits.max_model_len or model_len

@@ -138,7 +138,7 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulerLimits):
-    """Limits of one replica's scheduler with nothing left open (`policies.settle`)."""
+    """Limits of one replica's scheduler with nothing left open (`token_budget.settle`)."""
 
     policy: str
     max_num_batched_tokens: int

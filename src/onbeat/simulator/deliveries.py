@@ -19,7 +19,7 @@ from onbeat.core.request import RequestOutput, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.metrics.record import RequestRecord
-from onbeat.scheduler.replica.results import correct_shape
+from onbeat.scheduler.replica.speculation.verified import correct_shape
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.observer import OnRequests, SimulationObserver
 from onbeat.simulator.result import DraftCounts

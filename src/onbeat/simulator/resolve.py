@@ -29,8 +29,13 @@ from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler import scheduler_config
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
-from onbeat.scheduler.replica.policies import check_policy, most_step_tokens, settle
-from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
+from onbeat.scheduler.replica.policies import check_policy
+from onbeat.scheduler.replica.token_budget import (
+    choose_token_budget,
+    mean_decode_context,
+    most_step_tokens,
+    settle,
+)
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.simulation_config import FleetTerms, KVLink, ReplicaKind, SimulationConfig

@@ -25,7 +25,7 @@ from onbeat.engine.native.library import NativeLibrary, load_library
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.model_spec import packaged_configs
-from onbeat.scheduler.replica.policies import settle
+from onbeat.scheduler.replica.token_budget import settle
 from onbeat.scheduler.scheduler_config import SchedulerConfig, SchedulerLimits
 
 MIB = 2**20

@@ -18,7 +18,7 @@ from onbeat.engine.weights.open import read_model_config
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.memory import held_bytes_per_token, kv_groups
 from onbeat.perfmodel.precision import Precision
-from onbeat.scheduler.replica.policies import settle
+from onbeat.scheduler.replica.token_budget import settle
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.cpu.engine.gemma4_models import WINDOWED

@@ -11,7 +11,8 @@ from benchmarks.policies.niyama import NIYAMA
 from benchmarks.policies.triaged import TRIAGED
 from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
-from onbeat.scheduler.replica.policies import POLICIES, default_token_budget
+from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.replica.token_budget import default_token_budget
 from tests.examples import examples
 from tests.pure.scheduler.driver import make_config
 from tests.pure.scheduler.test_properties import loads, run_load

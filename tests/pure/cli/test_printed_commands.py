@@ -13,7 +13,7 @@ from onbeat.cli.args import parse
 from onbeat.cli.main import build_parser
 from onbeat.cli.options import read_options
 from onbeat.cluster.fleet_options import FleetOptions
-from onbeat.scheduler.replica.policies import settle
+from onbeat.scheduler.replica.token_budget import settle
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.many_cases import each_case
 from tests.printed import DOCUMENTS, commands, prepare

@@ -7,8 +7,9 @@ import pytest
 from onbeat.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from onbeat.core.request import FinishReason, RequestOutput, SamplingParams
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
-from onbeat.scheduler.replica.policies import POLICIES, check_policy, default_token_budget, make_policy
+from onbeat.scheduler.replica.policies import POLICIES, check_policy, make_policy
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.token_budget import default_token_budget
 from onbeat.scheduler.scheduler_config import BASELINES, SERVING_POLICIES
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import Driver, make_config, make_request

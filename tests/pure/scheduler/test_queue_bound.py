@@ -7,8 +7,9 @@ import pytest
 from onbeat.core.errors import ConfigError, Overloaded
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.scheduler.replica.policies import POLICIES, queue_seconds
+from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.token_budget import queue_seconds
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 SLOTS = 4

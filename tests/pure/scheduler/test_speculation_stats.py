@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onbeat.core.request import RequestOutput
 from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from onbeat.scheduler.replica.results import draft_stats
+from onbeat.scheduler.replica.speculation.verified import draft_stats
 from tests.pure.scheduler.speculating import SpeculatingDriver, make_config, make_request
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits
-from onbeat.scheduler.replica.policies import settle
+from onbeat.scheduler.replica.token_budget import settle
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 

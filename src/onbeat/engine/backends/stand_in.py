@@ -51,7 +51,7 @@ from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import StepTimeDescription, roofline_predictor
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler import scheduler_config
-from onbeat.scheduler.replica.policies import most_step_tokens
+from onbeat.scheduler.replica.token_budget import most_step_tokens
 from onbeat.text.tokenizer import load_tokenizer
 
 _Words = NDArray[np.uint64]

@@ -6,27 +6,21 @@ In which order a policy fills a step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.kv_windows import KVWindows
 from onbeat.core.request import Request
-from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
+from onbeat.core.slo import DEFAULT_SHED_ORDER
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.admission import Admission
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.deadlines import first_deadline
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan
-from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, largest_step
 from onbeat.scheduler.scheduler_config import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_POLICY,
     SchedulerConfig,
-    SchedulerLimits,
 )
 
 
@@ -206,9 +200,6 @@ POLICIES: dict[str, Composition] = {
 whole prompts beside decodes, and chunks that take turns with decodes. Their names stand in
 `scheduler_config.py` too, where the command line finds them."""
 
-DEFAULT_TOKEN_BUDGET = 512
-"""Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""
-
 
 def composition(name: str) -> Composition:
     """Return a policy by its name; raises ConfigError for an unknown one."""
@@ -267,104 +258,3 @@ def check_policy(config: SchedulerConfig) -> None:
             f"({config.max_num_batched_tokens}) must be at least max_model_len ({config.max_model_len}); "
             "raise it, lower max_model_len, or use a policy with chunked prefill (sarathi)"
         )
-
-
-def queue_seconds(policy: str, given: float | None) -> float | None:
-    """Return the `max_queue_seconds` of a policy.
-
-    Parameters
-    ----------
-    given : what was asked for, seconds: 0 is no limit, None is the policy's default.
-
-    Returns
-    -------
-    Seconds; None is no limit, as by default under a policy that predicts no waits.
-    """
-    if given is None:
-        return DEFAULT_QUEUE_SECONDS if composition(policy).predicts_waits else None
-    return given or None
-
-
-def settle(
-    limits: SchedulerLimits,
-    *,
-    num_blocks: int,
-    model_len: int,
-    model: StepTimeModel | None = None,
-    most_tokens: int = LARGEST_BUDGET,
-    **others: Any,
-) -> SchedulerConfig:
-    """Decide what the limits leave open, and check that all goes together.
-
-    Parameters
-    ----------
-    num_blocks : KV blocks in the cache.
-    model_len : tokens of the longest request that the model was made for.
-    model : predicts steps; None where nobody does yet.
-    most_tokens : of a step whose budget is time, where the limits leave it open.
-    others : further fields of `SchedulerConfig`.
-
-    Raises
-    ------
-    ConfigError : limits that cannot be kept.
-    """
-    if (limits.max_model_len or 0) > model_len:
-        raise ConfigError(
-            f"max_model_len is {limits.max_model_len}, but this model was made for {model_len} tokens; give "
-            "a smaller one"
-        )
-    settled = {each.name: getattr(limits, each.name) for each in fields(SchedulerLimits)}
-    settled["policy"] = policy = limits.policy or DEFAULT_POLICY
-    settled["block_size"] = block_size = limits.block_size or DEFAULT_BLOCK_SIZE
-    # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
-    num_behind = speculation.num_lookahead_tokens if (speculation := others.get("speculation")) else 0
-    settled["max_model_len"] = longest = limits.max_model_len or min(
-        model_len, num_blocks * block_size - num_behind
-    )
-    if limits.max_num_batched_tokens == "auto":
-        raise ConfigError("max_num_batched_tokens is 'auto', which is for simulations; give a number")
-    if limits.max_num_batched_tokens is None:
-        if (num_tables := others.get("num_tables", 1)) > 1:
-            num_asked = -(-((limits.max_model_len or 0) + num_behind) // block_size)
-            num_seen = others["window_length"] + num_behind
-            beside = KVWindows.step_beside(num_tables, num_seen, num_blocks, block_size, num_asked)
-            most_tokens = min(most_tokens, max(beside, DEFAULT_TOKEN_BUDGET))
-        sizes = {"max_model_len": longest, "max_num_seqs": limits.max_num_seqs, "most_tokens": most_tokens}
-        settled["max_num_batched_tokens"] = default_token_budget(policy, model=model, **sizes)
-    settled["max_queue_seconds"] = queue_seconds(policy, limits.max_queue_seconds)
-    config = SchedulerConfig(**settled, num_blocks=num_blocks, **others)
-    if limits.max_model_len is None:
-        config = replace(config, max_model_len=min(model_len, config.longest_request))
-    check_policy(config)
-    return config
-
-
-def default_token_budget(
-    policy_name: str,
-    *,
-    max_model_len: int,
-    max_num_seqs: int,
-    model: StepTimeModel | None = None,
-    most_tokens: int = LARGEST_BUDGET,
-) -> int:
-    """Return the token budget of a step where the user gave none.
-
-    Parameters
-    ----------
-    model : predicts steps; None where nobody does yet.
-    most_tokens : where the budget is time; every request that runs has one all the same.
-    """
-    policy = composition(policy_name)
-    if policy.whole_prompts:
-        return max(2048, max_model_len, max_num_seqs)
-    if policy.is_bound_by_time:
-        return max(min(largest_step(model, max_num_seqs), most_tokens), max_num_seqs)
-    return max(DEFAULT_TOKEN_BUDGET, max_num_seqs)
-
-
-def most_step_tokens(limits: SchedulerLimits, model: StepTimeModel | None) -> int:
-    """Return the tokens of the largest step, for the memory of its activations."""
-    if isinstance(limits.max_num_batched_tokens, int):
-        return limits.max_num_batched_tokens
-    is_bound_by_time = composition(limits.policy or DEFAULT_POLICY).is_bound_by_time
-    return largest_step(model, limits.max_num_seqs) if is_bound_by_time else LARGEST_BUDGET

@@ -1,7 +1,4 @@
-"""What steps that have come back give to requests.
-
-The drafts of a step are counted for metrics.
-"""
+"""What steps that have come back give to requests."""
 
 from __future__ import annotations
 
@@ -17,62 +14,11 @@ from onbeat.scheduler.replica.planner import Planner, StepInFlight
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import DECODE, RequestTable
 from onbeat.scheduler.replica.speculation.drafting import Drafting
+from onbeat.scheduler.replica.speculation.verified import correct_shape, draft_stats
 from onbeat.scheduler.replica.tracker import Delivered
 
 SampledRow = tuple[list[int], list[TokenLogprobs] | None, int, int | None]
 """Tokens, their log-probabilities, drafts verified, drafts available."""
-
-
-def draft_stats(
-    scheduled: SchedulerOutput,
-    result: ModelRunnerOutput,
-    outputs: list[RequestOutput],
-    *,
-    expected_tokens: float,
-) -> DraftStats | None:
-    """Count what speculation did in a step.
-
-    Parameters
-    ----------
-    scheduled : the step.
-    result : what the model runner gave for it.
-    outputs : what `Scheduler.update` returns for it. Rows of requests that had ended before are not counted.
-    expected_tokens : that its decode rows were expected to deliver.
-
-    Returns
-    -------
-    None where the step had no decode row.
-    """
-    if not expected_tokens:
-        return None
-    stats = DraftStats([], [], [], 0, expected_tokens)
-    # A step of decodes alone without drafts is the most common, and needs no look at its rows.
-    if result.num_drafted is None and not (scheduled.admitted or scheduled.shape.num_chunks):
-        stats.num_tokens = sum([len(output.new_token_ids) for output in outputs])
-        stats.lengths = [len(outputs)]
-        return stats
-    delivered = {output.request_id: len(output.new_token_ids) for output in outputs}
-    admitted_ids = {admitted.request.request_id for admitted in scheduled.admitted}
-    for row, (token_ids, _, num_drafted, _) in zip(
-        (row for row in scheduled.rows if row.samples), sampled_rows(result), strict=True
-    ):
-        is_decode = row.num_new_tokens - row.num_draft_tokens == 1 and row.request_id not in admitted_ids
-        if not is_decode or row.request_id not in delivered:
-            continue
-        stats.num_tokens += delivered[row.request_id]
-        _count(stats.lengths, row.num_draft_tokens)
-        for position in range(num_drafted):
-            _count(stats.drafted_at, position)
-        for position in range(len(token_ids) - 1 if num_drafted else 0):
-            _count(stats.accepted_at, position)
-    return stats
-
-
-def _count(counts: list[int], index: int) -> None:
-    """Add one at an index; the list grows as far as that."""
-    if index >= len(counts):
-        counts += [0] * (index + 1 - len(counts))
-    counts[index] += 1
 
 
 def sampled_rows(result: ModelRunnerOutput) -> Iterator[SampledRow]:
@@ -84,27 +30,6 @@ def sampled_rows(result: ModelRunnerOutput) -> Iterator[SampledRow]:
         repeat(None) if result.num_available is None else result.num_available,
         strict=False,  # some repeat for ever
     )
-
-
-def correct_shape(scheduled: SchedulerOutput, drafted: list[int]) -> None:
-    """Take the drafts out of a step's shape that were planned but could not be proposed.
-
-    Parameters
-    ----------
-    drafted : `ModelRunnerOutput.num_drafted`.
-    """
-    if not scheduled.shape.num_draft_tokens:
-        return
-    shape = scheduled.shape
-    sampling = (row for row in scheduled.rows if row.samples)
-    for row, num_drafted in zip(sampling, drafted, strict=True):
-        num_missing = row.num_draft_tokens - num_drafted
-        if num_missing:
-            shape.num_new_tokens -= num_missing
-            shape.num_draft_tokens -= num_missing
-            shape.num_lm_head_rows -= num_missing
-            shape.decode_context_tokens -= num_missing
-            shape.num_verify_rows -= num_drafted == 0
 
 
 _ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)

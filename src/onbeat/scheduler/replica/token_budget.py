@@ -1,13 +1,27 @@
-"""The token budget of a step, chosen so that a full step keeps the TBT objective."""
+"""What the limits of a scheduler leave open, above all the token budget of a step.
+
+It may be chosen so that a full step keeps the TBT objective.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.kv_windows import KVWindows
+from onbeat.core.slo import DEFAULT_QUEUE_SECONDS
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.policies import check_policy, composition
 from onbeat.scheduler.replica.slo.cost_model import CostModel
+from onbeat.scheduler.scheduler_config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_POLICY,
+    SchedulerConfig,
+    SchedulerLimits,
+)
 
 DEFAULT_TILE = 128
 """Tokens that matrix kernels take at once; one token more costs a whole tile."""
@@ -126,3 +140,108 @@ def largest_step(model: StepTimeModel | None, max_num_seqs: int) -> int:
         cost_model.efficient_chunk + max_num_seqs, cost_model.max_chunk(BatchShape(), 0, LONGEST_STEP)
     )
     return max(min(-(-num_tokens // DEFAULT_TILE) * DEFAULT_TILE, LARGEST_BUDGET), max_num_seqs)
+
+
+DEFAULT_TOKEN_BUDGET = 512
+"""Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""
+
+
+def queue_seconds(policy: str, given: float | None) -> float | None:
+    """Return the `max_queue_seconds` of a policy.
+
+    Parameters
+    ----------
+    given : what was asked for, seconds: 0 is no limit, None is the policy's default.
+
+    Returns
+    -------
+    Seconds; None is no limit, as by default under a policy that predicts no waits.
+    """
+    if given is None:
+        return DEFAULT_QUEUE_SECONDS if composition(policy).predicts_waits else None
+    return given or None
+
+
+def settle(
+    limits: SchedulerLimits,
+    *,
+    num_blocks: int,
+    model_len: int,
+    model: StepTimeModel | None = None,
+    most_tokens: int = LARGEST_BUDGET,
+    **others: Any,
+) -> SchedulerConfig:
+    """Decide what the limits leave open, and check that all goes together.
+
+    Parameters
+    ----------
+    num_blocks : KV blocks in the cache.
+    model_len : tokens of the longest request that the model was made for.
+    model : predicts steps; None where nobody does yet.
+    most_tokens : of a step whose budget is time, where the limits leave it open.
+    others : further fields of `SchedulerConfig`.
+
+    Raises
+    ------
+    ConfigError : limits that cannot be kept.
+    """
+    if (limits.max_model_len or 0) > model_len:
+        raise ConfigError(
+            f"max_model_len is {limits.max_model_len}, but this model was made for {model_len} tokens; give "
+            "a smaller one"
+        )
+    settled = {each.name: getattr(limits, each.name) for each in fields(SchedulerLimits)}
+    settled["policy"] = policy = limits.policy or DEFAULT_POLICY
+    settled["block_size"] = block_size = limits.block_size or DEFAULT_BLOCK_SIZE
+    # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
+    num_behind = speculation.num_lookahead_tokens if (speculation := others.get("speculation")) else 0
+    settled["max_model_len"] = longest = limits.max_model_len or min(
+        model_len, num_blocks * block_size - num_behind
+    )
+    if limits.max_num_batched_tokens == "auto":
+        raise ConfigError("max_num_batched_tokens is 'auto', which is for simulations; give a number")
+    if limits.max_num_batched_tokens is None:
+        if (num_tables := others.get("num_tables", 1)) > 1:
+            num_asked = -(-((limits.max_model_len or 0) + num_behind) // block_size)
+            num_seen = others["window_length"] + num_behind
+            beside = KVWindows.step_beside(num_tables, num_seen, num_blocks, block_size, num_asked)
+            most_tokens = min(most_tokens, max(beside, DEFAULT_TOKEN_BUDGET))
+        sizes = {"max_model_len": longest, "max_num_seqs": limits.max_num_seqs, "most_tokens": most_tokens}
+        settled["max_num_batched_tokens"] = default_token_budget(policy, model=model, **sizes)
+    settled["max_queue_seconds"] = queue_seconds(policy, limits.max_queue_seconds)
+    config = SchedulerConfig(**settled, num_blocks=num_blocks, **others)
+    if limits.max_model_len is None:
+        config = replace(config, max_model_len=min(model_len, config.longest_request))
+    check_policy(config)
+    return config
+
+
+def default_token_budget(
+    policy_name: str,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    model: StepTimeModel | None = None,
+    most_tokens: int = LARGEST_BUDGET,
+) -> int:
+    """Return the token budget of a step where the user gave none.
+
+    Parameters
+    ----------
+    model : predicts steps; None where nobody does yet.
+    most_tokens : where the budget is time; every request that runs has one all the same.
+    """
+    policy = composition(policy_name)
+    if policy.whole_prompts:
+        return max(2048, max_model_len, max_num_seqs)
+    if policy.is_bound_by_time:
+        return max(min(largest_step(model, max_num_seqs), most_tokens), max_num_seqs)
+    return max(DEFAULT_TOKEN_BUDGET, max_num_seqs)
+
+
+def most_step_tokens(limits: SchedulerLimits, model: StepTimeModel | None) -> int:
+    """Return the tokens of the largest step, for the memory of its activations."""
+    if isinstance(limits.max_num_batched_tokens, int):
+        return limits.max_num_batched_tokens
+    is_bound_by_time = composition(limits.policy or DEFAULT_POLICY).is_bound_by_time
+    return largest_step(model, limits.max_num_seqs) if is_bound_by_time else LARGEST_BUDGET

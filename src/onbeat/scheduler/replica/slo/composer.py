@@ -302,8 +302,9 @@ class SLOComposer(Composer):
 
     def compose(self, plan: StepPlan) -> None:
         """Fill a plan; nothing else changes."""
-        rules, cost_model, jobs = self.rules, self.cost_model, []
+        rules, cost_model = self.rules, self.cost_model
         view = RunningView(plan.running, plan.now, cost_model.alone_seconds)
+        jobs: list[PromptJob] = []
         left_over: list[RequestState] = []
         if view.prefills or plan.waiting.length:
             jobs, plan.infeasible = prefill_jobs(plan, plan.now, view.prefills, cost_model)
@@ -392,7 +393,9 @@ class SLOComposer(Composer):
         limit : seconds that the step may take.
         best_effort : prompts without a deadline that can be met.
         """
-        rules, sitting_out, ordered = self.rules, [], []
+        rules = self.rules
+        sitting_out: list[RequestState] = []
+        ordered: list[RequestState] = []
         ends_by: dict[str, float] = {}
         chunk, num_kept = self.cost_model.efficient_chunk, 0
         if jobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import ceil, floor, inf
+from math import ceil, inf
 
 from onbeat.core.handover import StreamDeadlines
 from onbeat.core.request import Request
@@ -215,17 +215,6 @@ class SLOState:
         # The k-th token of the delivery was due k - 1 objectives later.
         late = now - self.objective_deadline - TOLERANCE
         return min(num_tokens, max(1, ceil(late / self.tbt_objective)))
-
-
-def num_late_at(pace: float, tbt: float, slack: float, num_more: int) -> int:
-    """Return how many tokens behind the first are late in a stream that has one each `pace` seconds.
-
-    Parameters
-    ----------
-    slack : by which the first is ahead of its deadline, seconds; 0 where no later one gains by it.
-    num_more : tokens behind the first.
-    """
-    return max(0, num_more - floor((slack + TOLERANCE) / (pace - tbt))) if pace > tbt else 0
 
 
 def usual_tokens(request: Request) -> int:
