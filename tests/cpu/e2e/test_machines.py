@@ -33,10 +33,17 @@ class Machines:
     whole: str = ""
     """The text that nothing has disturbed."""
 
-    def start(self) -> ServerProgram:
-        """Start another one and wait until it serves."""
+    def start(self, address: str = "127.0.0.1", *flags: str, prefix: Sequence[str] = ()) -> ServerProgram:
+        """Start another one, by a command that goes before it, and wait until it serves.
+
+        Parameters
+        ----------
+        address : at which the others reach its keeper.
+        """
         env = {**os.environ, "KUBECONFIG": str(self.config)}
-        server = self.stack.enter_context(starting(*FLAGS, "--keeper-address", "127.0.0.1", env=env))
+        server = self.stack.enter_context(
+            starting(*FLAGS, *flags, "--keeper-address", address, env=env, prefix=prefix)
+        )
         server.wait_until_ready()
         if not self.whole:
             self.whole = text_of(Stream(server.url, **ASKED).end(60))
