@@ -145,7 +145,7 @@ class Deliveries:
         record.num_cached_tokens = output.num_cached_tokens
         record.num_preemptions = output.num_preemptions
         record.fate = output.fate
-        record.finish_reason = reason.value
+        record.finish_reason = str(reason)
         record.end = end
 
 

@@ -527,17 +527,13 @@ class KVCacheManager:
 
     def free(self, state: RequestState) -> None:
         """Give up all blocks of a request."""
-        self.pool.release(self.detach(state), state.kept_until, state.request.tenant or "")
-
-    def detach(self, state: RequestState) -> list[int]:
-        """Take all blocks from a request and return their ids; they stay in use."""
         block_ids, state.block_ids = [*state.block_ids, *state.page_ids], []
         state.page_ids, state.num_passed_blocks = [], 0
         state.num_allocated_tokens = 0
         state.num_computed_tokens = 0
         state.num_registered_blocks = 0
         state.num_tokens_to_register = self.block_size
-        return block_ids
+        self.pool.release(block_ids, state.kept_until, state.request.tenant or "")
 
     def _extend_hashes(self, state: RequestState, num_blocks: int) -> int:
         """Hash the request's first blocks, as far as its tokens are known; return how many have a hash."""

@@ -5,7 +5,7 @@ A replica refuses requests that it can never run, and those that find its queue 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from math import inf
 
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, counted
@@ -26,16 +26,23 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
-def check_request(request: Request, config: SchedulerConfig) -> None:
+def check_request(request: Request, config: SchedulerConfig, *known: Container[str]) -> None:
     """Refuse a request that could never run here.
+
+    Parameters
+    ----------
+    known : ids of the requests that are here.
 
     Raises
     ------
-    InvalidRequest : the prompt is empty, no token of the answer is left to generate, or more KV comes with it
-        than it can have.
+    InvalidRequest : the id is in use, the prompt is empty, no token of the answer is left to generate, or
+        more KV comes with it than it can have.
     PromptTooLong : the prompt, with what was generated of its answer, does not fit the context.
     """
-    num_prompt_tokens = len(request.prompt_token_ids)
+    request_id, num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
+    for ids in known:
+        if request_id in ids:
+            raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
     if num_prompt_tokens == 0:
         raise InvalidRequest("the prompt has no tokens; send at least one", param="prompt")
     if request.pooling is not None:
@@ -184,7 +191,7 @@ class Scheduler:
         SLOUnattainable : it would miss its TTFT objective and asks to be refused then (`Request.shed`).
         """
         self._num_taken += 1
-        self._check(request)
+        check_request(request, self.config, self._states, self.handover.detached)
         if request.num_external_tokens:
             raise InvalidRequest(
                 f"{request.num_external_tokens} tokens of the request have their KV elsewhere; it is to be "
@@ -380,17 +387,10 @@ class Scheduler:
 
     def _accept(self, request: Request, now: float) -> RequestState:
         """Return a request that has been taken elsewhere; raises as `add` where it can never run here."""
-        self._check(request)
+        check_request(request, self.config, self._states, self.handover.detached)
         state = self.planner.new_state(request)
         self.planner.begin(state, now)
         return state
-
-    def _check(self, request: Request) -> None:
-        """Refuse a request that can never run here; see `add`."""
-        request_id = request.request_id
-        if request_id in self._states or request_id in self.handover.detached:
-            raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
-        check_request(request, self.config)
 
     def _release_batch(self) -> None:
         """Let a batch go whose requests have all finished, where the policy holds them till then."""

@@ -163,18 +163,14 @@ class StepRules:
         return False
 
     def is_starved(self, state: RequestState, now: float) -> bool:
-        """Whether best effort that has begun gets no further, for lack of memory or time.
+        """Whether best effort, which has begun, gets no further, for lack of memory or time.
 
         Its last token is as long ago as a request may wait to be begun. Nobody ends it, as its client has
         read what there is.
         """
         slo = state.slo
         longest = self.longest_wait if self.longest_wait < inf else DEFAULT_QUEUE_SECONDS
-        return (
-            state.has_run
-            and slo.runs_as_best_effort
-            and now - max(slo.last_delivery, _waits_since(state)) > longest
-        )
+        return slo.runs_as_best_effort and now - max(slo.last_delivery, _waits_since(state)) > longest
 
     def is_overdue(self, state: RequestState, now: float) -> bool:
         """Whether a waiting request was taken, but has had to let others go first ever since."""
@@ -329,9 +325,11 @@ class SLOComposer(Composer):
             self._fit_decodes(plan, view, limit)
         if jobs or best_effort:
             self._share_out(plan, view, jobs, limit, best_effort)
-            admitted = {id(admission.state) for admission in plan.admissions}
-            overdue = [state for state in left_over if rules.is_overdue(state, plan.now)]
-            plan.overdue = [state for state in overdue if id(state) not in admitted]
+            # They stand by arrival: where the first has not waited for too long, none has.
+            if left_over and plan.now - left_over[0].request.arrival > OVERDUE * rules.longest_wait:
+                admitted = {id(admission.state) for admission in plan.admissions}
+                overdue = [state for state in left_over if rules.is_overdue(state, plan.now)]
+                plan.overdue = [state for state in overdue if id(state) not in admitted]
         else:
             self._decode(plan, view)
 
@@ -358,7 +356,7 @@ class SLOComposer(Composer):
             state.max_total_tokens - state.num_tokens,
             state.num_tokens - state.num_prompt_tokens,
         )
-        if slo is None or slo.is_empty:
+        if slo is None:
             state.slo.begin(request, self._mode, now=plan.now, max_output_tokens=num_sent + limit)
             return
         lengths = self.tracker.lengths
@@ -415,7 +413,8 @@ class SLOComposer(Composer):
                 view.keep(rows)
         self._decode(plan, view)
         others = best_effort
-        if starved := [state for state in best_effort if rules.is_starved(state, plan.now)]:
+        begun = [state for state in best_effort if state.admitted_step_id >= 0]
+        if starved := [state for state in begun if rules.is_starved(state, plan.now)]:
             first = min(starved, key=_has_sent_nothing)
             others = [state for state in best_effort if state is not first]
             # A client that reads waits for what lacks memory; a prompt lacks time, not the kept ones'.
@@ -424,7 +423,8 @@ class SLOComposer(Composer):
         filler = StepFiller(
             plan, self.cost_model, view.shape, limit=limit, most_chunk_tokens=chunk, ends_by=ends_by
         )
-        if filler.fill(ordered) and others:
+        has_room = not ordered or filler.fill(ordered)
+        if has_room and others:
             filler.leave_margin()
             filler.fill(others)
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain

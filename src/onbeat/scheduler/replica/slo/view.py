@@ -230,8 +230,7 @@ class StepFiller:
 
         It is for those who have no deadline that can be met: they lose nothing by the next step.
         """
-        certain = self._due / self._cost_model.spread
-        if certain < self._limit:
+        if self._due < inf and (certain := self._due / self._cost_model.spread) < self._limit:
             self._limit = min(self._limit, max(certain, self._cost_model.of(self._shape)))
 
     def _add(self, state: RequestState, *, is_waiting: bool) -> bool:
