@@ -25,26 +25,17 @@ def root_hash(cache_salt: str | None = None, adapter: int = 0) -> bytes:
     return hashlib.blake2b((cache_salt or "").encode(), digest_size=16, person=_SALT, key=key).digest()
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of one full block.
-
-    Parameters
-    ----------
-    parent : hash of the block before, or `root_hash()` for the first.
-    token_ids : the block's tokens, each in [0, 2**32).
-    """
-    return hashlib.blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
-
-
 def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """Return the hashes of the full blocks of consecutive tokens; those behind the last are left out.
 
     Parameters
     ----------
-    parent, token_ids : as in `hash_block`, of the first block and of all.
+    parent : hash of the block before, or `root_hash()` for the first.
+    token_ids : of all blocks, each in [0, 2**32).
     """
     hashes = []
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hash_block(parent, token_ids[start : start + block_size])
+        block = array("I", token_ids[start : start + block_size]).tobytes()
+        parent = hashlib.blake2b(parent + block, digest_size=16).digest()
         hashes.append(parent)
     return hashes

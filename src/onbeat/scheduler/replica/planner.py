@@ -93,21 +93,12 @@ class Planner:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: Policy,
-        table: Table,
-        model: StepTimeModel | None,
+        self, config: SchedulerConfig, policy: Policy, table: Table, model: StepTimeModel | None
     ) -> None:
         self.config, self.policy, self.model = config, policy, model
         self._table, known = table, policy.known
-        self.new_plan = partial(
-            StepPlan,
-            config,
-            table,
-            whole_prompts=known.whole_prompts,
-            reserves_maximum=known.reserves_maximum,
-        )
+        flags = {"whole_prompts": known.whole_prompts, "reserves_maximum": known.reserves_maximum}
+        self.new_plan = partial(StepPlan, config, table, **flags)
         self.cost_model = None if policy.slo is None else policy.slo.cost_model
         self.last_end = float("-inf")
         # Steps wait for one another, save for those of a pipeline.

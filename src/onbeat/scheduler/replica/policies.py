@@ -19,9 +19,7 @@ from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.deadlines import first_deadline
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan
-from onbeat.scheduler.scheduler_config import (
-    SchedulerConfig,
-)
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
 class _Plain(Composer):

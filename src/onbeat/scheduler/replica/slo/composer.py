@@ -289,8 +289,7 @@ class SLOComposer(Composer):
     def __init__(
         self, config: SchedulerConfig, model: StepTimeModel, make_rules: type[StepRules] = StepRules
     ) -> None:
-        self._mode = config.slo_mode
-        self.quantile = GAP_QUANTILE if self._mode == "gap" else None
+        self.quantile = GAP_QUANTILE if config.slo_mode == "gap" else None
         self.tracker = SLOTracker()
         self.predicted_wait = 0.0
         self.cost_model = CostModel(model, self.quantile, config.max_num_batched_tokens)
@@ -352,12 +351,10 @@ class SLOComposer(Composer):
         if not plan.running:
             cost_model.catch_up()
         state.num_hit_tokens = len(plan.kv.match(state)) * plan.kv.block_size
-        limit, num_sent = (
-            state.max_total_tokens - state.num_tokens,
-            state.num_tokens - state.num_prompt_tokens,
-        )
+        limit, num_sent = state.max_total_tokens - state.num_tokens, state.num_output_tokens
+        begin = partial(state.slo.begin, request, self.rules.mode, now=plan.now)
         if slo is None:
-            state.slo.begin(request, self._mode, now=plan.now, max_output_tokens=num_sent + limit)
+            begin(max_output_tokens=num_sent + limit)
             return
         lengths = self.tracker.lengths
         longest = lengths.remaining(request.slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
@@ -366,22 +363,10 @@ class SLOComposer(Composer):
             num_left = self.tracker.tokens_left(state)
             longest_pace = cost_model.idle_seconds(cost_model.efficient_chunk, 0)
             longest_pace += len(plan.running) * cost_model.costs.decode
-        state.slo.begin(
-            request,
-            self._mode,
-            now=plan.now,
-            max_output_tokens=num_sent + longest,
-            num_left=num_left,
-            longest_pace=longest_pace,
-        )
+        begin(max_output_tokens=num_sent + longest, num_left=num_left, longest_pace=longest_pace)
 
     def _share_out(
-        self,
-        plan: StepPlan,
-        view: RunningView,
-        jobs: list[PromptJob],
-        limit: float,
-        best_effort: list[RequestState],
+        self, plan: StepPlan, view: RunningView, jobs: list[PromptJob], limit: float, rest: list[RequestState]
     ) -> None:
         """Fill the plan with decodes and prompts.
 
@@ -389,7 +374,7 @@ class SLOComposer(Composer):
         ----------
         view : its decodes are those that fit the limit.
         limit : seconds that the step may take.
-        best_effort : prompts without a deadline that can be met.
+        rest : prompts without a deadline that can be met.
         """
         rules = self.rules
         sitting_out: list[RequestState] = []
@@ -403,7 +388,8 @@ class SLOComposer(Composer):
             ordered, num_kept = [job.state for job in kept + left_behind], len(kept)
             chunk, ends_by = prefill.chunk, rules.ends_by(kept, plan.now)
             plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
-            self._preempt_for(plan, view, kept, prefill, best_effort)
+            running = [*view.best_effort_decodes, *[state for state in rest if state.block_ids]]
+            self._preempt_for(plan, running, kept, prefill)
             rows = view.decodes
             if plan.victims:
                 rows = [state for state in rows if state not in plan.victims]
@@ -412,11 +398,10 @@ class SLOComposer(Composer):
             if sitting_out or plan.victims:
                 view.keep(rows)
         self._decode(plan, view)
-        others = best_effort
-        begun = [state for state in best_effort if state.admitted_step_id >= 0]
+        begun = [state for state in rest if state.admitted_step_id >= 0]
         if starved := [state for state in begun if rules.is_starved(state, plan.now)]:
             first = min(starved, key=_has_sent_nothing)
-            others = [state for state in best_effort if state is not first]
+            rest = [state for state in rest if state is not first]
             # A client that reads waits for what lacks memory; a prompt lacks time, not the kept ones'.
             ordered.insert(num_kept if _has_sent_nothing(first) else 0, first)
         # Decodes alone may take longer than the limit: prompts then get nothing.
@@ -424,30 +409,28 @@ class SLOComposer(Composer):
             plan, self.cost_model, view.shape, limit=limit, most_chunk_tokens=chunk, ends_by=ends_by
         )
         has_room = not ordered or filler.fill(ordered)
-        if has_room and others:
+        if has_room and rest:
             filler.leave_margin()
-            filler.fill(others)
+            filler.fill(rest)
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             view.keep([state for state in sitting_out if state not in plan.victims])
             self._decode(plan, view)
 
     def _preempt_for(
-        self,
-        plan: StepPlan,
-        view: RunningView,
-        kept: list[PromptJob],
-        prefill: PrefillShare,
-        best_effort: list[RequestState],
+        self, plan: StepPlan, running: list[RequestState], kept: list[PromptJob], prefill: PrefillShare
     ) -> None:
-        """Preempt requests without objectives for the first prompt that lacks a slot or blocks.
+        """Preempt requests of those that run for the first prompt that lacks a slot or blocks.
 
         Only once it, or one behind it, cannot wait for another step: until then somebody may end, and what is
         preempted is computed again in time that others lack. For the same reason nobody is preempted who has
         missed an objective already: under overload that would be work done twice for each prompt that is
         saved. Nobody is preempted twice for this, so that everybody ends, and nobody for a prompt that is
         left behind.
+
+        Parameters
+        ----------
+        running : without a deadline that can be met.
         """
-        running = [*view.best_effort_decodes, *[state for state in best_effort if state.block_ids]]
         pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
         first = next((job.state for job in kept if not job.state.block_ids), None) if pool else None
         if (
