@@ -422,13 +422,14 @@ class KVCacheManager:
             for state in states:
                 self.grow(state, state.num_computed_tokens)
             return
-        ends = [-(-(state.num_computed_tokens + self._num_lookahead) // self.block_size) for state in states]
-        num_new = [end - len(state.block_ids) for state, end in zip(states, ends, strict=True)]
+        size, num_behind, start = self.block_size, self._num_lookahead, 0
+        num_new: list[int] = []
+        for state in states:
+            num_new.append(-(-(state.num_computed_tokens + num_behind) // size) - len(state.block_ids))
         block_ids = self.pool.allocate(sum(num_new))
-        start = 0
-        for state, end, num in zip(states, ends, num_new, strict=True):
+        for state, num in zip(states, num_new, strict=True):
             state.block_ids += block_ids[start : start + num]
-            state.num_allocated_tokens = end * self.block_size - self._num_lookahead
+            state.num_allocated_tokens = len(state.block_ids) * size - num_behind
             start += num
 
     def slide(self, state: RequestState) -> None:

@@ -143,12 +143,11 @@ class StepResults:
                 at_fault = state.request_id in guided.faults
                 outputs.append(_fail(state, message, self._table, at_fault=at_fault))
             else:
-                output = self._take_row(state, row, got, result, step_id)
+                output = self._take_row(state, row, got, result, step_id, now)
                 if output is None:
                     continue
                 outputs.append(output)
                 delivered.append((state, len(output.new_token_ids), output))
-                self._finish(state, output, now)
         return delivered
 
     def _take_row(
@@ -158,8 +157,9 @@ class StepResults:
         got: SampledRow | None,
         result: ModelRunnerOutput,
         step_id: int,
+        now: float,
     ) -> RequestOutput | None:
-        """Give a request what its row brought; return its output, if it has one."""
+        """Give a request what its row brought, and end it if it has all; return its output, if it has one."""
         # Not those of a row planned before a preemption: they belong to others by now.
         holds_blocks = state.status is RequestStatus.RUNNING and state.admitted_step_id <= step_id
         output = None
@@ -179,6 +179,8 @@ class StepResults:
                 output.embedding = (result.embeddings or {}).get(state.request_id)
         if holds_blocks and num_valid >= state.num_tokens_to_register:
             self._table.kv.register_full_blocks(state, num_valid)
+        if output is not None and output.finish_reason is not None:
+            self._finish(state, now)
         return output
 
     def _note_drafts(
@@ -204,10 +206,8 @@ class StepResults:
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
 
-    def _finish(self, state: RequestState, output: RequestOutput, now: float) -> None:
-        """End a request if its output says that it has all its tokens."""
-        if output.finish_reason is None:
-            return
+    def _finish(self, state: RequestState, now: float) -> None:
+        """End a request that has all its tokens."""
         if state.request.kept_for:
             state.kept_until = now + state.request.kept_for
         if self._policy.slo is not None:

@@ -352,7 +352,8 @@ class Scheduler:
         result : one list of tokens for each row that samples.
         now : when the step ended, seconds.
         """
-        step = self.in_flight.end_oldest(now)
+        in_flight = self.in_flight
+        step = in_flight.end_oldest(now) if len(in_flight) > 1 else in_flight.popleft()
         assert step.step_id == scheduled.step_id, "steps come back in the order in which they were scheduled"
         if self.config.num_micro_batches > 1:
             self.table.mark_in_flight(step.states, is_in_flight=False)

@@ -130,9 +130,6 @@ class SteadyRun:
         limit : seconds; None is the run's own.
         """
         planner, quantile = self._scheduler.planner, self._scheduler.quantile
-        if planner.model is None:
-            planner.last_end = ends[-1] if ends else planner.last_end
-            return len(ends)
         limit = self._limit if limit is None else limit
         costs, num, goes_on = planner.cost_model, 0, True
         while goes_on and num < len(ends):
@@ -154,7 +151,10 @@ class SteadyRun:
         ends : when each of them ended, seconds; at least one.
         """
         num_steps, scheduler = len(ends), self._scheduler
-        self.num_followed(ends[bisect_right(ends, scheduler.planner.last_end) :], inf)
+        if (planner := scheduler.planner).model is None:
+            planner.last_end = ends[-1]
+        else:
+            self.num_followed(ends[bisect_right(ends, planner.last_end) :], inf)
         kv, token_ids = scheduler.kv, [self._token_id] * num_steps
         growing: list[RequestState] = []
         for state in self._states:
