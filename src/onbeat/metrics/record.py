@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -96,9 +95,9 @@ class RequestRecord:
     """When it was first put in a step; None if it never was."""
     engine_ttft: float | None = None
     """Seconds from arrival to the end of the step that made the first delivery; None where nobody says."""
-    delivery_times: array[float] = field(default_factory=partial(array, "d"))
+    delivery_times: array[float] = field(default_factory=lambda: array("d"))
     """When each was handed over to be sent; the end of its step where nobody sends (simulated)."""
-    delivery_sizes: array[int] = field(default_factory=partial(array, "I"))
+    delivery_sizes: array[int] = field(default_factory=lambda: array("I"))
     """Tokens of each delivery."""
     end: float = float("nan")
     """When it ended, however it did."""

@@ -97,8 +97,8 @@ class Planner:
     ) -> None:
         self.config, self.policy, self.model = config, policy, model
         self._table, known = table, policy.known
-        flags = {"whole_prompts": known.whole_prompts, "reserves_maximum": known.reserves_maximum}
-        self.new_plan = partial(StepPlan, config, table, **flags)
+        whole, most = known.whole_prompts, known.reserves_maximum
+        self.new_plan = partial(StepPlan, config, table, whole_prompts=whole, reserves_maximum=most)
         self.cost_model = None if policy.slo is None else policy.slo.cost_model
         self.last_end = float("-inf")
         # Steps wait for one another, save for those of a pipeline.
