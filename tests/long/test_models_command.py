@@ -26,6 +26,10 @@ def test_list(index: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFix
         assert model.license_url in output
     assert "135M" in output
     assert "98 MB" in output
+    (sizes,) = (line for line in output.splitlines() if "Qwen/Qwen3.6-35B-A3B" in line)
+    # ten layers keep KV of two heads of 256, and thirty a state of 32 matrices of 128 by 128 in float32
+    for part in ("34.7B", "69.3 GB", "20.5 MB", "65.9 MB", "own engines"):
+        assert part in sizes
     assert "yes" not in output  # the cache is empty
     assert str(models_dir()) in output
 
