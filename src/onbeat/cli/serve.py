@@ -122,9 +122,8 @@ async def _serve(
     announcer: _Announcer,
 ) -> int:
     from onbeat.cli.front_ends import Front, Machine, follow, keep
-    from onbeat.cluster.kubernetes_lease import KubernetesLease
     from onbeat.cluster.lease import Tenure, keeper_endpoint
-    from onbeat.cluster.start import open_fleet
+    from onbeat.cluster.start import open_fleet, open_lease
     from onbeat.metrics.timeline import open_timeline
 
     front = Front(
@@ -139,7 +138,7 @@ async def _serve(
     text = front.load_text()  # what is wrong with it is told before a model is loaded
     machine = Machine(front=front, sock=sock, nursed=args.nursed, on_started=announcer.follows)
     if fleet.keeper_lease is not None:
-        tenure = Tenure(KubernetesLease(fleet.keeper_lease), args.nursed.machine)
+        tenure = Tenure(open_lease(fleet.keeper_lease), args.nursed.machine)
         machine = replace(machine, tenure=tenure, endpoint=keeper_endpoint(fleet.keeper_address))
         if not await _finishes_before_sigterm(tenure.begin):
             return EXIT_TERMINATED

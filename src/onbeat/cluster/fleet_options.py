@@ -48,7 +48,7 @@ class FleetOptions:
         None,
         metavar="KIND:NAME",
         help="lease by which several machines choose the one that decides for the front ends of all, such as "
-        "kubernetes:NAMESPACE/NAME; all need the same --fleet-key",
+        "kubernetes:NAMESPACE/NAME or ray:NAME; all need the same --fleet-key",
     )
     keeper_address: str | None = _option(
         None,

@@ -1,0 +1,81 @@
+"""A keeper's lease that a cluster of Ray keeps."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from onbeat.cluster.lease import LEASE_SECONDS, LeaseRecord, LeaseTaken
+from onbeat.cluster.ray_lease import RayLease
+from tests.ray.conftest import RayCluster, ray_cluster_of
+from tests.waiting import wait_for
+
+
+@pytest.fixture
+def cluster(network: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
+    with ray_cluster_of(num_cpus=1) as started:
+        monkeypatch.setenv("RAY_ADDRESS", started.address)
+        yield started
+
+
+def why_not(lease: RayLease) -> str:
+    """Return why it cannot be read; Ray says first that it has restarted the actor."""
+    try:
+        lease.read()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def answers(lease: RayLease, holder: str | None) -> bool:
+    """Return whether it says that somebody has it; None is nobody."""
+    try:
+        found = lease.read()
+    except OSError:
+        return False
+    return (found and found.holder) == holder
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray leaves a file open
+@pytest.mark.slow  # a lease lasts for 15 s, and an actor starts twice
+def test_it_outlives_its_actor_and_the_head(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    keeper, other = RayLease("keeper"), RayLease("keeper")
+    began = time.monotonic()
+    wait_for(lambda: answers(keeper, None))
+    assert time.monotonic() - began > LEASE_SECONDS - 5  # the cluster may have had one before
+    keeper.write(LeaseRecord("a", "there"))
+    wait_for(lambda: answers(other, "a"))
+    keeper.write(LeaseRecord("a", "here"))
+    with pytest.raises(LeaseTaken):
+        other.write(LeaseRecord("b", ""))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray.init(address=cluster.address, namespace="onbeat", log_to_driver=False)
+    try:
+        ray.kill(ray.get_actor("keeper"), no_restart=False)
+        wait_for(lambda: "its keeper may live" in why_not(other), 10)
+        wait_for(lambda: answers(keeper, "a"), 3)
+        keeper.write(LeaseRecord("a", "again"))
+        found = other.read()
+        assert found is not None
+        assert found[:2] == ("a", "again")
+
+        ray.kill(ray.get_actor("keeper"))  # for good: another one is made
+        wait_for(lambda: "its keeper may live" in why_not(other), 10)
+        wait_for(lambda: answers(keeper, "a"), 3)
+        keeper.write(LeaseRecord("a", "again"))
+        wait_for(lambda: answers(other, "a"))
+    finally:
+        ray.shutdown()
+
+    cluster.cluster.head_node.kill_gcs_server()
+    for _ in range(5):
+        assert answers(keeper, "a")
+        keeper.write(LeaseRecord("a", "again"))
+        time.sleep(1)
