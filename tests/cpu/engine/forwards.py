@@ -71,7 +71,7 @@ def on_native(
     dtype: torch.dtype = torch.float32,
     quantization: Quantization = "none",
     activation_quantization: ActivationQuantization = "auto",
-    num_threads: int = 2,
+    num_threads: int = 1,
     instruction_set: str | None = None,
     batch_invariant: bool = False,
 ) -> Callable[..., NativeForward]:

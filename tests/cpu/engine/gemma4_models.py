@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
-from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
 _SIZES = {
     "head_dim": 16,
@@ -70,13 +68,3 @@ WINDOWED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 """Two whose windows give KV back. A layer with one keeps half as much as a layer without, or twice as much: a
 block of the one layer without has room for two, and two take more room than the three without."""
-
-
-def _exact_scale(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """Scale what is normalised as OLMo 2 does; Gemma 4 rounds the scale to float32 first."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
-    return (wide * norm.weight if norm.with_scale else wide).to(x.dtype)
-
-
-setattr(Gemma4RMSNorm, "forward", _exact_scale)  # noqa: B010 -- it is a method

@@ -37,7 +37,7 @@ def test_prefix_hits_and_preemptions(engine: TinyEngine, name: str, policy: str,
     setting = Setting(policy=policy, budget=24, num_blocks=num_blocks, arrivals=2, repeats=2)
     outcome = run_engine(engine.make_forward(name), prompts, 24, setting, max_model_len=192)
     for tokens, prompt in zip(outcome.tokens, prompts * 2, strict=True):
-        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 24))
+        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 24, tokens))
     assert outcome.num_prefix_hits > 600 or num_blocks < 400
     assert outcome.num_preemptions or num_blocks == 400
 

@@ -52,7 +52,7 @@ def test_every_policy_gives_the_references_tokens(
     )
     outcome = run_engine(engine.make_forward(name), prompts, 24, setting, max_model_len=192)
     for tokens, prompt in zip(outcome.tokens, prompts * 2, strict=True):
-        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 24))
+        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 24, tokens))
     assert outcome.num_preemptions or num_blocks == 400 or policy in ("orca", "static")
     assert outcome.num_prefix_hits > 700 or num_blocks < 400
 
@@ -64,4 +64,4 @@ def test_a_request_fits_that_is_longer_than_the_blocks_of_all_groups(engine: Tin
     prompts = [random_prompt(length) for length in (150, 160)]
     outcome = run_engine(engine.make_forward(name), prompts, 16, setting, max_model_len=176)
     for tokens, prompt in zip(outcome.tokens, prompts, strict=True):
-        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 16))
+        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 16, tokens))

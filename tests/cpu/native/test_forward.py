@@ -72,7 +72,7 @@ def test_instruction_sets_agree(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama3", "gemma3"])
+@each_case("name", ["llama3", "gemma3", "gpt-oss", "granite4", "qwen3.5-moe", "gemma4"])
 def test_threads_change_nothing_but_rounding(
     native_library: NativeLibrary, name: str, dtype: torch.dtype
 ) -> None:
