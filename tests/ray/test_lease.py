@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from onbeat.cluster.lease import LEASE_SECONDS, LeaseRecord, LeaseTaken
 from onbeat.cluster.ray_lease import RayLease
+from tests.cpu.e2e.program import serving
+from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, text_of
 from tests.ray.conftest import RayCluster, ray_cluster_of
 from tests.waiting import wait_for
 
@@ -79,3 +84,21 @@ def test_it_outlives_its_actor_and_the_head(cluster: RayCluster, monkeypatch: py
         assert answers(keeper, "a")
         keeper.write(LeaseRecord("a", "again"))
         time.sleep(1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray leaves a file open
+@pytest.mark.slow  # a lease lasts for 15 s
+def test_streams_outlive_the_machine_with_the_keeper(smollm2_gguf: Path, cluster: RayCluster) -> None:
+    flags = (smollm2_gguf, *STAND_IN_FLAGS, "--keeper-lease", "ray:keeper")
+    with (
+        serving(*flags, "--keeper-address", "127.0.0.1") as first,
+        serving(*flags, "--keeper-address", "127.0.0.1") as second,
+    ):
+        assert any("the keeper is on another machine" in line for line in second.lines)
+        whole = text_of(Stream(first.url, max_tokens=3500, temperature=0).end(60))
+        stream = Stream(second.url, max_tokens=3500, temperature=0)
+        stream.wait_until_flowing()
+        for pid in (first.process.pid, *first.keepers):
+            os.kill(pid, signal.SIGKILL)
+        assert text_of(stream.end(90)) == whole
+        assert any("another goes on" in line for line in second.lines)
