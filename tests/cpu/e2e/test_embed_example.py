@@ -14,7 +14,7 @@ import numpy as np
 from tests.cpu.e2e.program import ServerProgram
 from tests.waiting import wait_for
 
-NUM_TEXTS = 200
+NUM_TEXTS = 96
 EXAMPLE = Path(__file__).parents[3] / "examples/embed_corpus.py"
 
 

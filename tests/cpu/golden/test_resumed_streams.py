@@ -61,12 +61,17 @@ def check_rest(resumed: Run, undisturbed: Run, num_sent: int) -> None:
 
 
 def resume_everywhere(
-    make_forward: MakeForward, requests: list[Request], *, resumed_with: Any = None, **limits: Any
+    make_forward: MakeForward,
+    requests: list[Request],
+    *,
+    cuts: Sequence[int] = CUTS,
+    resumed_with: Any = None,
+    **limits: Any,
 ) -> None:
     """Run to the end; then cut at some places, and go on in an engine of its own, `resumed_with` changes."""
     undisturbed = run(make_forward, requests, **limits)
     num_resumed = 0
-    for num_sent in CUTS:
+    for num_sent in cuts:
         rest = cut(requests, undisturbed, num_sent)
         resumed = run(make_forward, rest, **limits | (resumed_with or {}))
         check_rest(resumed, undisturbed, num_sent)
@@ -78,10 +83,10 @@ def exact(name: str = "llama3") -> MakeForward:
     return on_torch(tiny_model(name, torch.float64).weights)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_family(name: str, temperature: float) -> None:
-    resume_everywhere(exact(name), make_requests(temperature=temperature, repetition_penalty=1.1))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(FAMILIES)))
+def test_every_family(number: int, name: str) -> None:
+    cuts = CUTS[number % 2 :: 2]  # in turn: what is cut is no model's
+    resume_everywhere(exact(name), make_requests(temperature=0.8, repetition_penalty=1.1), cuts=cuts)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
