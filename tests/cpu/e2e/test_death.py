@@ -26,7 +26,7 @@ STAND_IN_FLAGS = ("--load-format", "stand-in", "--device", "h100-sxm", "--max-mo
 class Stream:
     """A streamed completion read in a thread; its events are gathered until it ends."""
 
-    def __init__(self, url: str, headers: dict[str, str] | None = None, **fields: Any) -> None:
+    def __init__(self, url: str, headers: Any = None, **fields: Any) -> None:
         self._url, self._headers = url, headers
         self._fields = {"prompt": "a", "stream": True, "ignore_eos": True, **fields}
         self.events: list[bytes] = []
