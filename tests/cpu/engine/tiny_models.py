@@ -340,7 +340,7 @@ class TinyModel:
     """Tokens and logits of `reference`, by its prompt and number of tokens."""
 
     def reference(
-        self, prompt: tuple[int, ...], max_tokens: int, guess: Sequence[int] = ()
+        self, prompt: Sequence[int], max_tokens: int, guess: Sequence[int] = ()
     ) -> tuple[list[int], torch.Tensor]:
         """Return greedy tokens of `generate`, and the logits [max_tokens, vocabulary] behind them.
 
@@ -349,7 +349,7 @@ class TinyModel:
         guess : what the tokens may be. One pass over all of them says whether each is the best after those
             before it; then they are what `generate` would find in a pass for each.
         """
-        key = (prompt, max_tokens)
+        key = (tuple(prompt), max_tokens)
         if key not in self.answers:
             token_ids = list(guess)
             logits = self.logits(prompt, token_ids)
@@ -359,17 +359,17 @@ class TinyModel:
             self.answers[key] = token_ids, logits
         return self.answers[key]
 
-    def logits(self, prompt: tuple[int, ...], token_ids: Sequence[int]) -> torch.Tensor:
+    def logits(self, prompt: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
         """Return those behind each of the tokens; `generate` reports them rounded to float32."""
         with torch.inference_mode():
             logits: torch.Tensor = self.hf_model(torch.tensor([[*prompt, *token_ids[:-1]]])).logits
         return logits[0, len(prompt) - 1 :]
 
-    def generate(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """Return transformers' greedy tokens."""
         with torch.inference_mode():
             output = self.hf_model.generate(
-                torch.tensor([prompt]),
+                torch.tensor([[*prompt]]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
                 max_new_tokens=max_tokens,
                 do_sample=False,

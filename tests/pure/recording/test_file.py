@@ -13,7 +13,7 @@ import pytest
 
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import ConfigError
-from onbeat.core.hashing import hash_block, root_hash
+from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.request import Request, SamplingParams
 from onbeat.recording.log import AbortCall, AddCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
@@ -79,10 +79,7 @@ def test_hashes_are_the_scheduler_s_own(path: Path) -> None:
     run = small_run(path)
     recording = Recording(path)
     tokens = [*range(20), *range(20, 50)]
-    parent, expected = root_hash("shared"), []
-    for start in range(0, 48, 16):
-        parent = hash_block(parent, tokens[start : start + 16])
-        expected.append(parent[:LOGGED_BYTES])
+    expected = [each[:LOGGED_BYTES] for each in hash_blocks(root_hash("shared"), tokens, 16)]
     assert run.finished["r0"] == "length"
     assert recording.block_hashes(0) == tuple(expected)
 
