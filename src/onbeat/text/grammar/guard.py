@@ -45,7 +45,8 @@ NUM_STEPS = 64
 MAX_MASK_SECONDS = 0.005
 """That finding the next tokens may take: a step has many rows, and all of them wait for it."""
 MOST_TRIES, DOUBTFUL = 6, 8
-"""How often it is timed again if it took up to so many times as long: a busy machine slows it down."""
+"""How often it is timed again, and, after the first time, if it took how many times as long at most: a busy
+machine slows it down."""
 _STRUCTURE = ('"', ",", "{", "[", ":", "1", " ", "]", "}")
 """Texts that lead a trial through JSON, where chance alone would stay inside of its first text."""
 
@@ -207,10 +208,11 @@ def _walk(guide: Guide, names: list[TokenText], structure: list[TokenText]) -> f
     for _ in range(NUM_STEPS):
         before = guide.copy()
         allowed, seconds = _timed(guide.allowed)
-        for _ in range(MOST_TRIES):
-            if not MAX_MASK_SECONDS < seconds < DOUBTFUL * MAX_MASK_SECONDS:
+        for num_tried in range(MOST_TRIES):
+            # Most of it is known the second time, so that the first alone tells nothing.
+            if seconds <= MAX_MASK_SECONDS or (num_tried and seconds >= DOUBTFUL * MAX_MASK_SECONDS):
                 break
-            seconds = min(seconds, _timed(before.copy().allowed)[1])  # most of it is known by then
+            seconds = min(seconds, _timed(before.copy().allowed)[1])
         if seconds > MAX_MASK_SECONDS:
             raise TooComplex(
                 f"finding the next tokens of the grammar takes more than {MAX_MASK_SECONDS * 1e3:g} ms; "
