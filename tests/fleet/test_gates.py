@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -15,12 +17,15 @@ from onbeat.cluster.front_ends import FrontEnds
 from onbeat.cluster.gate_client import GateClient
 from onbeat.cluster.gate_host import GateDesk, GateHost
 from onbeat.cluster.gate_messages import Ask, Status
+from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO
 from onbeat.engine.messages import WINDOW_TOKENS
+from onbeat.metrics import slo_counts
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.declare import samples
 from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.merge import flat, snapshot
+from onbeat.metrics.tracker import RequestTracker
 from tests.fleet.fleets import check_all, collect, expected_tokens, fleet_of, make_request, start_requests
 from tests.waiting import until
 
@@ -32,6 +37,9 @@ class Watched:
         """Hear it."""
 
     def hear(self, name: str) -> None:
+        """Hear it."""
+
+    def on_told(self, name: str) -> None:
         """Hear it."""
 
 
@@ -48,7 +56,7 @@ def host_of(client: FleetClient, exporter: MetricsExporter) -> GateHost:
         client.folder,
         cast(FrontEnds, Watched()),
         exporter.others,
-        on_ended=lambda *_: None,
+        on_ended=exporter._counts.slo.remember,
         make_desk=lambda: cast(GateDesk, Desk()),
     )
 
@@ -162,3 +170,48 @@ async def test_what_the_keeper_is_late_is_in_the_waits_of_gates() -> None:
         assert asked[0].request.arrival <= time.monotonic() - 30.0
         for task in (stream, second):
             task.cancel()
+
+
+_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, Counter)
+
+
+def num_held() -> int:
+    """Return how much all containers of this process hold together."""
+    gc.collect()
+    return sum(len(each) for each in gc.get_objects() if type(each) in _CONTAINERS)
+
+
+async def test_requests_that_have_ended_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slo_counts, "WINDOW_SECONDS", 0.5)
+    async with fleet_of(2, step_seconds=0.0) as client, two_gates(client) as (gates, _, _):
+        trackers = [RequestTracker([counts]) for counts in (RunCounts(), RunCounts())]
+        told: list[dict[str, int]] = [{}, {}]
+        for gate, tracker in zip(gates, trackers, strict=True):
+            gate.add_observer(tracker)
+
+        async def serve(number: int) -> None:
+            gate, tracker = gates[number % 2], trackers[number % 2]
+            request = make_request(f"of-{number}", max_tokens=3, slo=SLO(ttft=10.0))
+            tracker.open(request)
+            async for delivery in gate.generate(request):
+                output, now = delivery.output, time.monotonic()
+                tracker.deliver(output, now, len(output.new_token_ids), made=delivery.time)
+                if number % 5 == 0:
+                    break  # its client leaves
+            tracker.close(request.request_id, output.finish_reason or FinishReason.ABORT, now)
+
+        async def serve_many(first: int) -> int:
+            for start in range(first, first + 600, 20):
+                await asyncio.gather(*(serve(start + number) for number in range(20)))
+                for gate, tracker, before in zip(gates, trackers, told, strict=True):
+                    counts = tracker._listeners[0]
+                    assert isinstance(counts, RunCounts)
+                    gate.say_counts(
+                        snapshot(flat(samples(counts))), counts.slo.take_new(before), tracker.num_open
+                    )
+            await until(lambda: not client.streams.open)
+            return num_held()
+
+        await serve_many(0)
+        before = await serve_many(1000)
+        assert await serve_many(2000) < before + 200

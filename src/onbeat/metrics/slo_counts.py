@@ -6,7 +6,6 @@ objectives of their own and no class are counted as `unnamed`.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,8 +60,6 @@ class ClassCounts:
     gap: Histogram = histogram("slo_time_between_tokens_seconds", "TBT, the same", TBT_SECONDS)
     _recent: deque[EndedRequest] = field(default_factory=deque)
     """The judged requests of late, by end."""
-    _num_good: int = 0
-    """Of these."""
 
     @property
     def num_judged(self) -> int:
@@ -75,8 +72,8 @@ class ClassCounts:
 
     def remember(self, ended: Sequence[EndedRequest]) -> None:
         """Take requests of late that were judged and counted elsewhere."""
-        self._recent = deque(heapq.merge(self._recent, ended))
-        self._num_good += sum(each.is_good for each in ended)
+        self._recent = deque(sorted([*self._recent, *ended]))
+        self._forget(max((each.end for each in ended), default=0.0))
 
     @shown("slo_objective_seconds", "objective")
     def objective_seconds(self) -> Mapping[str, float | None]:
@@ -96,7 +93,6 @@ class ClassCounts:
                     is_good=outcome is Fate.IN_TIME,
                 )
             )
-            self._num_good += outcome is Fate.IN_TIME
             self._forget(record.end)
 
     def recent(self, now: float) -> list[EndedRequest]:
@@ -107,11 +103,11 @@ class ClassCounts:
     def judged_and_good(self, now: float) -> tuple[int, int]:
         """Return how many requests of late were judged, and how many of them were good."""
         self._forget(now)
-        return len(self._recent), self._num_good
+        return len(self._recent), sum(each.is_good for each in self._recent)
 
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0].end <= now - WINDOW_SECONDS:
-            self._num_good -= self._recent.popleft().is_good
+            self._recent.popleft()
 
 
 class SLOCounts:

@@ -15,7 +15,7 @@ from onbeat.core.slo import SLO, Fate
 from onbeat.core.step import SchedulerState, StepOutputs
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.slo_counts import JUDGED_REQUESTS, MOST_RECENT, OUTCOMES, SLOCounts
+from onbeat.metrics.slo_counts import JUDGED_REQUESTS, MOST_RECENT, OUTCOMES, EndedRequest, SLOCounts
 from tests.pure.metrics.fake_server import FakeServer
 from tests.pure.metrics.runs import output, step
 from tests.pure.metrics.test_exporter import samples
@@ -258,3 +258,13 @@ def test_of_many_requests_of_late_the_last_are_looked_at() -> None:
     assert outcomes(got) == {"good": MOST_RECENT + 100}
     assert got["onbeat_goodput_requests_per_second{slo_class=chat}"] == (MOST_RECENT + 100) / 10
     assert len(server.counts.slo.recent(10.0)) == MOST_RECENT
+
+
+def test_what_others_have_judged_is_forgotten_in_time_though_nobody_asks() -> None:
+    counts = SLOCounts()
+    for second in range(300):
+        for late in (0.5, 0.0):  # of two front ends, each of which tells once a second
+            counts.remember("chat", [EndedRequest(second - late, 5, 0.0, is_ttft=True, is_good=True)])
+    kept = [each.end for each in counts.classes["chat"].last(1000)]
+    assert kept == sorted(kept)
+    assert len(kept) == 120
