@@ -1,19 +1,25 @@
-"""Simple rules to compare `slo` with: a static token budget with triage, and a time budget with triage."""
+"""Simple rules to compare `slo` with: token budgets and time budgets, with triage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf
+from operator import add
 
 from onbeat.core.slo import ShedMode
+from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, first_deadline
-from onbeat.scheduler.replica.slo.view import StepFiller, decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.view import PromptJob, StepFiller, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan, needs_block
 from onbeat.scheduler.triage import LEAST_SHARE, select_feasible
+
+NUM_TRIED = 8
+"""Lengths of the first of two chunks that are tried, up to the longest."""
 
 
 def split_running(running: Iterable[RequestState]) -> tuple[list[RequestState], list[RequestState]]:
@@ -66,30 +72,22 @@ class TriagedBudget(Composer):
     def __init__(self, model: StepTimeModel, *, by_time: bool, by_deadline: bool) -> None:
         self._by_time = by_time
         self._by_deadline = by_deadline
-        self._cost_model = CostModel(model, None)
+        self.cost_model = CostModel(model, None)
 
     def compose(self, plan: StepPlan) -> None:
-        cost_model = self._cost_model
+        cost_model = self.cost_model
         decodes, prefills = split_running(plan.running)
         jobs, plan.infeasible = prefill_jobs(plan, plan.now, prefills, cost_model)
-        decode(plan, decodes, victims=plan.running)
+        decode(plan, self.due(decodes), victims=plan.running)
         shape = decode_shape(plan.decodes)
-        limit, chunk = inf, plan.num_tokens_left
-        if self._by_time:
-            limit = min([state.slo.tbt for state in decodes if state.slo.next_deadline < inf], default=inf)
-            chunk = cost_model.efficient_chunk
+        limit, chunk = self.room(plan, decodes, shape)
         share = 1.0
         if chunk > 0:
             step = shape.copy()
             step.add(0, chunk, samples=True)
             seconds = cost_model.of(step)
             share = 1 - max(0.0, seconds - cost_model.seconds(chunk, 0)) / min(limit, seconds)
-        kept, left_behind = select_feasible(
-            jobs,
-            start=plan.now,
-            share=max(share, LEAST_SHARE),
-            cost=lambda job: None if job.state.is_protected else job.seconds / job.state.request.weight,
-        )
+        kept, left_behind = self.split(plan, jobs, max(share, LEAST_SHARE))
         if not self._by_deadline:
             kept.sort(key=lambda job: job.state.request.arrival)
         late = {id(state) for state in plan.infeasible}
@@ -105,25 +103,97 @@ class TriagedBudget(Composer):
         filler = StepFiller(plan, cost_model, shape, limit=limit, most_chunk_tokens=chunk)
         filler.fill([state for state in prompts if state not in plan.victims])
 
+    def due(self, decodes: list[RequestState]) -> list[RequestState]:
+        """Return who of those that want a token gets one."""
+        return decodes
+
+    def room(self, plan: StepPlan, decodes: list[RequestState], shape: BatchShape) -> tuple[float, int]:  # noqa: ARG002
+        """Return the seconds that a step may take, and the most tokens of prompts in it.
+
+        Parameters
+        ----------
+        shape : of the decodes that are in it.
+        """
+        if not self._by_time:
+            return inf, plan.num_tokens_left
+        tbts = [state.slo.tbt for state in decodes if state.slo.next_deadline < inf]
+        return min(tbts, default=inf), self.cost_model.efficient_chunk
+
+    def split(
+        self, plan: StepPlan, jobs: list[PromptJob], share: float
+    ) -> tuple[list[PromptJob], list[PromptJob]]:
+        """Return the prompts to serve by deadline, and those to leave behind.
+
+        Parameters
+        ----------
+        share : of the time that goes into prompts.
+        """
+        return select_feasible(
+            jobs,
+            start=plan.now,
+            share=share,
+            cost=lambda job: None if job.state.is_protected else job.seconds / job.state.request.weight,
+        )
+
     def commit(self, plan: StepPlan) -> None:  # noqa: ARG002 (what it has learnt of)
         """Take what the model has learnt."""
-        self._cost_model.count()
+        self.cost_model.count()
 
 
-def _triaged(*, by_time: bool, by_deadline: bool) -> Composition:
+class SlidingWindow(TriagedBudget):
+    """A step chosen together with the next one (after SlidingServe, arXiv 2606.05933, its SlidingChunker).
+
+    The longest step that the least slack allows leaves nothing of it to the step behind. Chunks of several
+    lengths are tried, each with the longest that its next step may then have, and the two that compute most
+    tokens a second are taken. Order and triage are those of the simple rule, where the paper has levels of
+    priority and a knapsack.
+    """
+
+    def room(self, plan: StepPlan, decodes: list[RequestState], shape: BatchShape) -> tuple[float, int]:
+        due = [state.slo.deadline_after(state.num_certain_tokens, plan.now) for state in decodes]
+        first = min(due, default=inf) - plan.now
+        if first == inf:
+            return inf, plan.num_tokens_left
+        both = min(map(add, due, [state.slo.tbt for state in decodes])) - plan.now
+        longest = min(self.cost_model.max_chunk(shape, 0, first), plan.num_tokens_left)
+        tried = sorted({longest * part // NUM_TRIED for part in range(1, NUM_TRIED + 1)}, reverse=True)
+        return first, max(tried, key=lambda chunk: self._pace(plan, shape, chunk, both))
+
+    def _pace(self, plan: StepPlan, shape: BatchShape, chunk: int, both: float) -> float:
+        """Return the prompt tokens a second of two steps, of which the first has this chunk.
+
+        Parameters
+        ----------
+        both : seconds that they may take together.
+        """
+        first, second = shape.copy(), shape.copy()
+        if chunk:
+            first.add(0, chunk, samples=True)
+        seconds = self.cost_model.of(first)
+        rest = min(self.cost_model.max_chunk(shape, chunk, both - seconds), plan.num_tokens_left)
+        if rest:
+            second.add(chunk, rest, samples=True)
+        return (chunk + rest) / (seconds + self.cost_model.of(second))
+
+
+def by_deadlines(make: Callable[[StepTimeModel], Composer], *, is_bound_by_time: bool = True) -> Composition:
+    """Return a policy whose composer takes prompts by deadline."""
     return Composition(
-        compose=lambda config, model: TriagedBudget(
-            needed_model(config, model), by_time=by_time, by_deadline=by_deadline
-        ),
+        compose=lambda config, model: make(needed_model(config, model)),
         order=first_deadline,
         needs_step_time=True,
-        is_bound_by_time=by_time,
+        is_bound_by_time=is_bound_by_time,
         keeps_deadlines=True,
     )
+
+
+def _triaged(*, by_time: bool, by_deadline: bool, make: type[TriagedBudget] = TriagedBudget) -> Composition:
+    return by_deadlines(partial(make, by_time=by_time, by_deadline=by_deadline), is_bound_by_time=by_time)
 
 
 TRIAGED = {
     "simple": _triaged(by_time=True, by_deadline=True),
     "sarathi-triage": _triaged(by_time=False, by_deadline=False),
     "edf-triage": _triaged(by_time=False, by_deadline=True),
+    "sliding": _triaged(by_time=True, by_deadline=True, make=SlidingWindow),
 }

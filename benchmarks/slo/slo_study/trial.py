@@ -39,8 +39,6 @@ _LOST_SO_FAR = 0.65, 0.25
 """Or when, of this second share of the requests, less than the first were good."""
 _BATCH = 64
 
-Prepare = Callable[[OfferedLoad, SimulationConfig], SimulationConfig]
-
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -248,19 +246,9 @@ class Runner:
         questions: Sequence[Question],
         *,
         ends_early: bool = True,
-        prepare: Prepare | None = None,
-        is_even: bool = False,
     ) -> Mapping[Question, Score]:
-        """Run a load that lasts and score it by each question; more than one only where none is looked at.
-
-        Parameters
-        ----------
-        prepare : changes the configuration for the load of the first question.
-        is_even : whether requests come at equal distances, in place of the workload's.
-        """
+        """Run a load that lasts and score it by each question; more than one only where none is looked at."""
         bare = lasting(self._workload, rate=rate, seed=seed, max_model_len=self._limit)
-        if is_even:
-            bare = bare.with_arrivals(np.linspace(0.0, _arrivals(bare)[-1], len(bare)))
         step_time = self.simulation.step_time
         start = warm_seconds(rate)
         scored = {}
@@ -268,8 +256,6 @@ class Runner:
             load = bare.with_classes(OBJECTIVES[question.slo], seed=seed)
             scored[question] = Measured.of(load, question.mode, hopeless_rows(load, step_time), start)
         config = config_of(self.simulation, questions[0].mode)
-        if prepare is not None:
-            config = prepare(scored[questions[0]].load, config)
         try:
             records = play(list(scored.values()), config, step_time, ends_early=ends_early)
         except MissedError as missed:

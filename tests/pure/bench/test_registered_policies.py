@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.policies.fastserve import FASTSERVE
 from benchmarks.policies.niyama import NIYAMA
+from benchmarks.policies.scorpio import SCORPIO
 from benchmarks.policies.triaged import TRIAGED
 from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
@@ -18,7 +19,7 @@ from tests.pure.scheduler.driver import make_config
 from tests.pure.scheduler.test_properties import loads, run_load
 from tests.pure.scheduler.test_steady import ARRIVALS, run
 
-PUBLISHED = {"niyama": NIYAMA, "fastserve": FASTSERVE, **TRIAGED}
+PUBLISHED = {"niyama": NIYAMA, "fastserve": FASTSERVE, "scorpio": SCORPIO, **TRIAGED}
 
 
 @pytest.fixture(autouse=True, scope="module")
