@@ -119,7 +119,7 @@ class PrefillCosts:
         return max(0.0, self.decode + self.context * (num_context_tokens - USUAL_CONTEXT))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ReplicaLoad:
     """How a replica stands at the end of a step, or as a long one begins.
 
@@ -129,8 +129,7 @@ class ReplicaLoad:
     time: float
     """When it was taken, by the replica's clock."""
     num_taken: int
-    """Requests that the replica has been sent so far and has queued, refused or ended by then: whoever sent
-    more knows which of them are not counted here."""
+    """Requests that it was sent and has queued, refused or ended by then: others are not counted here."""
     busy: float = 0.0
     """Until the step under way is expected to end."""
     num_running: int = 0
@@ -215,8 +214,7 @@ class ScalingView:
     why: str = ""
     """Of the last decision, one word; nothing where there was none."""
     share: float | None = None
-    """Of the time of the replicas that serve or start, what the load of late would take; None where nothing
-    is known."""
+    """Of the time of the replicas, what the load of late would take; None where nothing is known."""
     planned_share: float | None = None
     """Up to which a replica is loaded; None where the policy knows no such share."""
 

@@ -57,6 +57,29 @@ class OnlineCorrection:
         value = self._pace if bucket is None else self._pace + bucket.value
         return math.exp(value + self._drafts.of(shape).value if drafts else value)
 
+    def bounds(self, shape: BatchShape, context: int, low: float, high: float) -> tuple[float, float]:
+        """Return bounds of the factor while steps of decodes are learnt from.
+
+        Each step moves the factor of its kind towards its own ratio, and all factors by no more than that.
+
+        Parameters
+        ----------
+        shape : of the step before the first of them.
+        context : that the step behind the last of them reads; those before read less.
+        low, high : the least and the greatest measured / predicted of them.
+        """
+        if not 0 < low <= high < math.inf:
+            return 1.0, math.inf
+        key, bits = shape.num_new_tokens.bit_length() * _KEY_STRIDE, shape.decode_context_tokens.bit_length()
+        buckets = [self._buckets.get(key + each) for each in range(bits, context.bit_length() + 1)]
+        values = [0.0 if each is None else each.value for each in buckets]
+        logs = [math.log(low), math.log(high), *[self._pace + value for value in values]]
+        if len(self._first) < _NUM_FIRST:  # the pace may become the median of these
+            logs += self._first
+        slack = 0.01 + 0.1 * max(map(abs, values))  # for what old kinds forget, and for rounding
+        least, most = min(logs), max(logs)
+        return math.exp(2 * least - most - slack), math.exp(2 * most - least + slack)
+
     def factors_of(self, kinds: Iterable[int]) -> list[float]:
         """Return the factors on batches without drafts of each `batch_kind`."""
         pace, buckets, common = self._pace, map(self._buckets.get, kinds), math.exp(self._pace)

@@ -255,8 +255,7 @@ class DeviceSpec:
     peak_flops: Mapping[str, Positive]
     """Number format -> dense floating-point operations per second."""
     product_rates: ProductRates = ()
-    """Measured, of matrix products by their rows; empty where products of all sizes reach one share of the
-    peak."""
+    """Measured, of matrix products by their rows; empty: all sizes reach one share of the peak."""
     nvlink_bandwidth: NotNegative | None = None
     """Bytes per second of one device, both directions together; None without such links."""
     pcie_bandwidth: NotNegative | None = None

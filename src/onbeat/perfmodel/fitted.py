@@ -41,8 +41,7 @@ _HELD_BACK_EVERY = 5
 _MOST_OF_A_KIND = 800
 """Steps of a kind that are fitted: further ones would say the same, and take minutes."""
 _EXCEPTION = 3.0
-"""A step that takes so many times longer, or shorter, than is usual for its batch was something else, too:
-a compilation, another program."""
+"""What takes so many times longer or shorter than usual was something else, too: another program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +175,7 @@ FEATURES = (
 PAIRS = "draft_pairs"
 """What a row that verifies drafts computes beyond a plain decode: see `shapes.draft_pairs`."""
 PASSES = ("has_decodes", "has_chunks", "has_drafts")
-"""Whether there are any: attention over decodes, over chunks and over rows with drafts is a pass each, with a
-start of its own."""
+"""Whether there are any: attention over decodes, chunks and rows with drafts starts anew for each."""
 
 _COLUMNS = [FIELDS.index(name) for name in FEATURES]
 _COUNTS = [FIELDS.index(name) for name in ("num_decodes", "num_chunks", "num_draft_tokens")]

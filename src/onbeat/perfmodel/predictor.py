@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy, deepcopy
 from functools import partial
 from operator import mul
 from statistics import NormalDist
@@ -122,6 +123,11 @@ class OnlineQuantile:
         self._ratios.extend(ratios[first:])
         self._num_left -= len(ratios) - first
 
+    @property
+    def greatest(self) -> float:
+        """The greatest ratio that is remembered; 0 where none is."""
+        return max(self._ratios, default=0.0)
+
     def forget(self) -> None:
         """Begin anew: the steps so far say nothing of those to come."""
         self._ratios.clear()
@@ -145,8 +151,7 @@ MAX_CHUNK_TOKENS = 1 << 22
 """The longest chunk that `Predictor.max_chunk_tokens` answers: the budget does not bind."""
 
 GUIDED_ROW_SECONDS = 3e-5
-"""What a row under a grammar adds to a step until steps have told: each token is asked about, some 6 us, and
-one in five is refused, some 120 us."""
+"""Of a row under a grammar, until steps tell: 6 us a token, 120 us for the one in five that is refused."""
 _GUIDES_MEMORY = 16
 """Steps with grammars over which their mean forgets: which of them run changes as fast."""
 _FIRST_PROBE = 256
@@ -221,6 +226,14 @@ class Predictor:
             self.errors,
             self.server,
         )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Predictor:
+        """Return the same model, which learns by itself from now on; what never changes is shared."""
+        other = copy(self)
+        other._alarm, other._correction, other._recent = deepcopy(
+            (self._alarm, self._correction, self._recent), memo
+        )
+        return other
 
     def step_time(self, shape: BatchShape, q: float | None = None) -> float:
         """Return the expected time, or its q-quantile. See `core.StepTimeModel`."""
@@ -304,16 +317,12 @@ class Predictor:
         q: float | None = None,
     ) -> tuple[int, bool]:
         """Learn from steps that followed one another. See `observe_each`."""
-        correction, recent, rows = self._correction, self._recent, shape.num_lm_head_rows
+        correction, recent = self._correction, self._recent
         is_alone = self._alarm is None and self._inflation is None and not shape.num_guided_rows
         asks = limit < math.inf and q is not None
         if correction is None or recent is None or asks or not is_alone or len(ends) == 1:
             return observe_each(self, shape, begun, ends, limit, q)
-        first = shape.decode_context_tokens + rows
-        contexts = range(first, first + (len(ends) + 1) * rows, rows)
-        expected = self._run_seconds(shape, contexts)
-        steps = zip([begun, *ends[:-1]], ends, expected, strict=False)
-        ratios = [(end - start) / seconds for start, end, seconds in steps]
+        contexts, expected, ratios = self._judged(shape, begun, ends)
         if not 0 < min(ratios) <= max(ratios) < math.inf:  # a clock that stood still
             return observe_each(self, shape, begun, ends, limit, q)
         num, goes_on, has_lost, off = correction.observe_run(shape, contexts, ratios, expected, limit)
@@ -322,6 +331,34 @@ class Predictor:
         if off:
             recent.observe_all(off)
         return num, goes_on
+
+    def is_within(
+        self, shape: BatchShape, begun: float, ends: Sequence[float], limit: float, q: float | None = None
+    ) -> bool:
+        """Return whether each of some steps and the next are sure to be predicted within a limit, seconds.
+
+        Whatever `observe_run` has learnt by then; nothing is learnt here. False where that is not plain.
+        """
+        correction, recent = self._correction, self._recent
+        if correction is None or recent is None or self._inflation is not None or shape.num_guided_rows:
+            return False
+        contexts, expected, ratios = self._judged(shape, begun, ends)
+        least, most = correction.bounds(shape, contexts[-1], min(ratios), max(ratios))
+        if q is not None:  # what is seen counts once there is enough, and its quantile is no more than all
+            known = self._quantile_factor(q) if self._residual is None else self._residual.factor(q)
+            most *= max(known, max(ratios) / least, recent.greatest)
+        return max(expected) * most <= limit
+
+    def _judged(
+        self, shape: BatchShape, begun: float, ends: Sequence[float]
+    ) -> tuple[Sequence[int], Sequence[float], list[float]]:
+        """Return the contexts and predicted seconds of steps and the next one, and measured / predicted."""
+        rows = shape.num_lm_head_rows
+        first = shape.decode_context_tokens + rows
+        contexts = range(first, first + (len(ends) + 1) * rows, rows)
+        expected = self._run_seconds(shape, contexts)
+        steps = zip([begun, *ends[:-1]], ends, expected, strict=False)
+        return contexts, expected, [(end - start) / seconds for start, end, seconds in steps]
 
     def observe_guides(self, num_rows: int, seconds: float) -> None:
         """Learn what a row under a grammar takes. See `core.LearnsGuides`."""

@@ -71,8 +71,7 @@ class Repeat:
     details: dict[str, Any] | None = None
     """Settings that were resolved: token budget, KV blocks."""
     beyond: tuple[Trial, ...] = ()
-    """Runs to their end: the lowest rate that missed the objective, then those of
-    `CapacityTask.has_more_load`."""
+    """Runs to their end: the lowest rate that missed, then those of `CapacityTask.has_more_load`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +81,7 @@ class Capacity:
     labels: Labels
     outcome: SearchEnd
     rate: float
-    """Requests per second: the mean over the repeats of the highest rate that kept the objective; 0 where
-    none did."""
+    """Requests per second: the mean of the highest rates that kept the objective; 0 where none did."""
     interval: tuple[float, float]
     """Of `rate` (`rate_interval`)."""
     num_devices: int

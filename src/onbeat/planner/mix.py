@@ -46,8 +46,7 @@ class MixProblem:
     costs: tuple[float, ...]
     """Of each unit, in any money an hour."""
     loads: Array
-    """(buckets, units): units that all of a bucket needs, 0 or more; infinite where such a unit cannot serve
-    it."""
+    """(buckets, units): units that all of a bucket needs; infinite where such a unit cannot serve it."""
     slices: int = DEFAULT_SLICES
     """Of each bucket, at least 1."""
     types: tuple[str, ...] = ()

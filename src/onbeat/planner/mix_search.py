@@ -34,8 +34,7 @@ HALVINGS = 4
 GUESS = (0.85, 1.1)
 """Bounds of the load of a unit that no fleet of its own has told, as shares of its estimate."""
 FORGONE = 0.25
-"""Of the share of requests that may miss: the part that the rarest sizes may make up whose place in a mix is
-left open."""
+"""Of requests that may miss, those of the rarest sizes, whose place in a mix is left open."""
 ROOM = 1.25
 """Where everything failed, loads are taken to be so much higher, time and again."""
 

@@ -90,8 +90,7 @@ def rows_of(buckets: Sequence[Bucket]) -> Rows:
 Array = NDArray[np.float64]
 
 WORTH = 1.05
-"""A unit of more devices stays only if it serves so much more per dollar in some bucket: the rates are
-estimates."""
+"""A unit of more devices stays only if it serves so much more per dollar somewhere, as estimated."""
 MISJUDGED = 0.7
 """A unit that keeps up a smaller share of its estimate has not beaten others by that estimate."""
 

@@ -145,6 +145,8 @@ class SerialReplica(VirtualReplica):
         """Ends of the steps of the run, as far as they are predicted."""
         self._num_left = 0
         """Steps that the run may still have beyond those predicted."""
+        self._num_told = 0
+        """Of the first steps of the run that the scheduler has not seen, those that a router was told of."""
         self._plans_ahead = config.steps_ahead > 0
         self._held: list[tuple[float, OfferedRequest]] = []
         """Requests that no plan has seen, and when they came."""
@@ -179,6 +181,7 @@ class SerialReplica(VirtualReplica):
         elif num_ended := bisect_right(ends, now):
             self._advance(step, ends[:num_ended])
             del ends[:num_ended]
+            self._num_told = 0
 
     def end(self, now: float) -> list[OfferedRequest]:
         """Take the results of the step or run that ends now."""
@@ -208,7 +211,7 @@ class SerialReplica(VirtualReplica):
         if step is None:
             self._end_work(now)
         else:
-            self._num_left, self._ends = step.max_steps, array("d")
+            self._num_left, self._ends, self._num_told = step.max_steps, array("d"), 0
             self._shape = step.shape if step.max_steps == 1 else step.shape.copy()
             self._look_ahead(step, now + self._charged, next_arrival)
             self._charged = 0.0
@@ -236,14 +239,19 @@ class SerialReplica(VirtualReplica):
 
     def load_by(self, now: float, delay: float) -> tuple[float, ReplicaLoad] | None:
         """See `VirtualReplica.load_by`."""
-        step, ends = self._step, self._ends
-        if step is None or len(ends) < 2 or ends[0] + delay > now:
+        step, ends, num_told = self._step, self._ends, self._num_told
+        if step is None or num_told > len(ends) - 2 or ends[num_told] + delay > now:
             return None
-        num_ended = bisect_right(ends, now, hi=len(ends) - 1, key=lambda end: end + delay)
-        when = ends[num_ended - 1]
-        self._advance(step, ends[:num_ended])
-        del ends[:num_ended]
-        return when, self.scheduler.load(when, busy=ends[0] - when)
+        num = bisect_right(ends, now, num_told, len(ends) - 1, key=lambda end: end + delay)
+        when, busy = ends[num - 1], ends[num] - ends[num - 1]
+        if self.scheduler.kv.num_tables > 1:  # what the windows have passed is known once it is given back
+            self._advance(step, ends[:num])
+            del ends[:num]
+            return when, self.scheduler.load(when, busy=busy)
+        self._num_told = num
+        if self._learns and step.run is not None:
+            step.run.learn(ends[:num])
+        return when, self.scheduler.load(when, busy=busy, num_behind=num)
 
     def load(self, now: float) -> ReplicaLoad:
         """Return how it stands, as if the steps of a run had been planned one by one."""
@@ -273,12 +281,10 @@ class SerialReplica(VirtualReplica):
         run, shape, noise = step.run, self._shape, self._noise
         overhead, num_before = self._overhead, self._num_steps
         ends, num_left, num_rows = self._ends, self._num_left, shape.num_lm_head_rows
-        bound = run if run is not None and run.is_bound else None
-        # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
-        is_shared = self._is_watched or (bound is not None and not self._is_alone)
-        num_at_once = 1 if is_shared else _STEPS_AT_ONCE
-        num_free = num_left - (1 if is_shared else self._lookahead)
-        num_followed = max(len(ends) - 1, 0)
+        bound = run if run is not None and run.limit < inf else None
+        is_watched = self._is_watched
+        num_at_once = 1 if is_watched else _STEPS_AT_ONCE
+        num_free = num_left - (1 if is_watched else self._lookahead)
         times: Sequence[float]
         is_over = False
         while not is_over:
@@ -297,12 +303,18 @@ class SerialReplica(VirtualReplica):
                 num_left -= 1
                 if num_left:
                     shape.decode_context_tokens += num_rows
-                is_over = not num_left or (num_left <= num_free and (end >= next_arrival or is_shared))
+                is_over = not num_left or (num_left <= num_free and (end >= next_arrival or is_watched))
                 if is_over:
                     break
             if bound is not None:
-                num_followed += bound.num_followed(ends[num_followed : len(ends) - is_over])
-                if num_followed < len(ends) - is_over:
+                num_asked = len(ends) - is_over
+                # Nobody cuts short what goes up to the next arrival anywhere.
+                num_followed = (
+                    bound.learn(ends[:num_asked], bound.limit)
+                    if self._is_alone
+                    else bound.num_followed(ends[:num_asked])
+                )
+                if num_followed < num_asked:
                     del ends[num_followed + 1 :]
                     num_left, end, is_over = 0, ends[-1], True
         self._num_left = num_left

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import timeit
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -269,12 +270,37 @@ def test_a_run_of_steps_teaches_what_its_steps_do(
         for step in range(num_steps):
             end += pace * (later if step % 17 == 3 else 1.0) * 0.01
             ends.append(end)
-        assert one.observe_run(shape, now, ends, limit) == observe_each(other, same, now, ends, limit)
+        is_within = one.is_within(shape, now, ends, limit)
+        learnt = one.observe_run(shape, now, ends, limit)
+        assert learnt == observe_each(other, same, now, ends, limit)
+        assert not is_within or learnt == (num_steps, True)
         assert shape == same
         now = end
         for q in (None, 0.5, 0.99):
             assert one.step_time(shape, q) == other.step_time(shape, q)
             assert one.step_time(decodes(3, 50), q) == other.step_time(decodes(3, 50), q)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.3, 4.0), st.integers(1, 40)), min_size=1, max_size=6),
+    st.lists(st.floats(0.3, 4.0), max_size=20),
+)
+def test_a_copy_learns_what_the_model_would_and_the_model_nothing_of_it(
+    before: list[tuple[float, int]], later: list[float]
+) -> None:
+    model, same, never = (Predictor(linear_seconds, RESIDUAL).with_learning() for _ in range(3))
+    for pace, num_steps in before:
+        for each in (model, same, never):
+            for step in range(num_steps):
+                each.observe(decodes(7, 900 + 7 * step), pace * 0.01)
+    copied = deepcopy(model)
+    for pace in later:
+        copied.observe(decodes(5, 500), pace * 0.02)
+        same.observe(decodes(5, 500), pace * 0.02)
+    for q in (None, 0.5, 0.99):
+        for shape in (decodes(7, 900), decodes(5, 500), decodes(3, 50)):
+            assert copied.step_time(shape, q) == same.step_time(shape, q)
+            assert model.step_time(shape, q) == never.step_time(shape, q)
 
 
 def test_steps_that_follow_one_another_are_timed_as_one_by_one() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.events import Reported
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
@@ -123,6 +124,23 @@ def test_runs_equal_single_steps_of_policies_that_learn_step_times(
         lambda shape: 5e-3 + 2.7e-5 * shape.num_new_tokens + context * shape.decode_context_tokens
     )
     check_runs_equal_single_steps(offered, config, model)
+
+
+def test_a_router_hears_of_runs_what_it_would_of_single_steps():
+    """How replicas stand, to the last digit: what they have learnt and the blocks that are left, too."""
+    classes = (SLOClass(name="chat", slo=SLO(ttft=2.0, tbt=0.05), share=1.0),)
+    load = random_load(30, rate=6, seed=3, prompt=100, output=120).with_classes(classes, seed=1)
+    config = make_config("slo", scheduler={"num_blocks": 400}, replicas=3, router="slo", step_noise=0.3)
+    of_runs, of_steps = {}, {}
+    for heard, observer in ((of_runs, None), (of_steps, StepByStep())):
+
+        def hear(event, now, actions, heard=heard):
+            if isinstance(event, Reported):
+                heard[event.replica, now] = event.load
+
+        simulate(load, config, linear_time(), observer=observer, on_decision=hear)
+    assert len(of_runs) < len(of_steps) / 2
+    assert {key: of_steps[key] for key in of_runs} == of_runs
 
 
 def test_a_choice_between_two_reports_of_a_run_hears_of_the_first():

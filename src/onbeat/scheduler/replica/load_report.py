@@ -48,13 +48,14 @@ class LoadReporter:
         if policy.slo is not None:
             self._cost_model = policy.slo.cost_model
 
-    def take(self, now: float, *, num_taken: int, busy: float) -> ReplicaLoad:
+    def take(self, now: float, *, num_taken: int, busy: float, num_behind: int = 0) -> ReplicaLoad:
         """Return how things stand.
 
         Parameters
         ----------
         num_taken : requests that came so far.
         busy : seconds until the step under way is expected to end.
+        num_behind : steps of a steady run that the table has yet to be told of, of a model without windows.
         """
         cost_model, table = self._cost_model, self._table
         if cost_model is not None and self._slo is None:
@@ -67,8 +68,10 @@ class LoadReporter:
         for state in running:
             if state.is_paused:
                 continue
-            num_computed = state.num_computed_tokens
-            wanted = state.num_tokens + state.num_in_flight_tokens - num_computed
+            wanted = state.num_tokens + state.num_in_flight_tokens - state.num_computed_tokens
+            num_computed = state.num_computed_tokens + num_behind
+            num_lacking = num_computed - state.num_allocated_tokens
+            num_free -= -(-num_lacking // kv.block_size) if num_lacking > 0 else 0
             if wanted == 1:
                 num_decodes += 1
                 num_context += num_computed + 1
@@ -78,18 +81,18 @@ class LoadReporter:
             elif wanted > 1:
                 prefills.append(state)
         backlog: tuple[Entry, ...] = ((0.0, 0.0, len(waiting)),) if waiting else ()
-        best_effort = 0.0
+        best_effort, decode_seconds, full_seconds, share = 0.0, 0.0, 0.0, 1.0
         if cost_model is not None:
-            backlog, best_effort = self._prompts(cost_model, prefills, now, busy)
-        decode_seconds, full_seconds, share = 0.0, 0.0, 1.0
-        if cost_model is not None:
+            if prefills or waiting:
+                backlog, best_effort = self._prompts(cost_model, prefills, now, busy)
             # Of a step without decodes there is nothing to predict; that of one reads the weights as all do.
             decodes = BatchShape.of_decodes(max(num_decodes, 1), max(num_context, 1))
             decode_seconds = cost_model.of(decodes)
-            full_seconds, share = self._full_step(cost_model, num_decodes, num_context, tightest)
-        head = waiting.peek()
+            full_seconds, share = self._full_step(
+                cost_model, decodes if num_decodes else BatchShape(), tightest
+            )
         num_lacking, blocked = 0, ""
-        if head is not None:
+        if (head := waiting.peek()) is not None:
             num_lacking = max(0, kv.num_blocks_for(head.num_tokens - head.num_hit_tokens) - num_free)
             blocked = head.request_id if num_lacking else ""
         num_queued = waiting.ranked.num_tokens + waiting.best_effort.num_tokens
@@ -181,12 +184,10 @@ class LoadReporter:
         """Whether the policy gives a prompt up that cannot be in time."""
         return self._slo is not None and not state.is_protected
 
-    def _full_step(
-        self, cost_model: CostModel, num_decodes: int, num_context: int, tightest: float
-    ) -> tuple[float, float]:
-        """Return the time of a step with prompts beside so many decodes, and the share that these take."""
+    def _full_step(self, cost_model: CostModel, decodes: BatchShape, tightest: float) -> tuple[float, float]:
+        """Return the time of a step with prompts beside some decodes, and the share that these take."""
+        num_decodes = decodes.num_decodes
         if self._slo is not None:
-            decodes = BatchShape.of_decodes(num_decodes, num_context)
             prefill = cost_model.prefill_share(decodes, tightest * self._slo.rules.allowed, inf)
             return prefill.length, prefill.share
         seconds = cost_model.seconds(max(self._budget - num_decodes, 1), 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from math import inf
 
@@ -92,8 +93,9 @@ class SteadyRun:
 
     Attributes
     ----------
-    max_steps : how often it may be run; fewer where `num_followed` says so.
-    is_bound : whether `num_followed` is to be asked of each step but the last.
+    max_steps : how often it may be run.
+    limit : seconds; only a step that is predicted to take no longer is planned once more. Where it is finite,
+        `num_followed` is to be asked of each step but the last.
     """
 
     def __init__(
@@ -105,33 +107,54 @@ class SteadyRun:
         max_steps: int,
         token_id: int,
     ) -> None:
-        self.max_steps = max_steps
-        self.is_bound = limit < inf
+        self.max_steps, self.limit = max_steps, limit
         self._scheduler, self._scheduled = scheduler, scheduled
         self._states = states
-        self._limit = limit
         self._token_id = token_id
         self._planned_at = scheduler.in_flight[0].planned_at
         self._num_rows = scheduled.shape.num_lm_head_rows
         if (model := scheduler.planner.model) is not None:
             self._observe_run = getattr(model, "observe_run", None) or partial(observe_each, model)
+            self._is_within = getattr(model, "is_within", None)
             self._learnt = scheduled.shape.copy()
             """The shape of the last step whose time was learnt; before, of the one ahead of the first."""
             self._learnt.decode_context_tokens -= self._num_rows
 
-    def num_followed(self, ends: Sequence[float], limit: float | None = None) -> int:
-        """Learn from the next steps, up to one that would not be planned once more; return how many would.
+    def num_followed(self, ends: Sequence[float]) -> int:
+        """Return how many steps are planned once more, by what is learnt up to each; nothing is learnt here.
 
-        As `Planner.observe` of each; see `observe_each`.
+        Whoever comes may cut the run, and then no more is learnt than has been.
 
         Parameters
         ----------
-        ends : when each of them ended, seconds.
-        limit : seconds; None is the run's own.
+        ends : of all steps that it has not taken: when each of them ends, seconds.
         """
         planner, quantile = self._scheduler.planner, self._scheduler.quantile
-        limit = self._limit if limit is None else limit
-        costs, num, goes_on = planner.cost_model, 0, True
+        num_known = bisect_right(ends, planner.last_end)
+        begun, some = max(self._planned_at, planner.last_end), ends[num_known:]
+        if not some or (
+            self._is_within is not None and self._is_within(self._learnt, begun, some, self.limit, quantile)
+        ):
+            return len(ends)
+        ahead = deepcopy(planner.model)
+        assert ahead is not None
+        observe_run = getattr(ahead, "observe_run", None) or partial(observe_each, ahead)
+        num, goes_on = observe_run(self._learnt.copy(), begun, some, self.limit, quantile)
+        return num_known + (num if goes_on else num - 1)
+
+    def learn(self, ends: Sequence[float], limit: float = inf) -> int:
+        """Learn from steps, as `Planner.observe` of each, those that are known left out; see `observe_each`.
+
+        Parameters
+        ----------
+        limit : seconds; it stops at a step behind which the next is predicted to take longer.
+
+        Returns
+        -------
+        How many are followed by one that is not.
+        """
+        planner, quantile = self._scheduler.planner, self._scheduler.quantile
+        costs, num, goes_on = planner.cost_model, bisect_right(ends, planner.last_end), True
         while goes_on and num < len(ends):
             # No more than until costs are taken anew.
             some = ends[num:] if costs is None else ends[num : num + costs.num_left]
@@ -154,7 +177,7 @@ class SteadyRun:
         if (planner := scheduler.planner).model is None:
             planner.last_end = ends[-1]
         else:
-            self.num_followed(ends[bisect_right(ends, planner.last_end) :], inf)
+            self.learn(ends)
         kv, token_ids = scheduler.kv, [self._token_id] * num_steps
         growing: list[RequestState] = []
         for state in self._states:
