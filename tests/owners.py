@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from onbeat.core.fleet import ReplicaId
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import ReplicaState
@@ -29,6 +30,12 @@ def check_owners(fleet: Fleet) -> None:
     all_refused = bool(members.ready) and all(each.refused_by for each in waiting)
     can_wait = not waiting or all_refused or members.is_one_coming
     assert can_wait, "requests wait, but no replica is coming"
+
+
+def owner_of(fleet: Fleet, request_id: str) -> ReplicaId | None:
+    """Return the replica that has a request; None where it waits in the fleet, or has ended."""
+    open_request = fleet._members.open.get(request_id)
+    return None if open_request is None else open_request.replica
 
 
 def num_moved(counts: FleetCounts) -> int:

@@ -38,7 +38,7 @@ from tests.fleet.fleets import (
     start_requests,
     state_of,
 )
-from tests.owners import check_owners
+from tests.owners import check_owners, owner_of
 from tests.waiting import until
 
 
@@ -197,7 +197,7 @@ async def test_a_request_that_is_not_to_be_resumed_ends_with_an_error() -> None:
         frail = asyncio.create_task(collect(client, make_request("frail", max_tokens=500, resumes=False)))
         started = start_requests(client, 3, max_tokens=200)
         await until(lambda: sum(view.num_streaming for view in client.replicas()) == 4)
-        owner = client._fleet.owner("frail")
+        owner = owner_of(client._fleet, "frail")
         assert owner is not None
         send_signal(client, owner, signal.SIGKILL)
         with pytest.raises(EngineError, match="resumed"):

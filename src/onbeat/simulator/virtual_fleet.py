@@ -12,13 +12,12 @@ from functools import partial
 from math import inf, nan
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected
-from onbeat.core.fleet import ReplicaLoad, replica_id, replica_number
+from onbeat.core.fleet import ReplicaId, ReplicaLoad, replica_id, replica_number
 from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.fleet import Decided, Fleet
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deliveries import REFUSALS, count_singles, refuse
 from onbeat.simulator.fleet_loop import HEAR, REPORT, TICK, FleetLoop, FrontEnd, Member
@@ -32,23 +31,6 @@ from onbeat.simulator.virtual_replica import Around
 
 _USUAL = (events.Arrived, events.Delivered, events.Aborted, events.Reported, events.Answered)
 """Events after which the fleet wants no other tick than before."""
-
-
-def wants_all_reports(config: SimulationConfig, router: Router) -> bool:
-    """Return whether each step is to be reported; else a choice that looks at a replica asks how it stands.
-
-    Something may be decided when a replica reports. And under a policy that does not know its costs itself,
-    these are taken anew every so many reports.
-    """
-    if config.is_of_one:
-        return False
-    counts_reports = router.reads_reports and not composition(config.scheduler.policy).predicts_waits
-    return (
-        counts_reports
-        or router.reads_every_report
-        or config.kv_link is not None
-        or config.fleet.autoscale is not None
-    )
 
 
 class VirtualFleet(FrontEnd):
@@ -82,17 +64,21 @@ class VirtualFleet(FrontEnd):
         self._loop, self._members = loop, loop.members
         self._config, self._times = config, config.fleet_times
         router = make_router(config.router)
-        self._fleet = Fleet(router, config.fleet_rules, on_decision=on_decision)
-        self._dispatcher = events.EventDispatcher(self._on_event, self)
-        wants_all = wants_all_reports(config, router)
+        # Something may be decided whenever a replica reports; or what a step costs is taken from reports.
+        counts_reports = router.reads_reports and not composition(config.scheduler.policy).predicts_waits
+        decides = router.reads_every_report or bool(config.kv_link or config.fleet.autoscale)
+        wants_all = (counts_reports or decides) and not config.is_of_one
         self.hears_plans = router.reads_reports and not (wants_all or config.is_of_one)
+        self._fleet = Fleet(router, config.fleet_rules, on_decision=on_decision)
+        if self.hears_plans:
+            self._fleet.ask_before_choices(self._newest)
+        self._dispatcher = events.EventDispatcher(self._fleet.on_event, self)
         self._is_reported = self.hears_plans or wants_all
         self._kinds, self._around = kinds, Around(observer, is_watched=wants_all)
         self._counters: dict[int, ReplicaCounters] = {}
         """Of replicas that have lived, by number."""
         self._starting: dict[int, int] = {}
-        """The newest start of a replica that starts, by number: one that was stopped meanwhile is not ready
-        when that start would have been done."""
+        """The newest start of a replica, by number: one that was stopped meanwhile does not get ready."""
         self._held: dict[int, float] = {}
         """Since when a replica has been held, by number: from its start, before it is ready."""
         self.seconds = 0.0
@@ -296,15 +282,12 @@ class VirtualFleet(FrontEnd):
 
     # ---- reports and moves ----
 
-    def _on_event(self, event: events.FleetEvent, now: float) -> list[events.FleetAction]:
-        """Tell the fleet of an event, and before of how those stand that it asks for."""
-        if self.hears_plans:
-            delay = self._times.report_seconds
-            for name in self._fleet.asks(event):
-                member = self._members.get(replica_number(name))
-                if member is not None and (told := member.replica.load_by(now, delay)) is not None:
-                    self._fleet.on_event(events.Reported(name, told[1]), told[0] + delay)
-        return self._fleet.on_event(event, now)
+    def _newest(self, replica: ReplicaId, now: float) -> tuple[float, ReplicaLoad] | None:
+        """Return the newest report of a replica that would have come by now, if nobody has heard of it."""
+        delay = self._times.report_seconds
+        member = self._members.get(replica_number(replica))
+        told = None if member is None else member.replica.load_by(now, delay)
+        return None if told is None else (told[0] + delay, told[1])
 
     def before_end(self, member: Member, now: float) -> None:
         """Let the last report of a run be heard, where a choice may come between it and the next."""

@@ -34,7 +34,7 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.routers import make_router
-from tests.owners import check_owners
+from tests.owners import check_owners, owner_of
 from tests.pure.scheduler.carried_engine import Engine
 
 MOST_REPLICAS = 6
@@ -170,7 +170,7 @@ class Carrier:
     def check(self) -> None:
         """Assert that the fleet knows where everything is, and that nothing is forgotten."""
         check_owners(self.fleet)
-        assert {each: self.fleet.owner(each) for each in self.owners} == self.owners
+        assert {each: owner_of(self.fleet, each) for each in self.owners} == self.owners
         assert self.fleet.num_waiting == sum(owner is None for owner in self.owners.values())
         assert {
             each.replica: each.num_outstanding for each in self.fleet.replicas() if each.num_outstanding

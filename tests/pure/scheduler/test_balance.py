@@ -23,7 +23,7 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.migration import has_spare_capacity, is_worth_it, trouble
 from onbeat.scheduler.cluster.routers import make_router
-from tests.owners import check_owners
+from tests.owners import check_owners, owner_of
 
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=0.01, decode=1e-4)
 LIMITS = ReplicaLimits(
@@ -80,7 +80,7 @@ def fleet_of(*, num_tokens: int = 800, **fields: Any) -> Fleet:
             f"q{number}", num_prompt_tokens=num_tokens, max_tokens=200, arrival=float(number), **fields
         )
         fleet.on_event(Arrived(request), 6.0)
-        owner = fleet.owner(f"q{number}")
+        owner = owner_of(fleet, f"q{number}")
         assert owner is not None
         fleet.on_event(Delivered(owner, f"q{number}", 1, 0, is_finished=False), 6.0)
     return fleet
@@ -120,7 +120,7 @@ def test_a_request_that_lacks_blocks_begins_elsewhere(has_tokens: bool) -> None:
     assert actions == [Withdraw("r0", name), Send("r1", name, "moved")]
     check_owners(fleet)
     fleet.on_event(Reported("r1", load_of(num_free_blocks=2, num_wanted_blocks=50, blocked=name)), 8.0)
-    assert fleet.owner(name) == "r1", "it does not go to and fro"
+    assert owner_of(fleet, name) == "r1", "it does not go to and fro"
 
 
 def test_a_stream_that_is_not_to_be_resumed_waits_for_blocks_where_it_is() -> None:

@@ -18,6 +18,7 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import MOST_DEATHS, ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
+from tests.owners import owner_of
 from tests.pure.scheduler.driven import Driven, limits, places, request
 
 
@@ -29,7 +30,7 @@ def test_a_fleet_starts_what_is_asked_for_and_routes():
     assert fleet.on_event(Joined("r0", limits()), 2.5) == []
     assert fleet.on_event(Arrived(request("b")), 3.0) == [Send("r0", "b", "turn")]
     assert fleet.on_event(Delivered("r0", "b", 5, 0, is_finished=True), 4.0) == []
-    assert (fleet.owner("a"), fleet.owner("b")) == ("r1", None)
+    assert (owner_of(fleet, "a"), owner_of(fleet, "b")) == ("r1", None)
 
 
 def test_those_of_a_dead_replica_go_on_elsewhere_by_deadline():
@@ -42,7 +43,7 @@ def test_those_of_a_dead_replica_go_on_elsewhere_by_deadline():
     assert actions == [Start("r0", 0.5), Send("r1", "early", "resumed"), Send("r2", "late", "resumed")]
     assert driven.state("r0") is ReplicaState.STARTING
     assert driven.end("r0", "late") == []  # nothing that it says counts
-    assert driven.fleet.owner("late") == "r2"
+    assert owner_of(driven.fleet, "late") == "r2"
 
 
 def test_a_request_under_which_three_replicas_die_in_a_row_is_given_up():
@@ -57,10 +58,10 @@ def test_a_token_forgives_the_deaths_before_it():
     driven = Driven(4)
     driven.send("a")
     for number in range(12):
-        owner = driven.fleet.owner("a")
+        owner = owner_of(driven.fleet, "a")
         if number % 2:
             driven.first(owner, "a")
-        assert places(driven.on(Lost(owner, "killed"), after=70.0)) == [("a", driven.fleet.owner("a"))]
+        assert places(driven.on(Lost(owner, "killed"), after=70.0)) == [("a", owner_of(driven.fleet, "a"))]
         driven.on(Joined(owner, limits()))
 
 
@@ -68,9 +69,9 @@ def test_replicas_that_died_before_they_took_a_request_do_not_count_against_it()
     driven = Driven(6)
     driven.send("a")
     for _ in range(5):  # all were killed in one moment, and each is found dead once the request is sent there
-        owner = driven.fleet.owner("a")
+        owner = owner_of(driven.fleet, "a")
         assert places(driven.on(Lost(owner, "killed", num_taken=0)))
-    last = driven.fleet.owner("a")
+    last = owner_of(driven.fleet, "a")
     assert driven.on(Lost(last, "killed", num_taken=0)) == [Start(last, 0.5)]
     assert driven.fleet.num_waiting == 1
 

@@ -22,6 +22,7 @@ from onbeat.scheduler.cluster.events import (
 )
 from onbeat.scheduler.cluster.membership import ReplicaState
 from tests.examples import examples
+from tests.owners import owner_of
 from tests.pure.scheduler.scaled import START_SECONDS, Scaled
 
 pytestmark = pytest.mark.usefixtures("comparators")
@@ -117,13 +118,13 @@ def test_who_would_rather_be_refused_than_late_hears_so_at_zero() -> None:
     assert Refuse(request_id, "unattainable", START_SECONDS) in scaled.actions
     assert any(isinstance(each, Start) for each in scaled.actions), "the next one finds a replica"
     patient = scaled.send(ttft=30.0, rather_refused=True)
-    assert scaled.fleet.owner(patient) is None
+    assert owner_of(scaled.fleet, patient) is None
     assert scaled.fleet.num_waiting == 1
     scaled.run(scaled.now + START_SECONDS - 1)
     in_time = scaled.send(ttft=2.0, rather_refused=True)
     assert not scaled.actions, "it is ready in a second"
     scaled.run(scaled.now + 1)
-    assert scaled.fleet.owner(in_time) == scaled.fleet.owner(patient) == "r0"
+    assert owner_of(scaled.fleet, in_time) == owner_of(scaled.fleet, patient) == "r0"
 
 
 def test_replicas_that_stay_down_take_a_place_each() -> None:

@@ -24,7 +24,7 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.routers import make_router
-from tests.owners import check_owners
+from tests.owners import check_owners, owner_of
 
 pytestmark = pytest.mark.usefixtures("comparators")
 
@@ -127,7 +127,7 @@ class TestPairs:
         for number in range(3 * num_replicas):
             name = f"q{number}"
             fleet.on_event(Arrived(request(name, 1600 - 16 * number, arrival=0.0, **fields)), 0.0)
-            owner = fleet.owner(name)
+            owner = owner_of(fleet, name)
             assert owner is not None
             fleet.on_event(Delivered(owner, name, 1, 0, is_finished=False), 0.0)
         return fleet
@@ -162,7 +162,7 @@ class TestPairs:
         fleet = self.fleet()
         high = request("high", 16, priority=-1)
         fleet.on_event(Arrived(high), 0.5)
-        assert fleet.owner("high") == "r0"
+        assert owner_of(fleet, "high") == "r0"
         fleet.on_event(Delivered("r0", "high", 1, 0, is_finished=False), 0.5)
         # 500 blocks are free, but 900 are kept for it.
         assert self.begun(fleet, 1.0, load_of(500, 4), load_of(900, 10)) == [("q4", "r1")]

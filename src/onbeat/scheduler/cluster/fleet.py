@@ -11,12 +11,13 @@ How many replicas a fleet has: as many as are asked for, or as it decides itself
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count, islice
 from math import inf
 from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView, replica_id
+from onbeat.core.fleet import ReplicaId, ReplicaLoad, ReplicaView, ScalingView, replica_id
 from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.membership import (
     FleetRules,
@@ -37,9 +38,8 @@ MOST_WAITING = 1024
 """New requests that wait for a replica to start; further ones are refused."""
 MOST_LIVES = 3
 """Replicas in a row that may die under a request before its next token: one that kills them must end."""
-_LEADS_TO_A_CHOICE = (events.Arrived, events.Refused, events.Lost, events.DrainAsked)
-"""As does any event while requests wait for a replica."""
 Decided = Callable[[events.FleetEvent, float, Sequence[events.FleetAction]], None]
+Newest = Callable[[ReplicaId, float], tuple[float, ReplicaLoad] | None]
 
 
 class Fleet:
@@ -113,16 +113,15 @@ class Fleet:
             self._on_decision(event, now, actions)
         return actions
 
-    def asks(self, event: events.FleetEvent) -> list[ReplicaId]:
-        """Return the replicas whose newest report is to be told before an event: it leads to a choice.
+    def ask_before_choices(self, newest: Newest) -> None:
+        """Ask how those stand that a choice compares, where replicas do not report each step.
 
-        Where each step is not reported anyway.
+        Parameters
+        ----------
+        newest : returns when the newest report of a replica would have come by a time, and what it says; None
+            if that was heard.
         """
-        if not (isinstance(event, _LEADS_TO_A_CHOICE) or self._requests.waiting):
-            return []
-        request = event.request if isinstance(event, events.Arrived) else None
-        by_number = self._members.by_number
-        return [by_number[number].replica_id for number in self._router.looks_at(request)]
+        self._router.ask = partial(self._ask, newest)
 
     @property
     def next_time(self) -> float:
@@ -157,11 +156,6 @@ class Fleet:
     def scales_by_costs(self) -> bool:
         """Whether it decides on the number of replicas by what these predict of their steps."""
         return self._watcher.needs_costs
-
-    def owner(self, request_id: str) -> ReplicaId | None:
-        """Return the replica that has a request; None where it waits in the fleet, or has ended."""
-        open_request = self._members.open.get(request_id)
-        return None if open_request is None else open_request.replica
 
     def state(self, replica: ReplicaId) -> ReplicaState:
         """Return the state of a replica; one that was never heard of is stopped."""
@@ -251,6 +245,15 @@ class Fleet:
             self._watcher.on_report(event.load, replica.limits)
             self._router.on_report(replica.number, event.load, now)
             self._migration.on_report(replica, now)
+
+    def _ask(self, newest: Newest, number: int, now: float) -> None:
+        """Let the newest report of a replica be heard, if it has not been."""
+        replica = self._members.by_number[number]
+        if (told := newest(replica.replica_id, now)) is not None:
+            when, replica.load = told
+            self._router.on_report(number, replica.load, when)
+            if self._on_decision is not None:
+                self._on_decision(events.Reported(replica.replica_id, replica.load), when, ())
 
     def _on_join(self, event: events.Joined, now: float) -> None:
         replica = self._members.get(event.replica)

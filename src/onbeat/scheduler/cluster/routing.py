@@ -7,7 +7,7 @@ can know.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -40,6 +40,8 @@ class Router:
     """Whether it goes by what replicas report, which else need not be told."""
     reads_every_report = False
     """Whether reports that come between its choices change what it chooses."""
+    ask: Callable[[int, float], None] | None = None
+    """Has the newest report of a replica heard before a choice compares it; None: each is heard anyway."""
 
     def route(
         self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED
@@ -75,13 +77,6 @@ class Router:
 
     def on_finish(self, replica: int, request: RoutingRequest) -> None:
         """Hear that it ended there, or was taken back."""
-
-    def looks_at(self, request: RoutingRequest | None) -> Collection[int]:  # noqa: ARG002 (by itself at none)
-        """Return the replicas of which a choice needs the newest report; None: of any request.
-
-        Of others it is enough to hear when they have begun a step that is not as the one before.
-        """
-        return ()
 
     def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
         """Hear how a replica stood at a time, which another call may have been after."""

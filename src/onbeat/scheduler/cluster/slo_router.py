@@ -184,8 +184,8 @@ class LoadView:
         total = sum([job.seconds for job in jobs])
         num_ahead = bisect_right(jobs, deadline, key=itemgetter(0))
         prefill = self._prefill_share(costs, num_ahead, objective)
-        before = None
-        if deadline < inf:
+        before = None if jobs or best_effort else 0.0
+        if before is None and deadline < inf:
             own: triage.DueWork[bool] = triage.DueWork(deadline, seconds, state=False)
             due_before = sum([job.seconds for job in jobs[:num_ahead]])
             jobs.insert(num_ahead, own)
@@ -333,13 +333,6 @@ class SLORouter(routing.Router):
             if view.sent:
                 view.take_back(request.request_id)
 
-    def looks_at(self, request: RoutingRequest | None) -> Collection[int]:
-        """Return those that a choice compares, and the one whose costs are the unit."""
-        if request is None or len(self._members) <= _MOST_HOLDERS + _MOST_IDLE:
-            return self._members
-        holders = self._prefixes.look_up(request.block_hashes)
-        return {next(iter(self._members)), *self._candidates(holders, routing.NONE_EXCLUDED)}
-
     def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
         """Take a report."""
         view = self._views.get(replica)
@@ -391,10 +384,13 @@ class SLORouter(routing.Router):
         """Return what is known at once of the replicas to look at, those first that may be the cheapest."""
         if not self._members:
             return []
+        first, holders = next(iter(self._members)), self._prefixes.look_up(request.block_hashes)
+        if self.ask is not None:
+            for number in {first, *self._candidates(holders, routing.NONE_EXCLUDED)}:
+                self.ask(number, now)
         # The costs by which the work of a choice is measured, wherever it is done.
-        reference = self._views[next(iter(self._members))].load.costs or _UNKNOWN_COSTS
+        reference = self._views[first].load.costs or _UNKNOWN_COSTS
         num_tokens = request.num_prompt_tokens + request.num_output_tokens
-        holders = self._prefixes.look_up(request.block_hashes)
         bids = []
         for number in self._candidates(holders, excluded):
             view = self._views[number]
