@@ -370,7 +370,13 @@ class FleetController:
 
     def do_rescale(self, action: events.Rescale, now: float) -> None:  # noqa: ARG002
         """Say that there is to be another number of replicas."""
-        logger.info("the fleet now wants %s", action)
+        why = [f"{action.late_share:.1%} of the last minute's requests late or expected to be"]
+        if action.planned_share is not None:
+            why.insert(0, f"planned is {action.planned_share:.2f}")
+        if action.share is not None:
+            why.insert(0, f"the last minute's load takes {action.share:.2f} of their time")
+        numbers = f"{action.num_replicas} replicas in place of {action.num_before}"
+        logger.info("the fleet now wants %s, because of %s: %s", numbers, action.why, ", ".join(why))
         direction = "up" if action.num_replicas > action.num_before else "down"
         self.streams.counts.rescales[direction, action.why] += 1
 

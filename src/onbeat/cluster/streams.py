@@ -47,8 +47,7 @@ class OpenRequest:
     """Output tokens that its client has got."""
     first_token_time: float | None = None
     name: str = ""
-    """Under which its present replica has it: another one each time that it is sent, so that what an earlier
-    owner still says of it is not taken for its own."""
+    """Under which its replica has it; another each time, lest it be mixed up with what an earlier one has."""
     replica: ReplicaId | None = None
     """Where it is; None while nobody has it."""
     has_begun: bool = False
@@ -58,8 +57,7 @@ class OpenRequest:
     """Tokens of which the fleet has not been told."""
     sent_time: float = 0.0
     predicted_ttft: float | None = None
-    """As the router predicted when it was sent, seconds from then; None where it did not, and for one that
-    has tokens already."""
+    """Predicted as it was sent, seconds from then; None: by nobody, or it has tokens already."""
     last_token_time: float = 0.0
     """When its client got its last tokens."""
     moved_from: float | None = None

@@ -13,12 +13,8 @@ from onbeat.simulator.virtual_clients import Clients, OfferedRequest
 from onbeat.simulator.virtual_replica import VirtualReplica
 
 STEP, HEAR, COPY, TICK, ARRIVE, MOVE, PLAN, REPORT, STOP = range(9)
-"""The order of what happens at one instant.
-
-Steps end; what is due is heard of, such as reports, starts that are done and deaths; copies of KV end; the
-fleet looks at what is due; requests arrive; steps of moves are taken; replicas plan, and give up requests
-that have waited for too long; replicas report; the run ends.
-"""
+"""At one instant steps end; what is due is heard of, such as reports, starts and deaths; copies end; the
+fleet looks at what is due; requests arrive; moves take steps; replicas plan; they report; the run ends."""
 
 Call = Callable[[float], None]
 """What is done, given the time."""
@@ -28,8 +24,7 @@ class FrontEnd:
     """Says where requests go, and hears what becomes of them."""
 
     hears_all = False
-    """Whether it hears of all steps, and before each plan; else only of those that begin requests or end
-    some."""
+    """Whether it hears of all steps, and before each plan; else of those that begin or end requests."""
     hears_plans = False
     """Whether it hears of the last step of each plan, and before that."""
 

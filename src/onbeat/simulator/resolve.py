@@ -45,8 +45,7 @@ from onbeat.workload.offered import LongerThanContext, OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 
 POOL_BANDWIDTH = 200e9 / 8
-"""Bytes per second between replicas that compute prompts and those that generate, unless somebody says
-otherwise: an InfiniBand HDR link."""
+"""Bytes per second between two pools, unless somebody says otherwise: an InfiniBand HDR link."""
 CHOICES = Choices()
 """What `simulate` and `capacity` let their users change."""
 

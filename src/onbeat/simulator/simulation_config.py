@@ -207,18 +207,15 @@ class SimulationConfig(FleetTerms):
     scheduler: SchedulerConfig
     """Limits of one replica."""
     request_overhead: float = 0.0
-    """Seconds from a request's arrival until its replica's scheduler hears of it: what its server does first,
-    for any number of requests at once."""
+    """Seconds that a server takes with a request, of any number at once, before its scheduler has it."""
     steps_ahead: int = 0
-    """1: a step is planned when the one before it starts, so that a request joins a step later than it could
-    if planning took no time; 0: when the one before it ends."""
+    """1: a step is planned as the one before it starts, so requests join a step later; 0: as that ends."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Of drafts, where the scheduler plans any."""
     kv_link: KVLink | None = None
     """Over which requests go on elsewhere with their KV; None: they end where they began."""
     kinds: tuple[ReplicaKind, ...] = ()
-    """What the replicas are where they differ, the first first; further ones, as replicas are added, are like
-    the last. Empty: all are as `scheduler` says."""
+    """What the replicas are where they differ; further ones are like the last. Empty: as `scheduler`."""
 
     def __post_init__(self) -> None:
         FleetTerms.__post_init__(self)

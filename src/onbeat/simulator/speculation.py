@@ -52,8 +52,7 @@ class Acceptance:
     rates: tuple[tuple[str, float], ...] = ()
     """(class of objectives, its rate)"""
     hit_rate: float | None = None
-    """Share of steps for which the proposer finds drafts at all (it looks them up); None: always, and as many
-    as it is asked for (it computes them)."""
+    """Share of steps for which the proposer finds drafts; None: always, as many as it is asked for."""
     known: Sequence[KnownDrafts] = ()
     """By row of the load, what is known instead of drawn; empty where nothing is."""
 

@@ -134,8 +134,7 @@ class Lost:
     replica: ReplicaId
     why: str
     num_taken: int | None = None
-    """Of the requests that it was sent in this life, how many it had read, as far as it said; None: all. The
-    others were on their way, and are no cause of its end."""
+    """Requests of this life that it had read, as far as it said: others did not cause its end. None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +207,7 @@ class Send:
     predicted_ttft: float | None = None
     """Seconds; None where nothing predicts."""
     stops: bool = False
-    """Whether it stands still there after its first token: it is moved then, or told to go on
-    (`reattach`)."""
+    """Whether it stands still after its first token, until it is moved or told to go on (`reattach`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +224,9 @@ class Refuse:
 
     request_id: str
     reason: str
-    """`overloaded`; `unattainable` (it would rather be refused than late, and no replica is ready in time);
-    `no_replica` (none lives, and none is coming that it could wait for); `too_long` (no
-    replica takes a prompt of this length); `too_many_lives` (replicas died under it, and it got no token
-    between); `replica_lost` (it does
-    not want to go on elsewhere); or `invalid` (its replica refused it for what it asks)."""
+    """`overloaded`; `unattainable` (it would be late, and rather refused); `no_replica` (none lives or comes
+    in time); `too_long` (no replica takes the prompt); `too_many_lives` (replicas died under it, in a row);
+    `replica_lost` (it does not go on elsewhere); or `invalid` (refused for what it asks)."""
     retry_after: float | None = None
     """Seconds until the fleet expects to have capacity; None where it cannot say."""
 
@@ -263,8 +259,7 @@ class MoveStep:
     request_id: str
     verb: MoveVerb
     num_blocks: int = 0
-    """Of `reserve`, to keep in all; of `pull`, that have been copied already; of `hold`, that are to be full
-    before it is answered, while a prompt is computed."""
+    """Of `reserve`: to keep; of `pull`: copied already; of `hold`: full before it is answered."""
     why: str = ""
     """Of the move, one word, with its first step: `drain`, `prefill`, `memory`, `queue`, or `steps`."""
 
@@ -277,26 +272,13 @@ class Rescale:
     num_before: int
     """Those that served or were starting."""
     why: str
-    """One word: `work`, `late` or `spare`, of the policy; `arrival` (of a request, with none
-    there), or `bounds`."""
+    """One word: `work`, `late` or `spare`, of the policy; `arrival`, where there was none; or `bounds`."""
     share: float | None = None
     """Of the time of those before, what the load of the last minute would take."""
     planned_share: float | None = None
     """Up to which a replica is loaded."""
     late_share: float = 0.0
     """Of the requests of the last minute, those that were not in time, or predicted not to be."""
-
-    def __str__(self) -> str:
-        """Say it in a line of a log."""
-        numbers = [f"{self.late_share:.1%} of the last minute's requests late or expected to be"]
-        if self.share is not None:
-            numbers.insert(0, f"the last minute's load takes {self.share:.2f} of their time")
-        if self.planned_share is not None:
-            numbers.insert(1, f"planned is {self.planned_share:.2f}")
-        return (
-            f"{self.num_replicas} replicas in place of {self.num_before}, because of {self.why}: "
-            + ", ".join(numbers)
-        )
 
 
 FleetAction = Send | Withdraw | Refuse | Start | Stop | MoveStep | Rescale

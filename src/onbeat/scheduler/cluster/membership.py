@@ -42,8 +42,7 @@ class FleetRules:
     move_rule: str = "mend"
     """See `MOVE_RULES`."""
     autoscale: str = ""
-    """One of `SCALING_POLICIES`, which decides on the number of replicas once `ScalingAsked` has said between
-    which. Empty: they are as many as are asked for."""
+    """One of `SCALING_POLICIES`, which decides between the numbers of `ScalingAsked`; empty: nobody does."""
     scale_down_seconds: float = DOWN_SECONDS
     """A replica goes once the load has been low for so long."""
 
@@ -86,8 +85,7 @@ class RoutedRequest:
     retry_after: float | None = None
     """The shortest that one of these has said."""
     waits_until: float = inf
-    """Where it waits: when it is sent once more, if all have refused it; when it is refused, if none was
-    ready."""
+    """Where it waits: when it is sent once more, if all have refused it; else when it is refused."""
     num_failed_moves: int = 0
     no_move_before: float = 0.0
     """Until then it stays where it is, since a move of it has failed."""

@@ -96,13 +96,11 @@ class Course:
     stands_still: bool = False
     """Whether the request has left its batch before anybody asked, after its first token."""
     on_first_token: Mapping[Stage, Stage] | None = None
-    """Where the prompt is still computed: what is asked for at the first token, in place of what has been
-    asked for. From then on the move goes on as if it had begun with a request that stands still."""
+    """Where a prompt is computed: what is asked for at the first token, as of one that stands still."""
     unlimited: frozenset[Stage] = frozenset()
     """Stages that may take any time: the request runs on."""
     waits_for_capacity: bool = False
-    """Whether the request stands still until a replica has capacity, as long as that takes; each stage then
-    may take `ANSWER_SECONDS`."""
+    """Whether it stands still, in stages of `ANSWER_SECONDS` at most, until a replica has capacity."""
 
     @property
     def is_ahead(self) -> bool:

@@ -53,11 +53,8 @@ class RecordedRequest:
     record: RequestRecord
     """Engine-side: `arrival` is the server's, deliveries are the ends of steps."""
     sent: float
-    """When it must come to a simulator for that to plan with it as the engine did.
-
-    A simulator plans a step when the one before ends, so this is just before that end; after idleness it is
-    the engine's plan.
-    """
+    """When it must come to a simulator for that to plan with it as the engine did: just before the step
+    before ends, or after idleness at the engine's plan."""
     weight: float = 1.0
     shed: ShedMode = ShedMode.OFF
     drafts: KnownDrafts = field(default_factory=KnownDrafts)
