@@ -20,7 +20,7 @@ from onbeat.cluster.launcher import Launcher, ReplicaPlace, ReplicaSpec
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.request import Request, SamplingParams
-from onbeat.engine.process import BuildEngine, CurveKeys
+from onbeat.engine.link import BuildEngine, CurveKeys
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.routers import make_router

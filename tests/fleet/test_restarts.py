@@ -13,7 +13,7 @@ import pytest
 import onbeat
 from onbeat.cluster import life
 from onbeat.core.errors import ConfigError, InvalidRequest
-from onbeat.engine.process import BuildEngine
+from onbeat.engine.link import BuildEngine
 from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import (
     check_all,

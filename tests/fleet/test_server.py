@@ -15,7 +15,7 @@ import pytest
 from onbeat.cluster import local_launcher
 from onbeat.cluster.client import FleetClient
 from onbeat.engine.container import FreeMemory
-from onbeat.engine.process import BuildEngine
+from onbeat.engine.link import BuildEngine
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from tests.cpu.server.running import Answer, Served, parse_events, serving
 from tests.fake_runner import build_fake_engine

@@ -79,6 +79,11 @@ def test_an_engine_with_a_profile_does_without_scipy() -> None:
     assert "scipy" not in modules_after("import onbeat.engine.start")
 
 
+def test_a_front_end_loads_no_engine() -> None:
+    modules = ["onbeat.cli.front_ends", "onbeat.text.tokenizer", *modules_of("server")]
+    modules_after(f"{import_all(modules)}\nimport sys\nassert 'onbeat.engine.core' not in sys.modules")
+
+
 def test_importing_onbeat_loads_only_the_standard_library() -> None:
     before = modules_after("")
     assert modules_after("import onbeat") - before <= set(sys.stdlib_module_names) | {"onbeat"}

@@ -15,7 +15,7 @@ from onbeat.cluster.front_ends import FrontEnds
 from onbeat.cluster.gate_host import ProcessEnds, gates_endpoint
 from onbeat.cluster.lease import LeaseRecord
 from onbeat.cluster.wire import Line, Wire, shared_keys
-from onbeat.engine.process import CurveKeys
+from onbeat.engine.link import CurveKeys
 
 logger = logging.getLogger("onbeat.cluster")
 

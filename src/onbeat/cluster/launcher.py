@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from onbeat.cluster.processor_time import ProcessorTime
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaId
-from onbeat.engine.process import BuildEngine, EngineLink
+from onbeat.engine.link import BuildEngine, EngineLink
 from onbeat.perfmodel.device_spec import is_gpu
 
 OnLost = Callable[[ReplicaId, int, str], None]

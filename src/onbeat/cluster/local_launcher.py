@@ -21,7 +21,7 @@ from onbeat.cluster.roster import LeftProcess, Roster, process_status
 from onbeat.core.errors import EngineDead
 from onbeat.core.fleet import ReplicaId, replica_number
 from onbeat.engine.container import host_memory, node_cores, private_bytes, usable_cores
-from onbeat.engine.process import run_engine_process
+from onbeat.engine.link import run_engine_process
 
 logger = logging.getLogger("onbeat.cluster")
 

@@ -18,8 +18,8 @@ from onbeat.core.errors import EngineDead, OnbeatError
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.hang import OwnPauses, find_hang
 from onbeat.core.protocols import EngineInfo, EnginePulse
+from onbeat.engine.link import BuildEngine, EngineLink
 from onbeat.engine.messages import FromEngine, Shutdown
-from onbeat.engine.process import BuildEngine, EngineLink
 
 logger = logging.getLogger("onbeat.cluster")
 

@@ -22,7 +22,7 @@ from onbeat.cluster.clock_offset import clock_id
 from onbeat.cluster.launcher import ReplicaSpec
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.fleet import ReplicaId
-from onbeat.engine.process import BuildEngine, CurveKeys, EngineLink
+from onbeat.engine.link import BuildEngine, CurveKeys, EngineLink
 
 LOOK_SECONDS = 0.25
 """How often the host looks whether its process is suspended; of its end it hears at once."""

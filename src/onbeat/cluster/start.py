@@ -30,8 +30,8 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.engine.container import host_memory, usable_cores
 from onbeat.engine.core import EngineCore
 from onbeat.engine.engine_config import EngineConfig, MemoryShare
+from onbeat.engine.link import BuildEngine
 from onbeat.engine.messages import WINDOW_TOKENS
-from onbeat.engine.process import BuildEngine
 from onbeat.perfmodel.device_spec import is_gpu
 from onbeat.recording.fleet_log import fleet_record, plain
 from onbeat.scheduler.cluster.fleet import Fleet

@@ -19,8 +19,8 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.link import CurveKeys
 from onbeat.engine.messages import encode
-from onbeat.engine.process import CurveKeys
 
 logger = logging.getLogger("onbeat.cluster")
 

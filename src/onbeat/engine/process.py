@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import select
 import signal
@@ -16,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -25,7 +23,7 @@ import zmq
 
 from onbeat.core.errors import EngineDead, OnbeatError, RequestRejected
 from onbeat.core.handover import MoveTask, MoveVerb
-from onbeat.core.protocols import EngineInfo, EnginePulse
+from onbeat.core.protocols import EnginePulse
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.step import StepOutputs
@@ -34,9 +32,9 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.grammar_port import CompilingRequests
 from onbeat.engine.kv_access import KVSource
 from onbeat.engine.kv_transfer import TcpTransport
+from onbeat.engine.link import BuildEngine, EngineLink
 from onbeat.engine.messages import encode
 from onbeat.engine.progress import Detail
-from onbeat.output import unblocked_output
 from onbeat.scheduler.replica.move_agent import MoveAgent
 from onbeat.version import __version__
 
@@ -127,67 +125,6 @@ LINGER_SECONDS = 1.0
 STALL_SECONDS = 0.05
 """The longest wait for another engine's part before this one looks what else it could run."""
 
-BuildEngine = Callable[[Callable[[str], None]], tuple[EngineCore, EngineInfo]]
-"""Called in the engine process with a function that reports progress."""
-
-
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """Keys of an encrypted connection (CurveZMQ, in Z85), where it leaves the machine."""
-
-    public: bytes
-    secret: bytes
-    server: bytes
-    """Public key of whoever listens."""
-
-    def put_on(self, socket: zmq.Socket[bytes]) -> None:
-        """Encrypt what a socket sends, before it connects."""
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
-        socket.curve_serverkey = self.server
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLink:
-    """How an engine process reaches whom it serves. It connects, and listens nowhere itself."""
-
-    endpoint: str
-    """ZeroMQ endpoint, bound by whoever sends requests."""
-    identity: bytes = b""
-    """Names the process to a listener that serves many; nobody can guess it."""
-    keys: CurveKeys | None = None
-    """None leaves the connection as it is: `ipc` needs none."""
-    cores: tuple[int, ...] = ()
-    """The CPU cores that it may run on; empty leaves that to the system."""
-    cuda_device: str | None = None
-    """The CUDA device that it may use, as in `CUDA_VISIBLE_DEVICES`; None leaves it as it is."""
-    leaves_on_sigterm: bool = False
-    """Whether it asks to be drained on SIGTERM. Otherwise it ignores the signal."""
-    guardian: int | None = None
-    """The process that it ends with; None is the one that started it."""
-
-    def open_guardian(self) -> int | None:
-        """Return a descriptor that can be read once the process has ended that this one ends with."""
-        if self.guardian is not None:
-            return os.pidfd_open(self.guardian)
-        # Not getppid(): the parent may have died while the model was loaded.
-        parent = multiprocessing.parent_process()
-        return None if parent is None else parent.sentinel
-
-
-def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
-    """Entry point of the process: build the engine, then serve until told to stop or orphaned."""
-    # Ctrl-C and service managers signal the whole group; the parent decides when the engine ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if link.cores:
-        os.sched_setaffinity(0, link.cores)
-    if link.cuda_device is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = link.cuda_device
-    with unblocked_output():
-        is_orphaned = _build_and_serve(build, link)
-    # Everything is closed: taking the interpreter apart takes longer than all else, and somebody may wait.
-    os._exit(1 if is_orphaned else 0)
-
 
 def _say(socket: zmq.Socket[bytes], text: str) -> None:
     """Tell whoever it serves how far the start is; details are for the log."""
@@ -197,7 +134,7 @@ def _say(socket: zmq.Socket[bytes], text: str) -> None:
         socket.send(encode(messages.Progress(text)))
 
 
-def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
+def build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
     """Run an engine from its start to its end; return whether whoever it served is gone."""
     context = zmq.Context()
     guardian = link.open_guardian()

@@ -14,6 +14,7 @@ from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingPa
 from onbeat.core.step import StepOutputs
 from onbeat.engine import process
 from onbeat.engine.grammar_port import GrammarPort
+from onbeat.engine.link import EngineLink
 from onbeat.engine.messages import (
     AddRequest,
     AskMove,
@@ -24,7 +25,7 @@ from onbeat.engine.messages import (
     decode_from_engine,
     encode,
 )
-from onbeat.engine.process import EngineLink, StepWait
+from onbeat.engine.process import StepWait
 from onbeat.text.grammar.compiler import GrammarCompiler
 from onbeat.text.grammar.source import choice_grammar
 

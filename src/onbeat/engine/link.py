@@ -1,0 +1,81 @@
+"""How an engine's process is started and reached, for those who have no engine themselves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import zmq
+
+from onbeat.core.protocols import EngineInfo
+from onbeat.output import unblocked_output
+
+if TYPE_CHECKING:
+    from onbeat.engine.core import EngineCore
+
+BuildEngine: TypeAlias = "Callable[[Callable[[str], None]], tuple[EngineCore, EngineInfo]]"
+"""Called in the engine process with a function that reports progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """Keys of an encrypted connection (CurveZMQ, in Z85), where it leaves the machine."""
+
+    public: bytes
+    secret: bytes
+    server: bytes
+    """Public key of whoever listens."""
+
+    def put_on(self, socket: zmq.Socket[bytes]) -> None:
+        """Encrypt what a socket sends, before it connects."""
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.curve_serverkey = self.server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLink:
+    """How an engine process reaches whom it serves. It connects, and listens nowhere itself."""
+
+    endpoint: str
+    """ZeroMQ endpoint, bound by whoever sends requests."""
+    identity: bytes = b""
+    """Names the process to a listener that serves many; nobody can guess it."""
+    keys: CurveKeys | None = None
+    """None leaves the connection as it is: `ipc` needs none."""
+    cores: tuple[int, ...] = ()
+    """The CPU cores that it may run on; empty leaves that to the system."""
+    cuda_device: str | None = None
+    """The CUDA device that it may use, as in `CUDA_VISIBLE_DEVICES`; None leaves it as it is."""
+    leaves_on_sigterm: bool = False
+    """Whether it asks to be drained on SIGTERM. Otherwise it ignores the signal."""
+    guardian: int | None = None
+    """The process that it ends with; None is the one that started it."""
+
+    def open_guardian(self) -> int | None:
+        """Return a descriptor that can be read once the process has ended that this one ends with."""
+        if self.guardian is not None:
+            return os.pidfd_open(self.guardian)
+        # Not getppid(): the parent may have died while the model was loaded.
+        parent = multiprocessing.parent_process()
+        return None if parent is None else parent.sentinel
+
+
+def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
+    """Entry point of the process: build the engine, then serve until told to stop or orphaned."""
+    from onbeat.engine.process import build_and_serve
+
+    # Ctrl-C and service managers signal the whole group; the parent decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if link.cores:
+        os.sched_setaffinity(0, link.cores)
+    if link.cuda_device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = link.cuda_device
+    with unblocked_output():
+        is_orphaned = build_and_serve(build, link)
+    # Everything is closed: taking the interpreter apart takes longer than all else, and somebody may wait.
+    os._exit(1 if is_orphaned else 0)
