@@ -172,8 +172,7 @@ class Adapter(NamedTuple):
 
 
 Pooling = Literal["last", "mean", "cls"]
-"""How a prompt becomes one vector: the last token's hidden state, the mean of all tokens', or the first one's
-(`cls`), which vLLM's workers alone do."""
+"""How a prompt becomes one vector: by its last token, all (`mean`) or the first (`cls`, vLLM alone)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +190,7 @@ class Request:
     count as output everywhere else, and are not delivered again. Such a request is never refused or ended for
     want of capacity."""
     first_token_time: float | None = None
-    """When the first of `resumed_token_ids` was delivered. None: when it was due, or on arrival where it was
-    due at no time."""
+    """When the first of `resumed_token_ids` was delivered; None: when it was due, else on arrival."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     arrival: float = 0.0
     """When the whole request had been received."""
@@ -211,8 +209,7 @@ class Request:
     A simulation or a replay gives them; blocks beyond the last are not shared. None: the tokens are hashed.
     """
     num_external_tokens: int = 0
-    """Leading tokens, prompt and resumed ones, whose KV has come with it from another replica; such a request
-    is adopted (`Handovers.adopt`), not added."""
+    """Leading tokens whose KV has come from another replica; such a request is adopted, not added."""
     slo: SLO | None = None
     """Its objectives; None where it has none. Only policies that plan with deadlines look at it."""
     slo_class: str | None = None
@@ -230,8 +227,7 @@ class Request:
     shed: ShedMode = ShedMode.RELEGATE
     """What to do where its TTFT objective is predicted to be missed."""
     kept_for: float = 0.0
-    """Seconds for which its KV is kept behind its end, if nobody needs the memory: a request that goes on
-    with it is expected."""
+    """Seconds for which its KV is kept after its end, for one that goes on with it, if there is room."""
     pooling: Pooling | None = None
     """How its prompt becomes its embedding; None generates tokens. A request with an embedding has no output
     token: its only delivery is the embedding, which is what its TTFT objective is about. `sampling` has
@@ -284,8 +280,7 @@ class RequestOutput:
     scheduled_time: float = 0.0
     """When the request was first put in a step."""
     num_previous_tokens: int = 0
-    """Output tokens before the new ones, those of a replica that had the request before included: a gap or a
-    repeat shows."""
+    """Output tokens before the new ones, those of other replicas included: a gap or a repeat shows."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of each prompt token but the first; with the first output token alone, where they were asked for."""

@@ -285,8 +285,7 @@ class StepStats:
     mfu: float | None = None
     """Floating-point operations / (step time x peak rate); None where the peak is not known."""
     is_drifting: bool | None = None
-    """Whether recent steps have left the step-time model as it was before it corrected itself; None without
-    a model that watches for it."""
+    """Whether recent steps have left the model as it was before it learnt; None: nobody watches."""
     num_kept_blocks: int = 0
     """Blocks of KV that is kept for calls to come of open jobs; none of these is used."""
     num_kept_states: int | None = None
@@ -328,8 +327,7 @@ class SchedulerState:
     decode_slacks: list[float] = field(default_factory=list)
     """Seconds from when the next step may start to the next deadline of each running stream that has one."""
     queue_seconds: float = 0.0
-    """Predicted seconds until a request that came now, and was not in time or had no objective, would be
-    begun."""
+    """Predicted seconds until a request that came now, of best effort, would be begun."""
 
 
 @dataclass(slots=True)
