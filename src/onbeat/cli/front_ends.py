@@ -86,16 +86,16 @@ class Front:
         telemetry: Telemetry,
         sock: socket.socket,
         *,
-        text: tuple[Tokenizer, ChatTemplate | None],
         on_started: Callable[[str], None],
+        text: tuple[Tokenizer, ChatTemplate | None] | None = None,
         **signals: Sequence[signal.Signals],
     ) -> None:
-        """Answer HTTP until told to end; `signals` are as in `serve`."""
+        """Answer HTTP until told to end; `text` is what `load_text` returns, `signals` are as in `serve`."""
         from onbeat.server.app import create_app
         from onbeat.server.run import serve
         from onbeat.server.telemetry import TraceHeaders
 
-        app = create_app(client, *text, self.config, telemetry, fleet=client)
+        app = create_app(client, *(text or self.load_text()), self.config, telemetry, fleet=client)
         if self.traces_endpoint:
             app.add_middleware(TraceHeaders)
         await serve(app, self.config, sock, on_started=on_started, **signals)
@@ -158,13 +158,15 @@ class Machine:
         """Listen, and return those who are to answer."""
         from onbeat.server.run import listen
 
-        config = self.front.config
+        config, spawn = self.front.config, multiprocessing.get_context("spawn")
         listen(self.sock, f"{config.host}:{config.port}")
-        return FrontEnds(
-            config.front_ends,
-            lambda name: _process(self.front.share(), gates_endpoint(self.folder), self.sock, name),
-            self.roster,
-        )
+
+        def make(name: str) -> multiprocessing.context.SpawnProcess:
+            # spawn: a forked child would inherit the event loop and its sockets
+            args = self.front.share(), gates_endpoint(self.folder), self.sock, name
+            return spawn.Process(target=run_front_end, args=args, name=f"onbeat-{name}", daemon=True)
+
+        return FrontEnds(config.front_ends, make, self.roster)
 
     async def run(self, front_ends: FrontEnds, on_end: Callable[[], None]) -> None:
         """Look after front ends until told to end; `on_end` is called then.
@@ -247,15 +249,6 @@ async def follow(machine: Machine) -> None:
         relay.close()
 
 
-def _process(
-    front: Front, endpoint: str, sock: socket.socket, name: str
-) -> multiprocessing.context.SpawnProcess:
-    # spawn: a forked child would inherit the event loop and its sockets
-    return multiprocessing.get_context("spawn").Process(
-        target=run_front_end, args=(front, endpoint, sock, name), name=f"onbeat-{name}", daemon=True
-    )
-
-
 def run_front_end(front: Front, endpoint: str, sock: socket.socket, name: str) -> None:
     """Be a front end, until told to end or left alone."""
     import uvloop
@@ -295,7 +288,6 @@ async def _front_end(front: Front, endpoint: str, sock: socket.socket, name: str
                 client,
                 telemetry,
                 sock,
-                text=front.load_text(),
                 on_started=lambda _: client.say_serving(),
                 ends_on=[signal.SIGTERM],
                 leaves_on=[signal.SIGHUP],

@@ -135,7 +135,9 @@ async def _serve(
         log_level=args.log_level,
         guardian=os.getppid(),
     )
-    text = front.load_text()  # what is wrong with it is told before a model is loaded
+    # What is wrong with it is told before a model is loaded; a keeper has no use for it else.
+    text = None if args.nursed.num_before else front.load_text()
+    is_chat, text = text is not None and text[1] is not None, None if args.nursed.roster else text
     machine = Machine(front=front, sock=sock, nursed=args.nursed, on_started=announcer.follows)
     if fleet.keeper_lease is not None:
         tenure = Tenure(open_lease(fleet.keeper_lease), args.nursed.machine)
@@ -157,7 +159,7 @@ async def _serve(
             ready = partial(
                 announcer.ready,
                 model=(*config.served_model_names, client.info.model_name)[0],
-                path=example_path(is_chat=text[1] is not None, generates=client.info.generates),
+                path=example_path(is_chat=is_chat, generates=client.info.generates),
                 needs_key=bool(config.api_keys),
             )
             if args.nursed.roster is not None:
