@@ -13,7 +13,7 @@ from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.protocols import EnginePulse
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import BatchShape, StepOutputs, StepStats
-from onbeat.engine.messages import Heartbeat, Leaving, Stepped
+from onbeat.engine.messages import Heartbeat, Leaving, Stepped, in_portions
 
 DELAYS = st.floats(0.0, 0.5)
 
@@ -72,7 +72,7 @@ def _stepped(now: float) -> Stepped:
         update_seconds=0.0,
     )
     outputs = [RequestOutput("a", [1], scheduled_time=now - 2), RequestOutput("b", [], scheduled_time=-1.0)]
-    return Stepped(StepOutputs(now, outputs, stats, ReplicaLoad(time=now, num_taken=1)))
+    return next(in_portions(StepOutputs(now, outputs, stats, ReplicaLoad(time=now, num_taken=1))))
 
 
 @pytest.mark.parametrize(("received", "now"), [(103.0, 100.0), (99.5, 99.5)])

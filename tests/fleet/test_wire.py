@@ -152,7 +152,7 @@ async def test_what_an_earlier_life_says_is_dropped() -> None:
         client.controller._lose(earlier, "a test says so")
         await until(lambda: state_of(client, "r0") == "ready")
         outputs = [RequestOutput(f"q{i}", [96], num_previous_tokens=3) for i in range(4)]
-        client.controller._wire._take([earlier.name, encode(Stepped(StepOutputs(0.0, outputs)))])
+        client.controller._wire._take([earlier.name, encode(next(in_portions(StepOutputs(0.0, outputs))))])
         await check_all(started)
 
 
@@ -163,7 +163,7 @@ async def test_a_gap_or_a_repeat_ends_the_stream(num_previous, caplog: pytest.Lo
         await until(lambda: client.replicas()[0].num_streaming == 1)
         output = RequestOutput(request.request_id, [96], num_previous_tokens=num_previous)
         life = client.controller.lives["r0"]
-        client.controller._wire._take([life.name, encode(Stepped(StepOutputs(0.0, [output])))])
+        client.controller._wire._take([life.name, encode(next(in_portions(StepOutputs(0.0, [output]))))])
         with pytest.raises(Exception, match="fit together"):
             await task
         await until(lambda: client.replicas()[0].num_outstanding == 0)

@@ -209,20 +209,14 @@ class GateHost:
                 gate.num_open += 1
                 self._client.ask(message.rest, block_hashes, gate)
             case AbortRequests(request_ids):
-                for request_id in gate.requests.intersection(request_ids):
-                    self._abort(gate, request_id)
+                self._abort(gate, gate.requests.intersection(request_ids))
             case Fetched(num_tokens):
                 own = gate.requests & num_tokens.keys()
                 self._client.fetched({request_id: num_tokens[request_id] for request_id in own})
             case _:
                 self._on_other(name, gate, message)
 
-    def _on_other(
-        self,
-        name: bytes,
-        gate: RemoteGate,
-        message: messages.Wish | messages.Serving | messages.Told | messages.Left | messages.Counted,
-    ) -> None:
+    def _on_other(self, name: bytes, gate: RemoteGate, message: messages.ToKeeper) -> None:
         match message:
             case messages.Wish():
                 task = asyncio.create_task(self._grant(name, gate, message))
@@ -241,9 +235,10 @@ class GateHost:
                 for request_class, requests in ended.items():
                     self._on_ended(request_class, requests)
 
-    def _abort(self, gate: RemoteGate, request_id: str) -> None:
-        gate.requests.discard(request_id)
-        self._client.abort(request_id)
+    def _abort(self, gate: RemoteGate, request_ids: set[str]) -> None:
+        for request_id in list(request_ids):
+            gate.requests.discard(request_id)
+            self._client.abort(request_id)
 
     def _greet(self, wire: Wire[messages.ToKeeper], name: bytes, message: messages.Open) -> None:
         if message.adapters is not None:
@@ -270,8 +265,7 @@ class GateHost:
             self._counts.end(gate.name, gate.num_open)
         gate.desk.close()
         logger.info("%s is gone (%s), and with it %d requests", gate.name, why, len(gate.requests))
-        for request_id in list(gate.requests):
-            self._abort(gate, request_id)
+        self._abort(gate, gate.requests)
 
     async def _grant(self, name: bytes, gate: RemoteGate, wish: messages.Wish) -> None:
         error = answer = None

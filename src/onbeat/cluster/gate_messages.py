@@ -10,8 +10,8 @@ import msgspec
 from onbeat.cluster.clock_offset import by_their_clock, shift_deliveries, shifted_pulse
 from onbeat.core.fleet import ReplicaView, ScalingView
 from onbeat.core.protocols import EnginePulse
-from onbeat.core.request import Adapter, Request, RequestOutput
-from onbeat.engine.messages import AbortRequests, Fetched, Rejected
+from onbeat.core.request import Adapter, Request
+from onbeat.engine.messages import AbortRequests, Fetched, Output, Rejected
 from onbeat.metrics.merge import Snapshot
 from onbeat.metrics.slo_counts import EndedRequest
 
@@ -48,8 +48,8 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
     @property
     def rest(self) -> Request:
         """What is to be served."""
-        resumed = tuple(self.token_ids)
-        return replace(self.request, resumed_token_ids=resumed, first_token_time=self.first_token_time)
+        first, own, resumed = self.first_token_time, self.request, tuple(self.token_ids)
+        return replace(own, resumed_token_ids=resumed, first_token_time=first) if resumed else own
 
 
 class Wish(msgspec.Struct, tag="wish", array_like=True):
@@ -71,7 +71,7 @@ class Delivered(msgspec.Struct, tag="delivered", array_like=True):
     """What a step brought the gate's requests."""
 
     now: float
-    outputs: list[RequestOutput]
+    outputs: list[Output]
     replica: int
 
 

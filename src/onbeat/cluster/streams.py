@@ -306,7 +306,7 @@ class Streams:
         """Hear what a step of a replica delivered."""
         now, replica = outputs.now, life.replica
         deliveries: dict[GatePort, list[RequestOutput]] = defaultdict(list)
-        heard: list[tuple[OpenRequest, RequestOutput]] = []
+        heard: list[tuple[OpenRequest, RequestOutput, bool]] = []
         for output in outputs.outputs:
             open_request = self.by_name.get(output.request_id)
             if open_request is None or open_request.replica != replica:
@@ -317,20 +317,20 @@ class Streams:
                 continue
             if (taken := self._take(open_request, output, now)) is not None:
                 deliveries[open_request.gate].append(taken)
-                heard.append((open_request, taken))
+                is_first = not open_request.has_begun and bool(taken.new_token_ids)
+                if is_first or taken.finish_reason is not None:
+                    heard.append((open_request, taken, is_first))
         outputs.outputs = []
         for observer in self.observers:
             observer.on_step(outputs, life.replica_number)
         for gate, taken_outputs in deliveries.items():
             gate.deliver(now, taken_outputs, life.replica_number)
-        for open_request, output in heard:
-            is_finished = output.finish_reason is not None
-            is_first = bool(output.new_token_ids) and not open_request.has_begun
-            open_request.has_begun = open_request.has_begun or is_first
+        for open_request, output, is_first in heard:
+            open_request.has_begun |= is_first
             if is_first and open_request.predicted_ttft is not None:
                 self.counts.count_prediction(open_request.predicted_ttft, now - open_request.sent_time)
-            if is_finished or is_first:
-                self._report(open_request, replica, is_finished=is_finished, cached=output.num_cached_tokens)
+            is_finished = output.finish_reason is not None
+            self._report(open_request, replica, is_finished=is_finished, cached=output.num_cached_tokens)
 
     def _take(self, open_request: OpenRequest, output: RequestOutput, now: float) -> RequestOutput | None:
         if open_request.moved_from is not None and output.new_token_ids:

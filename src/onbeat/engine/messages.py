@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 
@@ -166,8 +167,27 @@ class Leaving(msgspec.Struct, tag="leaving", array_like=True):
     """The process was told to end (SIGTERM): it goes on until its requests are elsewhere, or have ended."""
 
 
+def _array_of(kind: type, **parts: object) -> Any:
+    """Return a twin of a dataclass that is an array on the wire, which takes a fifth of the time of a map.
+
+    Parameters
+    ----------
+    parts : types of fields that are other ones there.
+    """
+    return msgspec.defstruct(kind.__name__, [*(get_type_hints(kind) | parts).items()], array_like=True)
+
+
+if TYPE_CHECKING:
+    Output = RequestOutput
+    _Step = StepOutputs
+else:  # their modules know the standard library alone
+    Output = _array_of(RequestOutput)
+    _Step = _array_of(StepOutputs, outputs=list[Output])
+_fields_of = attrgetter(*get_type_hints(RequestOutput))
+
+
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):
-    outputs: StepOutputs
+    outputs: _Step
 
 
 _MOST_VALUES = 2**14
@@ -181,9 +201,14 @@ def in_portions(outputs: StepOutputs) -> Iterator[Stepped]:
         num = max(_MOST_VALUES // (1 + len(scores[0].top_token_ids)), 1) if scores else 1
         for start in range(0, len(scores), num):
             part = RequestOutput(output.request_id, [], prompt_logprobs=[*scores[start : start + num]])
-            yield Stepped(StepOutputs(outputs.now, [part]))
+            yield _stepped(StepOutputs(outputs.now, [part]))
             output.prompt_logprobs = []
-    yield Stepped(outputs)
+    yield _stepped(outputs)
+
+
+def _stepped(step: StepOutputs) -> Stepped:
+    outputs = [Output(*_fields_of(output)) for output in step.outputs]
+    return Stepped(_Step(step.now, outputs, step.stats, step.load))
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
