@@ -49,22 +49,28 @@ OB_INLINE U16 nibbles(U16 bytes, int shift) {
     return each<U16>([&](int i) { return bytes.part[i] >> shift & 0x0f0f0f0fu; });
 }
 
-// 32 inputs of a panel as they lie in memory, in one group or two. What else a block may be: quant_many.h.
 template <class Group>
+constexpr int64_t kBlockBytes = kBlockInputs / Group::kLayout.inputs * Group::kLayout.bytes;
+
+// 32 inputs of a panel, or of half of it, as they lie in memory, in one group or two. What else a block may be:
+// quant_many.h.
+template <class Group, int kSixteens = 2>
 struct PackedBlock {
-    static constexpr int kHalves = 2;  // sixteens of outputs
+    static constexpr int kHalves = kSixteens;  // of 16 outputs
     const uint8_t* bytes;
     TileAhead ahead;
+    int first_half = 0;
 
     OB_INLINE const uint8_t* group(int part) const { return bytes + part * Group::kLayout.bytes; }
     OB_INLINE auto weights(int first, int half) const {
         constexpr int kGroup = (int)Group::kLayout.inputs;
-        return Group::Dot::prepare(Group::stored(group(first / kGroup), first % kGroup, half));
+        return Group::Dot::prepare(Group::stored(group(first / kGroup), first % kGroup, first_half + half));
     }
-    OB_INLINE F16 scale(int part, int half) const { return Group::scale(group(part), half); }
-    OB_INLINE F16 least(int part, int half) const { return Group::least(group(part), half); }
+    OB_INLINE F16 scale(int part, int half) const { return Group::scale(group(part), first_half + half); }
+    OB_INLINE F16 least(int part, int half) const { return Group::least(group(part), first_half + half); }
     OB_INLINE void ask(int part, int64_t offset, int step) const { ahead.ask(group(part) + offset, step); }
     OB_INLINE void ask_scales(int part) const {
+        if (kHalves == 1) return;  // whoever shares a panel out asks for it
         prefetch(group(part) + Group::kLayout.scales + ahead.distance);
         if (Group::kLayout.minima != 0) prefetch(group(part) + Group::kLayout.minima + ahead.distance);
     }
@@ -73,6 +79,11 @@ struct PackedBlock {
 template <class Dot, int kRows, int kHalves>
 struct GroupSums {
     typename Dot::Sums of[kRows][kHalves];
+
+    OB_INLINE void start(int row, int32_t offset) {
+#pragma GCC unroll 2
+        for (int half = 0; half < kHalves; ++half) of[row][half] = Dot::start(offset);
+    }
 
     // Adds what four inputs bring.
     template <class Block>
@@ -87,7 +98,30 @@ struct GroupSums {
             for (int half = 0; half < kHalves; ++half) Dot::madd(of[row][half], weights[half], inputs);
         }
     }
+
+    // scaled: the sums so far of a block's parts, each times its scale.
+    template <class Block>
+    OB_INLINE void scale(const Block& block, int part, F16 (*scaled)[kHalves]) const {
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 2
+            for (int half = 0; half < kHalves; ++half) {
+                const F16 sum = Dot::total(of[row][half]), factor = block.scale(part, half);
+                scaled[row][half] = part == 0 ? sum * factor : fma(sum, factor, scaled[row][half]);
+            }
+        }
+    }
 };
+
+template <int kRows, int kHalves>
+OB_INLINE void add_scaled(const TileRows& rows, int64_t index, const F16 (*scaled)[kHalves], F16 (*totals)[kHalves]) {
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+        const F16 scale = splat(rows.block(row, index).scale);
+#pragma GCC unroll 2
+        for (int half = 0; half < kHalves; ++half) totals[row][half] = fma(scaled[row][half], scale, totals[row][half]);
+    }
+}
 
 // A group has a kind of products, the place of its numbers and `add_block`: totals += what a block of inputs brings.
 
@@ -104,39 +138,20 @@ struct Q8Group {
         F16 scaled[kRows][kHalves];
 #pragma GCC unroll 2
         for (int part = 0; part < kBlockInputs / kGroup; ++part) {
-            GroupSums<Dot, kRows, kHalves> sums = {};
-            if constexpr (Bytes::kAreOffset) {
+            GroupSums<Dot, kRows, kHalves> sums;
 #pragma GCC unroll 8
-                for (int row = 0; row < kRows; ++row) {
-                    const QuantizedBlock& block = rows.block(row, index);
-                    const int32_t start = kGroup == 32 ? block.bytes_offset : block.half_offsets[part];
-#pragma GCC unroll 2
-                    for (int half = 0; half < kHalves; ++half) sums.of[row][half] = splat(start);
-                }
-            }
+            for (int row = 0; row < kRows; ++row)
+                sums.start(row, rows.block(row, index).byte_offsets[offset_at(kGroup, part)]);
 #pragma GCC unroll 8
             for (int input = 0; input < kGroup; input += 4) {
                 group.ask(part, input * kPanelOutputs, input / 4);
                 sums.add(group, rows, part * kGroup + input);
             }
             group.ask_scales(part);
-#pragma GCC unroll 8
-            for (int row = 0; row < kRows; ++row) {
-#pragma GCC unroll 2
-                for (int half = 0; half < kHalves; ++half) {
-                    const F16 sum = Dot::total(sums.of[row][half]), scale = group.scale(part, half);
-                    scaled[row][half] = part == 0 ? sum * scale : fma(sum, scale, scaled[row][half]);
-                }
-            }
+            sums.scale(group, part, scaled);
             if constexpr (kHasMinimum) add_minima<kRows>(group, part, index, rows, scaled);
         }
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-            const F16 scale = splat(rows.block(row, index).scale);
-#pragma GCC unroll 2
-            for (int half = 0; half < kHalves; ++half)
-                totals[row][half] = fma(scaled[row][half], scale, totals[row][half]);
-        }
+        add_scaled<kRows, kHalves>(rows, index, scaled, totals);
     }
 
     // Minima count for what the inputs' bytes sum up to: a whole number, like the other sum.
@@ -145,8 +160,7 @@ struct Q8Group {
                                      F16 (*scaled)[Block::kHalves]) {
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
-            const QuantizedBlock& block = rows.block(row, index);
-            const int32_t offset = kGroup == 32 ? block.bytes_offset : block.half_offsets[part];
+            const int32_t offset = rows.block(row, index).byte_offsets[offset_at(kGroup, part)];
             const F16 sum = splat((float)(offset / -kByteZero));
 #pragma GCC unroll 2
             for (int half = 0; half < Block::kHalves; ++half)
@@ -216,53 +230,28 @@ template <int kGroup>
 struct E2M1Group {
     typedef Nibbles Dot;
     static constexpr QuantLayout kLayout = kGroup == 32 ? kE2M1Layout32 : kE2M1Layout16;
-    // Else sums of half a block are as many as their registers hold.
-    static constexpr bool kIsAtOnce = kGroup == 32 && !Nibbles::kAreShort;
 
     template <int kRows, class Block>
     static OB_INLINE void add_block(const Block& group, int64_t index, const TileRows& rows,
                                     F16 (*totals)[Block::kHalves]) {
         constexpr int kHalves = Block::kHalves;
-        GroupSums<Dot, kRows, kHalves> sums = {};
         F16 scaled[kRows][kHalves];
 #pragma GCC unroll 2
-        for (int half_block = 0; half_block < 2; ++half_block) {
-            const int part = kGroup == 32 ? 0 : half_block;
+        for (int part = 0; part < kBlockInputs / kGroup; ++part) {
+            GroupSums<Dot, kRows, kHalves> sums;
+#pragma GCC unroll 8
+            for (int row = 0; row < kRows; ++row)
+                sums.start(row, rows.block(row, index).code_offsets[offset_at(kGroup, part)]);
 #pragma GCC unroll 4
-            for (int first = 0; first < 16; first += 4) {
-                const int input = kGroup == 32 ? 16 * half_block + first : first;  // of the group
-                if (input < kGroup / 2) group.ask(part, input * kPanelOutputs, input / 4 + 2 * half_block);
-                sums.add(group, rows, 16 * half_block + first);
+            for (int first = 0; first < kGroup / 2; first += 4) {
+                group.ask(part, first * kPanelOutputs, first / 4 + 2 * part);
+                sums.add(group, rows, part * kGroup + first);
+                sums.add(group, rows, part * kGroup + kGroup / 2 + first);
             }
-            if (kIsAtOnce && half_block == 0) continue;
             group.ask_scales(part);
-#pragma GCC unroll 8
-            for (int row = 0; row < kRows; ++row) {
-                const QuantizedBlock& block = rows.block(row, index);
-                const int32_t offset = kIsAtOnce ? block.bytes_offset : block.half_offsets[half_block];
-                const F16 excess = splat((float)offset * ((float)kE2M1Zero / kByteZero));
-#pragma GCC unroll 2
-                for (int half = 0; half < kHalves; ++half) {
-                    const F16 sum = Dot::total(sums.of[row][half]) + excess, scale = group.scale(part, half);
-                    const F16 before = scaled[row][half];
-                    if (kGroup == 16) {
-                        scaled[row][half] = half_block == 0 ? sum * scale : fma(sum, scale, before);
-                    } else if (half_block == 0) {
-                        scaled[row][half] = sum;
-                    } else {
-                        scaled[row][half] = (kIsAtOnce ? sum : before + sum) * scale;
-                    }
-                }
-            }
-            sums = {};
+            sums.scale(group, part, scaled);
         }
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-            const F16 scale = splat(rows.block(row, index).scale);
-#pragma GCC unroll 2
-            for (int half = 0; half < kHalves; ++half)
-                totals[row][half] = fma(scaled[row][half], scale, totals[row][half]);
-        }
+        add_scaled<kRows, kHalves>(rows, index, scaled, totals);
     }
 
     static OB_INLINE U16 stored(const uint8_t* group, int first, int half) {
@@ -286,7 +275,7 @@ OB_KERNEL void tile_of_blocks(const uint8_t* block, TileRows rows, TileAhead ahe
     for (int row = 0; row < kRows; ++row) totals[row][0] = totals[row][1] = zero();
     for (int64_t index = 0; index < rows.num_blocks; ++index) {
         Group::template add_block<kRows>(PackedBlock<Group>{block, ahead}, index, rows, totals);
-        block += kBlockInputs / Group::kLayout.inputs * Group::kLayout.bytes;
+        block += kBlockBytes<Group>;
         rows.values += kBlockInputs;
     }
 #pragma GCC unroll 8

@@ -1,7 +1,7 @@
 // Dot products of bytes: what quantized weights and quantized inputs are multiplied with.
 //
 // A step takes four inputs of sixteen outputs. `prepare` readies stored weights once for several rows, `madd`
-// multiplies them with a row's four inputs (signed bytes in a dword) and adds to the sums, `total` ends a
+// multiplies them with a row's four inputs (signed bytes, the first lowest) and adds to the sums, `total` ends a
 // group. No group is longer than eight steps, and no input is below -127 (but what comes of NaN and infinity,
 // whose scale spoils the result as they would).
 #pragma once
@@ -66,6 +66,11 @@ OB_INLINE U16 look_up(U16 codes, const uint8_t* table) {
 #endif
 }
 
+// The sums of the bytes of some inputs: of the first two of each four, and of the last two.
+struct PairSums {
+    int32_t first, last;
+};
+
 #if defined(__AVX512VNNI__)
 
 struct UnsignedBytes {
@@ -77,14 +82,11 @@ struct UnsignedBytes {
                                                       _mm512_set1_epi32((int)inputs));
     }
     static OB_INLINE F16 total(Sums sums) { return as_floats(sums); }
+    static OB_INLINE Sums start(int32_t offset) { return splat(offset); }
+    static OB_INLINE int32_t offset_of(PairSums inputs, int zero) { return -zero * (inputs.first + inputs.last); }
 };
-struct Nibbles : UnsignedBytes {
-    static constexpr bool kAreShort = false;
-};
-// Bytes as they are stored: their sums are too large by 128 times the sum of the inputs.
-struct Bytes : UnsignedBytes {
-    static constexpr bool kAreOffset = true;
-};
+struct Nibbles : UnsignedBytes {};
+struct Bytes : UnsignedBytes {};
 
 #elif defined(__AVX512BW__) || defined(__AVX2__)
 
@@ -110,33 +112,37 @@ OB_INLINE ByteVector with_sign(ByteVector a, ByteVector sign) { return _mm256_si
 // there are no registers.
 template <class Part>
 OB_INLINE Part in_order(Part sum) {
-    asm("" : "+x"(sum));
+    asm("" : "+v"(sum));
     return sum;
 }
 
-// Sums of 16 bits: a group of 32 numbers up to 15 adds at most 8 * 2 * 15 * 127 < 2^15 to each, one of 16 numbers up to
-// 24 at most 4 * 2 * 24 * 127.
+typedef uint16_t Words __attribute__((vector_size(sizeof(ByteVector))));
+
+// Sums of 16 bits, each of a pair of every four inputs: a group of 32 numbers up to 15 adds at most 8 * 2 * 15 * 127 <
+// 2^15 to each. Numbers up to 24 may pass that on the way, but not where sums start from what they are too large by: 12 is
+// the most that is left of a number, and what is added wraps around.
 struct Nibbles {
-    static constexpr bool kAreShort = true;
     typedef U16 Weights;
-    typedef Vector16<int32_t> Sums;
+    typedef I16 Sums;
     static OB_INLINE Weights prepare(U16 stored) { return stored; }
     static OB_INLINE void madd(Sums& sums, const Weights& weights, uint32_t inputs) {
-        typedef int16_t Shorts __attribute__((vector_size(sizeof(ByteVector))));
         sums = each<Sums>([&](int i) {
             const ByteVector products = multiply_pairs((ByteVector)weights.part[i], splat_inputs(inputs));
-            return in_order((I16::Part)((Shorts)sums.part[i] + (Shorts)products));
+            return in_order((I16::Part)((Words)sums.part[i] + (Words)products));
         });
     }
     static OB_INLINE F16 total(Sums sums) {
         return as_floats(each<I16>([&](int i) { return (I16::Part)add_pairs((ByteVector)sums.part[i]); }));
     }
+    static OB_INLINE Sums start(int32_t offset) { return splat(offset); }
+    static OB_INLINE int32_t offset_of(PairSums inputs, int zero) {
+        return (int32_t)((uint32_t)(-zero * inputs.last) << 16 | (uint16_t)(-zero * inputs.first));
+    }
 };
 
 // A pair of products of unsigned bytes up to 255 may pass 2^15, where the instruction cuts it off. So the
-// weights' signs move to the inputs: two products of at most 128 * 127 fit.
+// weights' signs move to the inputs: two products of at most 128 * 127 fit, and sums start from nothing.
 struct Bytes {
-    static constexpr bool kAreOffset = false;
     struct Weights {
         U16 values, magnitudes;
     };
@@ -149,17 +155,17 @@ struct Bytes {
         sums = each<Sums>([&](int i) {
             const ByteVector turned = with_sign(splat_inputs(inputs), (ByteVector)weights.values.part[i]);
             const ByteVector products = multiply_pairs((ByteVector)weights.magnitudes.part[i], turned);
-            return sums.part[i] + (I16::Part)add_pairs(products);
+            return in_order(sums.part[i] + (I16::Part)add_pairs(products));
         });
     }
     static OB_INLINE F16 total(Sums sums) { return as_floats(sums); }
+    static OB_INLINE Sums start(int32_t) { return splat(0); }
 };
 
 #else
 
 // Whole numbers, and exact, in floats: where there are no products of bytes there may be none of integers.
-template <int kZero>
-struct BytesAsFloats {
+struct Nibbles {
     struct Weights {
         F16 values[4];
     };
@@ -169,24 +175,19 @@ struct BytesAsFloats {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
             weights.values[j] = as_floats(
-                each<I16>([&](int i) { return (I16::Part)(stored.part[i] >> (8 * j) & 0xffu) - kZero; }));
+                each<I16>([&](int i) { return (I16::Part)(stored.part[i] >> (8 * j) & 0xffu); }));
         }
         return weights;
     }
     static OB_INLINE void madd(Sums& sums, const Weights& weights, uint32_t inputs) {
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-            sums = fma(weights.values[j], splat((float)(int8_t)(inputs >> (8 * j))), sums);
-        }
+        for (int j = 0; j < 4; ++j) sums = fma(weights.values[j], splat((float)(int8_t)(inputs >> (8 * j))), sums);
     }
     static OB_INLINE F16 total(Sums sums) { return sums; }
+    static OB_INLINE Sums start(int32_t offset) { return splat((float)offset); }
+    static OB_INLINE int32_t offset_of(PairSums inputs, int zero) { return -zero * (inputs.first + inputs.last); }
 };
-struct Nibbles : BytesAsFloats<0> {
-    static constexpr bool kAreShort = false;
-};
-struct Bytes : BytesAsFloats<kByteZero> {
-    static constexpr bool kAreOffset = false;
-};
+struct Bytes : Nibbles {};
 
 #endif
 

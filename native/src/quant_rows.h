@@ -12,10 +12,13 @@ constexpr int64_t kBlockInputs = 32;
 struct QuantizedBlock {
     float scale;
     float sum;  // of the block's inputs
-    // -128 times the sum of all bytes, and of the first and last 16: what sums of `Bytes` that are offset
-    // start from.
-    int32_t bytes_offset, half_offsets[2];
+    // What sums of `Bytes` and of codes start from, whose numbers are too large by a zero: that times the sum of the first
+    // 16 inputs, of the last 16, of all.
+    int32_t byte_offsets[3], code_offsets[3];
 };
+
+// The place of an offset for a part of a block, which is a group of so many inputs.
+constexpr int offset_at(int group, int part) { return group == kBlockInputs ? 2 : part; }
 
 struct QuantizedRows {
     int8_t* values;          // [rows][padded inputs], `stride` bytes apart
@@ -56,18 +59,12 @@ OB_INLINE float largest_magnitude(F16 a, F16 b) {
     return value;
 }
 
-struct Sums {
-    int32_t first, second;
-};
-
-// Both sums at once, one in the lower and one in the upper half of each lane: no number is beyond 127 (where
-// some came of NaN they are, and the sums are of no use; unsigned numbers may overflow).
-OB_INLINE Sums sums_of(I16 first, I16 second) {
-    const U16 both =
-        each<U16>([&](int i) { return (U16::Part)first.part[i] + ((U16::Part)second.part[i] << 16); });
-    const uint32_t total = reduce(both, [](FourLanes x, FourLanes y) { return x + y; });
-    const int32_t low = (int16_t)total;
-    return {low, (int32_t)(total - (uint32_t)low) / 65536};
+// No number is beyond 127 (where some came of NaN they are, and the sums are cut off and of no use).
+OB_INLINE PairSums sums_of(I16 numbers) {
+    FourLanes quarters[4];
+    memcpy(quarters, &numbers, sizeof numbers);
+    const FourLanes lanes = quarters[0] + quarters[1] + (quarters[2] + quarters[3]);
+    return {(int16_t)(lanes[0] + lanes[1]), (int16_t)(lanes[2] + lanes[3])};
 }
 
 // The nearest whole numbers of |x| < 2^22.
@@ -86,16 +83,21 @@ OB_INLINE void store_bytes(int8_t* to, I16 values) {
 
 template <class Number>
 OB_INLINE QuantizedBlock quantize_block(const Number* from, int8_t* to) {
-    const F16 first = load_as_float(from), second = load_as_float(from + 16);
-    const float magnitude = largest_magnitude(first, second);
+    const F16 x = load_as_float(from), y = load_as_float(from + 16);
+    const float magnitude = largest_magnitude(x, y);
     const F16 inverse = splat(magnitude > 0 ? 127.0f / magnitude : 0.0f);
-    const I16 low = rounded(first * inverse), high = rounded(second * inverse);
+    const I16 low = rounded(x * inverse), high = rounded(y * inverse);
     store_bytes(to, low);
     store_bytes(to + 16, high);
-    const Sums sums = sums_of(low, high);
-    const int32_t sum = sums.first + sums.second;
+    const PairSums first = sums_of(low), last = sums_of(high);
+    const PairSums all = {first.first + last.first, first.last + last.last};
     const float scale = magnitude * (1.0f / 127.0f);
-    return {scale, scale * (float)sum, -kByteZero * sum, {-kByteZero * sums.first, -kByteZero * sums.second}};
+    const auto byte_offset = [](PairSums sums) { return -kByteZero * (sums.first + sums.last); };
+    const auto code_offset = [](PairSums sums) { return Nibbles::offset_of(sums, kE2M1Zero); };
+    return {scale,
+            scale * (float)(all.first + all.last),
+            {byte_offset(first), byte_offset(last), byte_offset(all)},
+            {code_offset(first), code_offset(last), code_offset(all)}};
 }
 
 // memory: of `quantized_rows_bytes`.
