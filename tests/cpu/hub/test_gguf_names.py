@@ -10,7 +10,8 @@ import pytest
 from huggingface_hub import constants
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.hub import FetchStatus, resolve_model
+from onbeat.hub.files import FetchStatus
+from onbeat.hub.resolve import resolve_model
 from tests.cpu.hub.fake_hub import serve_repository
 
 FILES = {

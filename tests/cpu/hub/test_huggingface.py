@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.hub import resolve_model
+from onbeat.hub.resolve import resolve_model
 from tests.waiting import patience
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

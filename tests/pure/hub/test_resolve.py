@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.hub import DEFAULT_MODEL, KNOWN_MODELS, resolve_model
+from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS
+from onbeat.hub.resolve import resolve_model
 
 
 @pytest.fixture
