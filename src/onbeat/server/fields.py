@@ -26,20 +26,10 @@ from pydantic import (
 )
 
 from onbeat.core.errors import InvalidRequest, quoted
+from onbeat.files import packaged
 from onbeat.server.errors import unsupported
 from onbeat.server.server_config import MAX_QUOTED
-
-HARMLESS = frozenset(
-    (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-        *("request_id", "session_id", "include_reasoning", "cache_prompt"),
-        "spaces_between_special_tokens",  # no tokenizer here puts any there
-        # where no template makes the prompt
-        *("add_generation_prompt", "chat_template_kwargs", "continue_final_message"),
-    )
-)
-"""Accepted with any value by bodies that do not honour them: they change nothing about the text."""
+from onbeat.typed import Table
 
 
 def without_effect() -> dict[str, Any]:
@@ -47,75 +37,38 @@ def without_effect() -> dict[str, Any]:
     return {"description": "Accepted, without effect"}
 
 
-_OFF: tuple[Any, ...] = (None, False)
-_ZERO: tuple[Any, ...] = (None, 0)
-_ONE: tuple[Any, ...] = (None, 1)
-_EMPTY: tuple[Any, ...] = (None, [], {}, "")
+class _Lacked(Table):
+    fields: str
+    no_ops: list[Any]
 
-_LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
-    # OpenAI's reference of chat and text completions
-    (_EMPTY, "audio functions moderation prediction tools suffix"),
-    ((*_EMPTY, "medium"), "verbosity"),
-    ((None,), "max_output_tokens web_search_options"),
-    ((None, "none", "auto"), "function_call tool_choice"),
-    ((None, ["text"]), "modalities"),
-    (_ONE, "best_of"),
-    ((*_EMPTY, "none"), "reasoning_effort"),
-    # those of one completion endpoint, where the other one gets them
-    (_EMPTY, "messages prompt"),
-    ((None,), "max_completion_tokens"),
-    (_ZERO, "top_logprobs"),
-    # Anthropic's
-    (_EMPTY, "mcp_servers stop_sequences system"),
-    ((None,), "max_tokens_to_sample"),
-    ((None, False, {"type": "disabled"}), "thinking"),
-    # vLLM's entrypoints/openai/{chat_completion,completion}/protocol.py
-    (_EMPTY, "chat_template documents logits_processors repetition_detection structural_tag"),
-    (
-        _EMPTY,
-        "vllm_xargs ec_transfer_params kv_transfer_params media_io_kwargs mm_processor_kwargs prompt_embeds",
-    ),
-    (_OFF, "echo enable_response_messages return_prompt_text return_token_offsets use_beam_search"),
-    (_OFF, "early_stopping watermarking"),
-    (_ZERO, "routed_experts_prompt_start"),
-    (_ONE, "length_penalty stream_interval"),
-    ((None,), "thinking_token_budget"),
-    # vLLM's entrypoints/pooling, of embeddings and scores
-    ((None, "do_not_pad"), "padding"),
-    ((None, "float32"), "embed_dtype"),
-    ((None, "little", "native"), "endianness"),
-    ((None, True), "use_activation"),
-    (_ZERO, "max_tokens_per_doc max_tokens_per_query"),
-    (_EMPTY, "instruction"),
-)
 
-NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
-    name: no_ops for no_ops, names in _LACKED for name in names.split()
+class _OthersFields(Table):
+    """Fields of other APIs, and of this one where a body does not honour them."""
+
+    harmless: str
+    lacked: list[_Lacked]
+    instead: dict[str, str]
+    no_slips: str
+    inside_slo: dict[str, str]
+
+
+_OTHERS = packaged(_OthersFields, "onbeat.server", "fields.yaml")
+
+HARMLESS = frozenset(_OTHERS.harmless.split())
+"""Accepted with any value by bodies that do not honour them: they change nothing about the text."""
+
+NO_OP_VALUES: Mapping[str, Sequence[Any]] = {
+    name: each.no_ops for each in _OTHERS.lacked for name in each.fields.split()
 }
 """Fields of OpenAI, Anthropic and vLLM that onbeat lacks, with the values that ask for nothing."""
 
-INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens_to_sample"), "max_tokens"),
-    "top_logprobs": "logprobs",
-    "stop_sequences": "stop",
-    "system": "a message with the role system",
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "structural_tag": "structured_outputs",
-    "use_activation": "normalize",
-}
+INSTEAD = _OTHERS.instead
 """What does the same here, or most of it."""
 
-_NO_SLIPS = frozenset(
-    ("encoder_repetition_penalty", "return_prompt_token_ids", "return_tokens", "top_a", "typ_p")
-)
+_NO_SLIPS = frozenset(_OTHERS.no_slips.split())
 """Fields of other servers that resemble honoured ones."""
 
-_INSIDE_SLO: Mapping[str, str] = {
-    "ttft_ms": "slo.ttft_ms",
-    **dict.fromkeys(("tbt_ms", "tpot_ms"), "slo.tbt_ms"),
-    "e2e_ms": "slo.e2e_ms",
-}
+_INSIDE_SLO = _OTHERS.inside_slo
 """Names of objectives outside of `slo`, and what they mean."""
 
 _LIKENESS = 0.8
@@ -239,7 +192,7 @@ def refuse_misplaced(body: Mapping[str, Any]) -> None:
         )
 
 
-def _check_no_op(name: str, value: object, no_ops: tuple[Any, ...]) -> None:
+def _check_no_op(name: str, value: object, no_ops: Sequence[Any]) -> None:
     # by type as well: 1 == True in Python
     if not any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in no_ops):
         cure = f"send {INSTEAD[name]}" if name in INSTEAD else "leave it out"
