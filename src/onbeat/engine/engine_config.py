@@ -5,17 +5,18 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, part
 from onbeat.core.slo import SLO
-from onbeat.files import parse_object
+from onbeat.files import packaged, parse_object
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.speculative_config import SpeculativeConfig, speculative_option
+from onbeat.typed import Table
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float64"]
 DTYPES: tuple[str, ...] = get_args(DTypeName)
@@ -30,66 +31,17 @@ InstructionSet = Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portabl
 _model, _engine = partial(option, group="model"), partial(option, group="engine")
 
 
-OURS = frozenset(
-    [
-        "api_key",
-        "async_scheduling",
-        "block_size",
-        "config",
-        "dtype",
-        "enable_lora",
-        "enable_prefix_caching",
-        "enforce_eager",
-        "generation_config",
-        "gpu_memory_utilization",
-        "host",
-        "kv_cache_memory_bytes",
-        "log_level",
-        "max_lora_rank",
-        "max_loras",
-        "max_model_len",
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "model",
-        "otlp_traces_endpoint",
-        "override_generation_config",
-        "port",
-        "revision",
-        "scheduling_policy",
-        "seed",
-        "served_model_name",
-        "speculative_config",
-        "tensor_parallel_size",
-        "tokenizer",
-    ]
-)
-"""Flags of vLLM, with underscores, that onbeat has under the same name."""
-_NOT_BEHIND: Mapping[str, str] = {
-    "tp": "give --tensor-parallel-size before the `--`",
-    **dict.fromkeys(
-        ("spec_method", "spec_model", "spec_tokens"), "give --speculative-config before the `--`"
-    ),
-    "num_gpu_blocks_override": "give --kv-cache-memory-bytes before the `--`",
-    **dict.fromkeys(
-        [
-            "disable_hybrid_kv_cache_manager",
-            "enable_chunked_prefill",
-            "long_prefill_token_threshold",
-            "max_num_scheduled_tokens",
-            "prefill_schedule_interval",
-            "scheduler_cls",
-            "scheduler_reserve_full_isl",
-            "stream_interval",
-            "watermark",
-        ],
-        "onbeat plans the steps and gives out the KV blocks; leave it out",
-    ),
-    **dict.fromkeys(
-        ("data_parallel_size", "dp", "ec_transfer_config", "kv_events_config", "kv_transfer_config"),
-        "it needs vLLM's own scheduler; leave it out, or take `onbeat vllm serve`",
-    ),
-}
-"""Flags of vLLM that its configuration does not get, and what to do."""
+class _VllmFlags(Table):
+    ours: str
+    not_behind: dict[str, str]
+
+
+@cache
+def vllm_flags() -> tuple[frozenset[str], Mapping[str, str]]:
+    """Return the flags of vLLM that onbeat has too, and those that may not be given, with what to do."""
+    table = packaged(_VllmFlags, "onbeat.engine", "vllm_flags.yaml")
+    cures = {name: cure for cure, names in table.not_behind.items() for name in names.split()}
+    return frozenset(table.ours.split()), cures
 
 
 def check_vllm_arguments(arguments: Sequence[str]) -> None:
@@ -102,12 +54,13 @@ def check_vllm_arguments(arguments: Sequence[str]) -> None:
     for argument in arguments:
         if not argument.startswith("-"):
             continue
+        ours, cures = vllm_flags()
         flag = argument.partition("=")[0]
         name = flag.lstrip("-").partition(".")[0].replace("-", "_").removeprefix("no_")
-        if name in OURS:
+        if name in ours:
             raise ConfigError(f"{flag} behind `--`: onbeat has this flag; give it before the `--`")
-        if name in _NOT_BEHIND:
-            raise ConfigError(f"{flag} behind `--`: {_NOT_BEHIND[name]}")
+        if name in cures:
+            raise ConfigError(f"{flag} behind `--`: {cures[name]}")
 
 
 DEFAULT_GPU_UTILIZATION = 0.9

@@ -12,7 +12,7 @@ from onbeat.cli.engine_args import engine_config
 from onbeat.cli.main import build_parser
 from onbeat.cli.serve import ForeignFlag, foreign_flags
 from onbeat.core.errors import ConfigError
-from onbeat.engine.engine_config import OURS, EngineConfig
+from onbeat.engine.engine_config import EngineConfig, vllm_flags
 from onbeat.hub.files import ModelFiles
 from tests.many_cases import each_case
 
@@ -212,4 +212,4 @@ def test_what_onbeat_decides_does_not_stand_behind_the_dashes(argument: str, ins
 
 def test_flags_that_onbeat_has_are_there() -> None:
     parser = find_command(build_parser(["serve"]), ["serve"])
-    assert all("--" + name.replace("_", "-") in parser._option_string_actions for name in OURS)
+    assert all("--" + name.replace("_", "-") in parser._option_string_actions for name in vllm_flags()[0])
