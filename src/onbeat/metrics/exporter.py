@@ -18,6 +18,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from onbeat.core.protocols import EngineClient, FleetView
+from onbeat.files import packaged
 from onbeat.metrics.counts import EngineCounts, RunCounts, ServerCounts
 from onbeat.metrics.declare import VLLM, Labels, Metric, declared, gauge, info, samples
 from onbeat.metrics.fleet_counts import FleetCounts, FleetGauges
@@ -50,30 +51,7 @@ def families(shown: Iterable[tuple[str, Sample]]) -> Iterable[Family]:
 
 
 ALIASES = {
-    own: VLLM + theirs
-    for own, theirs in {
-        "requests_running": "num_requests_running",
-        "requests_waiting": "num_requests_waiting",
-        "prompt_tokens_total": "prompt_tokens_total",
-        "prompt_tokens_cached_total": "prompt_tokens_cached_total",
-        "output_tokens_total": "generation_tokens_total",
-        "preemptions_total": "num_preemptions_total",
-        "prefix_cache_queries_total": "prefix_cache_queries_total",
-        "prefix_cache_hits_total": "prefix_cache_hits_total",
-        "time_to_first_token_seconds": "time_to_first_token_seconds",
-        "time_between_tokens_seconds": "inter_token_latency_seconds",
-        "time_per_output_token_seconds": "request_time_per_output_token_seconds",
-        "request_e2e_seconds": "e2e_request_latency_seconds",
-        "request_queue_seconds": "request_queue_time_seconds",
-        "request_prefill_seconds": "request_prefill_time_seconds",
-        "request_decode_seconds": "request_decode_time_seconds",
-        "request_prompt_tokens": "request_prompt_tokens",
-        "request_output_tokens": "request_generation_tokens",
-        "spec_drafts_total": "spec_decode_num_drafts_total",
-        "spec_draft_tokens_total": "spec_decode_num_draft_tokens_total",
-        "spec_accepted_tokens_total": "spec_decode_num_accepted_tokens_total",
-        "spec_accepted_tokens_at_position_total": "spec_decode_num_accepted_tokens_per_pos_total",
-    }.items()
+    own: VLLM + theirs for own, theirs in packaged(dict[str, str], "onbeat.metrics", "vllm.yaml").items()
 }
 """vLLM's names for what we count too."""
 
