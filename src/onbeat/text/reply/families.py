@@ -1,19 +1,21 @@
-"""How the model families write calls of tools and reasoning: a row for each, chosen by the chat template."""
+"""How the model families write calls of tools and reasoning: `data/replies.yaml`, by the chat template."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
+from onbeat.files import packaged
 from onbeat.text.reply.body import Body
-from onbeat.text.reply.brace_calls import QUOTE, BraceCalls
+from onbeat.text.reply.brace_calls import BraceCalls
 from onbeat.text.reply.calls import Calls
 from onbeat.text.reply.json_bodies import JsonCalls, NamedJson
 from onbeat.text.reply.python_calls import PythonCalls
 from onbeat.text.reply.xml_calls import XmlParams
+from onbeat.typed import Table
 
 Form = Literal["objects", "array", "apart", "any", "named", "tags", "python", "braces", "messages"]
 """How calls are written: each an object between marks, or in an array between marks; bare objects apart by
@@ -28,8 +30,6 @@ class ReplyFamily:
     name: str
     marks: tuple[tuple[str, str], ...]
     """What opens a region of calls, and what closes it, empty where nothing does; those it prefers first."""
-    new_body: Callable[[Calls], Body] | None = None
-    """Reads a region of calls; None where messages do without (`HarmonyParser`)."""
     bare: str = ""
     """Characters with which an answer begins that is calls without a mark."""
     inner_marks: tuple[str, ...] = ()
@@ -45,6 +45,10 @@ class ReplyFamily:
     def is_json(self) -> bool:
         """Whether a call may be an object with a name and arguments."""
         return self.form in ("objects", "array", "apart", "any")
+
+    def new_body(self, calls: Calls) -> Body:
+        """Return what reads a region of calls."""
+        return _BODIES[self.form](calls)
 
     @property
     def guided(self) -> ReplyFamily:
@@ -66,116 +70,30 @@ class ReasoningMarks:
     """What stands behind the opening mark and is no reasoning."""
 
 
-HARMONY_MARKS = (
-    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
-    *("<|end|>", "<|call|>", "<|return|>"),
-)
 _BARE_JSON = partial(JsonCalls, needs_arguments=True)
-_MARKED, _FUNCTION = (("<tool_call>", "</tool_call>"),), ("<function=",)
-_TAGGED = (*_MARKED, (*_FUNCTION, "</tool_call>"))
-
-FAMILIES = {
-    family.name: family
-    for family in (
-        ReplyFamily(name="hermes", marks=_MARKED, new_body=JsonCalls),
-        ReplyFamily(name="qwen3-xml", marks=_TAGGED, inner_marks=_FUNCTION, new_body=XmlParams, form="tags"),
-        ReplyFamily(
-            name="llama3-json",
-            marks=(("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),
-            new_body=_BARE_JSON,
-            bare="{",
-            arguments_key="parameters",
-            form="apart",
-        ),
-        ReplyFamily(
-            name="pythonic",
-            marks=(("<|python_start|>", "<|python_end|>"), ("<|python_tag|>", "")),
-            new_body=PythonCalls,
-            bare="[",
-            form="python",
-        ),
-        ReplyFamily(
-            name="mistral",
-            marks=(("[TOOL_CALLS]", ""),),
-            new_body=JsonCalls,
-            has_short_ids=True,
-            form="array",
-        ),
-        ReplyFamily(
-            name="mistral-args",
-            marks=(("[TOOL_CALLS]", ""),),
-            new_body=NamedJson,
-            inner_marks=("[ARGS]", "[CALL_ID]"),
-            has_short_ids=True,
-            form="named",
-        ),
-        ReplyFamily(
-            name="phi",
-            marks=(("<|tool_call|>", "<|/tool_call|>"), ("functools", "")),
-            new_body=JsonCalls,
-            form="array",
-        ),
-        ReplyFamily(
-            name="granite",
-            marks=(("<|tool_call|>", ""), ("<tool_call>", "</tool_call>")),
-            new_body=JsonCalls,
-            form="array",
-        ),
-        ReplyFamily(
-            name="harmony",
-            marks=(("<|channel|>commentary to=functions.", ""),),
-            inner_marks=HARMONY_MARKS,
-            form="messages",
-            text_opening="<|channel|>final<|message|>",
-        ),
-        ReplyFamily(
-            name="gemma4",
-            marks=(("<|tool_call>", "<tool_call|>"),),
-            new_body=BraceCalls,
-            inner_marks=(QUOTE,),
-            form="braces",
-        ),
-        ReplyFamily(name="json", marks=(("```json", "```"),), new_body=_BARE_JSON, bare="{[", form="any"),
-    )
+_BODIES: Mapping[Form, Callable[[Calls], Body]] = {
+    **dict.fromkeys(("objects", "array"), JsonCalls),
+    **dict.fromkeys(("apart", "any"), _BARE_JSON),
+    "named": NamedJson,
+    "tags": XmlParams,
+    "python": PythonCalls,
+    "braces": BraceCalls,
 }
+"""What reads calls of a form; messages do without (`HarmonyParser`)."""
 
-REASONING = {
-    "think": ReasoningMarks("<think>", "</think>"),
-    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
-    "harmony": ReasoningMarks("<|channel|>analysis<|message|>", "<|end|><|start|>assistant", HARMONY_MARKS),
-    "gemma4": ReasoningMarks("<|channel>", "<channel|>", label="thought\n"),
-}
 
-_ALIASES = {
-    **dict.fromkeys(("qwen3_xml", "qwen3_coder"), "qwen3-xml"),
-    **dict.fromkeys(("llama3_json", "llama4_json"), "llama3-json"),
-    "llama4_pythonic": "pythonic",
-    **dict.fromkeys(("phi4_mini_json", "phi4"), "phi"),
-    "granite4": "hermes",
-    "qwen3": "hermes",
-    "openai": "harmony",
-}
-"""vLLM's names."""
-_REASONING_ALIASES = {
-    **dict.fromkeys(("deepseek_r1", "qwen3", "granite", "hermes"), "think"),
-    "openai_gptoss": "harmony",
-}
+class _Table(Table):
+    families: list[ReplyFamily]
+    reasoning: dict[str, ReasoningMarks]
+    aliases: dict[str, str]
+    reasoning_aliases: dict[str, str]
+    signs: list[tuple[str, tuple[str, ...]]]
 
-_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("harmony", ("<|channel|>", "<|message|>")),
-    ("gemma4", ("<|tool_call>", QUOTE)),
-    ("qwen3-xml", ("<function=",)),
-    ("mistral-args", ("[TOOL_CALLS]", "[ARGS]")),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("hermes", ("<tool_call>", "arguments")),
-    ("phi", ("functools",)),
-    ("phi", ("<|/tool_call|>",)),
-    ("granite", ("<|tool_call|>",)),
-    ("pythonic", ("[func_name1(",)),
-    ("llama3-json", ("<|python_tag|>",)),
-    ("llama3-json", ("ipython", '"parameters"')),
-)
-"""What a template holds of a family whose models it is for; the first that fits counts."""
+
+_TABLE = packaged(_Table, "onbeat.text", "replies.yaml")
+FAMILIES = {family.name: family for family in _TABLE.families}
+REASONING = _TABLE.reasoning
+HARMONY_MARKS = FAMILIES["harmony"].inner_marks
 
 
 def family_named(name: str) -> ReplyFamily:
@@ -185,7 +103,7 @@ def family_named(name: str) -> ReplyFamily:
     ------
     ConfigError : there is none.
     """
-    known = FAMILIES.get(_ALIASES.get(name, name))
+    known = FAMILIES.get(_TABLE.aliases.get(name, name))
     if known is None:
         raise ConfigError(
             f"the tool call parser {name!r} is not known; give auto, none, or one of {', '.join(FAMILIES)}"
@@ -200,7 +118,7 @@ def reasoning_named(name: str) -> ReasoningMarks:
     ------
     ConfigError : there are none.
     """
-    known = REASONING.get(_REASONING_ALIASES.get(name, name))
+    known = REASONING.get(_TABLE.reasoning_aliases.get(name, name))
     if known is None:
         raise ConfigError(
             f"the reasoning parser {name!r} is not known; give auto, none, or one of {', '.join(REASONING)}"
@@ -210,7 +128,7 @@ def reasoning_named(name: str) -> ReasoningMarks:
 
 def family_of(template: str) -> ReplyFamily:
     """Return the family of the models that a chat template is for."""
-    for name, signs in _SIGNS:
+    for name, signs in _TABLE.signs:
         if all(sign in template for sign in signs):
             return FAMILIES[name]
     return FAMILIES["json"]

@@ -285,7 +285,6 @@ class ReplyParser:
 
     def _begin(self, opening: str) -> None:
         assert self._family is not None, "calls are read"
-        assert self._family.new_body is not None, "else another parser reads them"
         self._body = self._family.new_body(self._calls)
         self._closing = self._style.closings.get(opening, "")
         self._opening, self._num_before, self._owed = opening, self._calls.num_begun, ""
