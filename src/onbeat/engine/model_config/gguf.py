@@ -10,59 +10,10 @@ from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig, unsupported_architecture
 from onbeat.engine.model_config.families import FAMILIES, GGUF_FAMILIES, Family, GgufRules, read_model
 from onbeat.engine.model_config.rope import RopeSizes, longrope, yarn, yarn_magnitude
-from onbeat.engine.model_config.values import Values
+from onbeat.engine.model_config.values import KEYS, Values
 
-_KEYS: Mapping[str, str] = {
-    "num_hidden_layers": "block_count",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "layer_norm_eps": "attention.layer_norm_epsilon",
-    "norm_epsilon": "attention.layer_norm_epsilon",
-    "logit_scale": "logit_scale",
-    "sliding_window": "attention.sliding_window",
-    "sliding_window_pattern": "attention.sliding_window_pattern",
-    "num_local_experts": "expert_count",
-    "num_experts": "expert_count",
-    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
-    "num_kv_shared_layers": "attention.shared_kv_layers",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "norm_topk_prob": "expert_weights_norm",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "linear_num_key_heads": "ssm.group_count",
-    "linear_num_value_heads": "ssm.time_step_rank",
-    "linear_key_head_dim": "ssm.state_size",
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-    "llama_4_scaling_beta": "attention.temperature_scale",
-    "original_max_position_embeddings": "rope.scaling.original_context_length",
-}
-"""What the format calls the keys of a config.json, behind the architecture's name."""
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 """Sizes that may be given once or for each layer."""
-_MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "num_local_experts": (0,),
-    "norm_topk_prob": (True,),
-    "expert_gating_func": (1,),  # llama.cpp's number for a softmax
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "logits_scaling": (1.0,),
-    "attention_multiplier": (),
-    "attention.causal": (True,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "residual_multiplier": (1.0,),
-    "embedding_multiplier": (1.0,),
-    "use_parallel_residual": (False,),
-}
 _POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 """llama.cpp's numbers (`llama_pooling_type`); 0 is none."""
 
@@ -127,7 +78,7 @@ def model_config_from_gguf(
         family,
         values,
         lambda sizes: _ropes(values, family, rules, rope_factors, sizes),
-        neutral=_MUST_BE_NEUTRAL,
+        neutral=KEYS.gguf_neutral,
         served_len=served_len,
         tie_word_embeddings="output.weight" not in tensor_names,
         has_head=pooling is None or "output.weight" in tensor_names,
@@ -145,7 +96,7 @@ def model_config_from_gguf(
 
 def _values(metadata: Mapping[str, Any], prefix: str, tensor_names: Collection[str]) -> Values:
     """Return what a file says of its model, with what is said for each layer said once."""
-    values = Values(metadata, source="the GGUF file", prefix=prefix, keys=_KEYS)
+    values = Values(metadata, source="the GGUF file", prefix=prefix, keys=KEYS.gguf_names)
     table = {
         f"{prefix}expert_weights_norm": True,
         f"{prefix}feed_forward_length": values.raw("moe_intermediate_size"),
@@ -161,7 +112,7 @@ def _values(metadata: Mapping[str, Any], prefix: str, tensor_names: Collection[s
             table[prefix + key] = value[0]
     if not values.raw("sliding_window"):
         table.pop(f"{prefix}attention.sliding_window", None)  # llama.cpp writes 0 for none
-    return Values(table, source="the GGUF file", prefix=prefix, keys=_KEYS)
+    return Values(table, source="the GGUF file", prefix=prefix, keys=KEYS.gguf_names)
 
 
 def _two_sizes(values: Values, prefix: str, tensor_names: Collection[str]) -> dict[str, Any]:

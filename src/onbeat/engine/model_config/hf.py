@@ -8,30 +8,10 @@ from typing import Any
 from onbeat.engine.model_config.architecture import ModelConfig, unsupported_architecture
 from onbeat.engine.model_config.families import FAMILIES, Family, read_model
 from onbeat.engine.model_config.rope import read_rope
-from onbeat.engine.model_config.values import Values
+from onbeat.engine.model_config.values import KEYS, Values
 
 _BY_MODEL_TYPE = {family.model_type: name for name, family in FAMILIES.items()}
 """For a configuration that was saved without a model, and so names no architecture."""
-_MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "clip_qkv": (),
-    "logit_scale": (1.0,),
-    "attention_multiplier": (),
-    "embedding_multiplier": (1.0,),
-    "residual_multiplier": (1.0,),
-    "logits_scaling": (1.0,),
-    "mlp_bias": (False,),
-    "use_bidirectional_attention": (False,),
-    "rope_interleaved": (False,),
-    "is_causal": (True,),
-    "num_experts": (0,),
-    "num_local_experts": (0, 1),
-    "sliding_window": (),
-}
-"""Keys that change a model's output, with the values that leave it as onbeat computes it."""
-
-
 _SHARED = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 """Keys of a multimodal model that are its text's, too."""
 
@@ -69,7 +49,7 @@ def model_config_from_hf(
         family,
         values,
         lambda sizes: read_rope(values, family.rope, sizes),
-        neutral=_MUST_BE_NEUTRAL,
+        neutral=KEYS.neutral,
         served_len=served_len,
         tie_word_embeddings=not has_head or values.flag("tie_word_embeddings", default=False),
         has_head=has_head,

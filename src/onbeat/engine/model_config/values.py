@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from onbeat.core.errors import ConfigError, ModelLoadError, NeedsVllm, quoted
-from onbeat.typed import Count, Positive, Size, take
+from onbeat.files import packaged
+from onbeat.typed import Count, Positive, Size, Table, take
 
 _MAX_LAYERS = 4096
 
 
+class _KnownKeys(Table):
+    gguf_names: dict[str, str]
+    neutral: dict[str, tuple[Any, ...]]
+    gguf_neutral: dict[str, tuple[Any, ...]]
+
+
+KEYS = packaged(_KnownKeys, "onbeat.engine", "config_keys.yaml")
+
+
+@dataclass(frozen=True, slots=True)
 class Values:
     """A read-only table of what a model file says of itself.
 
@@ -25,29 +36,22 @@ class Values:
     keys : what the table calls some of them.
     """
 
-    def __init__(
-        self,
-        table: Mapping[str, Any],
-        *,
-        source: str,
-        prefix: str = "",
-        keys: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self._table = table
-        self._source = source
-        self._prefix = prefix
-        self._keys = keys
+    table: Mapping[str, Any]
+    _: KW_ONLY
+    source: str
+    prefix: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict)
 
     def __contains__(self, key: str) -> bool:
         return self.raw(key) is not None
 
     def over(self, defaults: Mapping[str, Any]) -> Values:
         """Return the table with values where it has no such key, not even for null."""
-        return Values({**defaults, **self._table}, source=self._source)
+        return Values({**defaults, **self.table}, source=self.source)
 
     def raw(self, key: str) -> Any:
         """Return the value as it stands, or None."""
-        return self._table.get(self._name(key))
+        return self.table.get(self._name(key))
 
     def size(self, key: str, default: int | None = None) -> int:
         """Return a positive whole number."""
@@ -84,24 +88,24 @@ class Values:
         if value is not None and value not in neutral:
             wanted = " or ".join(["absent", *(repr(choice) for choice in neutral)])
             raise NeedsVllm(
-                f"{self._source} sets {self._name(key)} to {quoted(value)}, which onbeat does not support "
+                f"{self.source} sets {self._name(key)} to {quoted(value)}, which onbeat does not support "
                 f"(it must be {wanted})"
             )
 
     def wrong(self, key: str, value: Any, wanted: str) -> ModelLoadError:
         """Return the error for a value of the wrong kind."""
-        return ModelLoadError(f"{self._source}: {self._name(key)} is {value!r}; it must be {wanted}")
+        return ModelLoadError(f"{self.source}: {self._name(key)} is {value!r}; it must be {wanted}")
 
     def _name(self, key: str) -> str:
-        return self._prefix + self._keys.get(key, key)
+        return self.prefix + self.keys.get(key, key)
 
     def _take(self, kind: Any, key: str, default: Any) -> Any:
         try:
-            value = take(kind, self._table, self._name(key), self._source)
+            value = take(kind, self.table, self._name(key), self.source)
         except ConfigError as error:
             raise ModelLoadError(str(error)) from error
         if value is None and default is None:
             raise ModelLoadError(
-                f"{self._source} lacks {self._name(key)}; the model cannot be built without it"
+                f"{self.source} lacks {self._name(key)}; the model cannot be built without it"
             )
         return default if value is None else value
