@@ -442,45 +442,28 @@ def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> int:
 
 _PLAIN = _Family()
 _FAMILIES: Mapping[str, _Family] = {
-    "llama": _PLAIN,
-    "internlm": _PLAIN,
-    "mistral": _Family(sliding_share=_all_layers),
-    "ministral3": _Family(sliding_share=_all_layers),
-    "mixtral": _Family(sliding_share=_all_layers),
+    **dict.fromkeys(("llama", "internlm", "olmo2", "granite", "glm4", "glm4_moe", "seed_oss"), _PLAIN),
+    **dict.fromkeys(("qwen3_vl_text", "qwen2_5_vl_text", "minimax_m2"), _PLAIN),
+    **dict.fromkeys(
+        ("mistral", "ministral3", "mixtral", "phi3", "phimoe"), _Family(sliding_share=_all_layers)
+    ),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _Family(sliding_share=_qwen_windows)),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _Family(attention=linear_attention)),
+    **dict.fromkeys(("smollm3", "cohere", "ernie4_5", "gemma"), _Family(ties_embeddings=True)),
+    **dict.fromkeys(
+        ("bloom", "falcon"), _Family(is_gated_mlp=False, ties_embeddings=True, default_intermediate_factor=4)
+    ),
     "qwen": _Family(divides_intermediate_size=2),  # its MLP halves the width that its configuration states
-    "qwen2": _Family(sliding_share=_qwen_windows),
-    "qwen2_moe": _Family(sliding_share=_qwen_windows),
-    "qwen3": _Family(sliding_share=_qwen_windows),
-    "qwen3_moe": _Family(sliding_share=_qwen_windows),
     "phi": _Family(is_gated_mlp=False),
-    "phi3": _Family(sliding_share=_all_layers),
-    "phimoe": _Family(sliding_share=_all_layers),
-    "olmo2": _PLAIN,
     "olmo3": _Family(sliding_share=partial(_by_pattern, period=4)),
-    "smollm3": _Family(ties_embeddings=True),
-    "granite": _PLAIN,
-    "cohere": _Family(ties_embeddings=True),
     "cohere2": _Family(ties_embeddings=True, sliding_share=partial(_by_pattern, period=4)),
     "starcoder2": _Family(is_gated_mlp=False, ties_embeddings=True, sliding_share=_all_layers),
-    "glm4": _PLAIN,
-    "ernie4_5": _Family(ties_embeddings=True),
-    "seed_oss": _PLAIN,
-    "qwen3_vl_text": _PLAIN,
-    "qwen2_5_vl_text": _PLAIN,
-    "gemma": _Family(ties_embeddings=True),
     "gemma2": _Family(ties_embeddings=True, sliding_share=_alternating),
     "gemma3_text": _Family(ties_embeddings=True, sliding_share=_by_pattern),
     "opt": _Family(is_gated_mlp=False, ties_embeddings=True),
-    "bloom": _Family(is_gated_mlp=False, ties_embeddings=True, default_intermediate_factor=4),
-    "minimax_m2": _PLAIN,
     "gpt_oss": _Family(sliding_share=_alternating),
-    "glm4_moe": _PLAIN,
     "deepseek_v3": _Family(attention=latent_attention),
-    "qwen3_next": _Family(attention=linear_attention),
-    "qwen3_5_text": _Family(attention=linear_attention),
-    "qwen3_5_moe_text": _Family(attention=linear_attention),
     "gemma4_text": _Family(ties_embeddings=True, sliding_share=_by_pattern, attention=two_widths),
-    "falcon": _Family(is_gated_mlp=False, ties_embeddings=True, default_intermediate_factor=4),
 }
 
 

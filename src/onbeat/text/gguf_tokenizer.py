@@ -74,35 +74,17 @@ class Scheme:
         return pre_tokenizers.Sequence(steps)
 
 
-_GPT2 = Scheme()
-_DIGITS = Scheme(splits_digits=True)
-_LLAMA3_SCHEME = Scheme(pattern=_LLAMA3, whole_pieces_first=True, adds_bos=True)
-_LLAMA3_MERGED = Scheme(pattern=_LLAMA3)
-_QWEN2_SCHEME = Scheme(pattern=_QWEN2, composes=True)
-_GPT_4O_SCHEME = Scheme(pattern=_GPT_4O)
-
 SCHEMES = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "llama-bpe": _LLAMA3_SCHEME,
-    "llama3": _LLAMA3_SCHEME,
-    "llama-v3": _LLAMA3_SCHEME,
-    "qwen2": _QWEN2_SCHEME,
-    "deepseek-r1-qwen": _QWEN2_SCHEME,
-    "qwen35": Scheme(pattern=_QWEN35, composes=True),
-    "gpt-4o": _GPT_4O_SCHEME,
-    "llama4": _GPT_4O_SCHEME,
-    "dbrx": _LLAMA3_MERGED,
-    "smaug-bpe": _LLAMA3_MERGED,
-    "chatglm-bpe": _LLAMA3_MERGED,
+    **dict.fromkeys(("default", "gpt-2", "olmo", "phi-2"), Scheme()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Scheme(splits_digits=True)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3"), Scheme(pattern=_LLAMA3, whole_pieces_first=True, adds_bos=True)
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Scheme(pattern=_LLAMA3)),
     "glm4": Scheme(pattern=_LLAMA3, whole_pieces_first=True),
-    "command-r": _DIGITS,
-    "codeshell": _DIGITS,
-    "olmo": _GPT2,
-    "phi-2": _GPT2,
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Scheme(pattern=_QWEN2, composes=True)),
+    "qwen35": Scheme(pattern=_QWEN35, composes=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), Scheme(pattern=_GPT_4O)),
     "tekken": Scheme(pattern=_TEKKEN, whole_pieces_first=True, adds_bos=True),
 }
 
