@@ -79,9 +79,27 @@ Row = tuple[float | None, int, int, tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class _Format:
+    """What a kind calls its columns, and how it writes times."""
+
     kind: TraceKind
-    columns: frozenset[str]
-    parse: Callable[[Mapping[str, Any]], Row]
+    prompts: str
+    outputs: str
+    time: str = ""
+    seconds: Callable[[Any], float] = float
+    blocks: str = ""
+
+    @property
+    def columns(self) -> set[str]:
+        return {self.prompts, self.outputs, self.time, self.blocks} - {""}
+
+    def parse(self, record: Mapping[str, Any]) -> Row:
+        ids = record[self.blocks] if self.blocks else None
+        return (
+            self.seconds(record[self.time]) if self.time else None,
+            int(record[self.prompts]),
+            int(record[self.outputs]),
+            tuple(map(int, ids.split() if isinstance(ids, str) else ids)) if self.blocks else None,
+        )
 
 
 def read_trace(path: Path, *, kind: TraceKind | None = None, columns: tuple[str, str] | None = None) -> Trace:
@@ -157,17 +175,12 @@ def _find_format(path: Path, first: Mapping[str, Any]) -> _Format:
 
 
 def _own_columns(path: Path, first: Mapping[str, Any], columns: tuple[str, str]) -> _Format:
-    prompts, outputs = columns
     for column in columns:
         if column not in first:
             raise ConfigError(
                 f"{path}, line 1: there is no column {column!r}; there are {', '.join(map(str, first))}"
             )
-
-    def parse(record: Mapping[str, Any]) -> Row:
-        return None, int(record[prompts]), int(record[outputs]), None
-
-    return _Format("lengths", frozenset(columns), parse)
+    return _Format("lengths", *columns)
 
 
 def _parse_row(path: Path, line: int, record: Mapping[str, Any], found: _Format) -> Row:
@@ -182,11 +195,6 @@ def _parse_row(path: Path, line: int, record: Mapping[str, Any], found: _Format)
             what = "a negative length" if length < 0 else f"a length above {MOST_TOKENS:,} tokens"
             raise ConfigError(f"{path}, line {line}: {what} in {dict(record)}; repair the line or remove it")
     return row
-
-
-def _parse_azure(record: Mapping[str, Any]) -> Row:
-    time = _parse_timestamp(record["TIMESTAMP"])
-    return time, int(record["ContextTokens"]), int(record["GeneratedTokens"]), None
 
 
 _TIMESTAMP = re.compile(r"([^.]*?)(?:\.(\d+))?([Zz]|[+-]\d\d:?(?:\d\d)?)?")
@@ -206,30 +214,14 @@ def _parse_timestamp(text: str) -> float:
     return seconds + (int(digits) / 10 ** len(digits) if digits else 0.0)
 
 
-def _parse_mooncake(record: Mapping[str, Any]) -> Row:
-    time_ms = record["timestamp_ms"] if "timestamp_ms" in record else record["timestamp"]
-    ids = record["hash_ids"]
-    block_ids = tuple(int(i) for i in (ids.split() if isinstance(ids, str) else ids))
-    return float(time_ms) / 1e3, int(record["input_length"]), int(record["output_length"]), block_ids
-
-
-def _parse_burstgpt(record: Mapping[str, Any]) -> Row:
-    return float(record["Timestamp"]), int(record["Request tokens"]), int(record["Response tokens"]), None
-
-
-def _parse_vidur(record: Mapping[str, Any]) -> Row:
-    _, prompts, outputs, _ = _parse_lengths(record)
-    return float(record["arrived_at"]), prompts, outputs, None
-
-
-def _parse_lengths(record: Mapping[str, Any]) -> Row:
-    return None, int(record["num_prefill_tokens"]), int(record["num_decode_tokens"]), None
-
-
+_MOONCAKE = _Format(
+    "mooncake", "input_length", "output_length", "timestamp", lambda ms: float(ms) / 1e3, "hash_ids"
+)
 FORMATS: tuple[_Format, ...] = (
-    _Format("azure", frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}), _parse_azure),
-    _Format("mooncake", frozenset({"input_length", "output_length", "hash_ids"}), _parse_mooncake),
-    _Format("burstgpt", frozenset({"Timestamp", "Request tokens", "Response tokens"}), _parse_burstgpt),
-    _Format("vidur", frozenset({"arrived_at", "num_prefill_tokens", "num_decode_tokens"}), _parse_vidur),
-    _Format("lengths", frozenset({"num_prefill_tokens", "num_decode_tokens"}), _parse_lengths),
+    _Format("azure", "ContextTokens", "GeneratedTokens", "TIMESTAMP", _parse_timestamp),
+    replace(_MOONCAKE, time="timestamp_ms"),
+    _MOONCAKE,
+    _Format("burstgpt", "Request tokens", "Response tokens", "Timestamp"),
+    _Format("vidur", "num_prefill_tokens", "num_decode_tokens", "arrived_at"),
+    _Format("lengths", "num_prefill_tokens", "num_decode_tokens"),
 )
