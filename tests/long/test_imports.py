@@ -105,7 +105,7 @@ def test_planning_commands_load_neither_an_engine_nor_a_server(tmp_path: Path) -
         f"from onbeat.cli.main import main\nimport onbeat\nonbeat.simulate, onbeat.Load\n"
         f"assert [main(command) for command in {commands}] == [0, 0, 0]\n"
     )
-    assert not loaded & (FRAMEWORKS | {"gguf", "jinja2", "prometheus_client", "pydantic", "uvicorn", "zmq"})
+    assert not loaded & (FRAMEWORKS | {"gguf", "prometheus_client", "pydantic", "uvicorn", "zmq"})
 
 
 def test_simulations_and_their_pages_need_neither_scipy_nor_plotly(tmp_path: Path) -> None:

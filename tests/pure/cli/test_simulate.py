@@ -199,7 +199,7 @@ def test_saves_all_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixtu
     files = ("--report", str(report), "--records", str(records), "--timeline", str(timeline))
     assert simulate(*files, "--replicas", "2", "--kinds", "replicas=1", "replicas=1") == 0
     assert "Llama-3.1-8B" in report.read_text()
-    assert "&quot;replicas=1" in report.read_text()
+    assert "&#34;replicas=1" in report.read_text()
     lines = [json.loads(line) for line in gzip.decompress(records.read_bytes()).splitlines()]
     assert [line["output_tokens"] for line in lines] == [20] * 12
     assert {event["ph"] for event in json.loads(timeline.read_text())} >= {"X", "M"}
