@@ -27,7 +27,7 @@ from onbeat.core.step import BatchShape
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.shapes import MeasuredStep
-from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
+from onbeat.perfmodel.utilisation import StepOperations
 from onbeat.report import plot
 from onbeat.report.page import write_page
 from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table, show
@@ -111,8 +111,8 @@ def typical_rows(result: ProfileResult) -> list[dict[str, Any]]:
             "step": describe(step.shape),
             "measured_ms": step.seconds * 1e3,
             "predicted_ms": _predicted(result, [step], 1e3)[0],
-            "mbu": memory_bandwidth_utilisation(operations, step.shape, step.seconds, device),
-            "mfu": flops_utilisation(operations, step.shape, step.seconds, device, dtype),
+            "mbu": operations.bytes_read(step.shape) / step.seconds / device.memory_bandwidth,
+            "mfu": operations.flops(step.shape) / step.seconds / device.peak(dtype),
         }
         for step in _typical(result.fitted_steps)
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism
+from onbeat.perfmodel.device_spec import Parallelism
 from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.shapes import draft_pairs
@@ -86,17 +86,3 @@ def _of_passes(of_batch: Callable[[BatchShape], float], shape: BatchShape) -> fl
 
 BatchOperations = StepOperations | SpeculativeOperations
 """What a batch takes of a device at least."""
-
-
-def memory_bandwidth_utilisation(
-    operations: BatchOperations, shape: BatchShape, seconds: float, device: DeviceSpec
-) -> float:
-    """Return the MBU of a step that took `seconds`."""
-    return operations.bytes_read(shape) / seconds / device.memory_bandwidth
-
-
-def flops_utilisation(
-    operations: BatchOperations, shape: BatchShape, seconds: float, device: DeviceSpec, dtype: str = "bf16"
-) -> float:
-    """Return the MFU of a step that took `seconds`, against the peak in a number format."""
-    return operations.flops(shape) / seconds / device.peak(dtype)
