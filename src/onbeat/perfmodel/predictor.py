@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from operator import mul
 from statistics import NormalDist
@@ -381,39 +382,34 @@ class Predictor:
         return self._residual.factor(q)
 
 
+@dataclass(slots=True)
 class _ChunkTime:
     """The time of a batch as a function of one more chunk's length."""
 
-    __slots__ = ("_base", "_cached_tokens", "_q", "_shape", "_step_time")
+    step_time: Callable[[BatchShape, float | None], float]
+    base: BatchShape
+    cached_tokens: int
+    q: float | None
+    _shape: BatchShape = field(init=False)
 
-    def __init__(
-        self,
-        step_time: Callable[[BatchShape, float | None], float],
-        base: BatchShape,
-        cached_tokens: int,
-        q: float | None,
-    ) -> None:
-        self._step_time = step_time
-        self._base = base
-        self._cached_tokens = cached_tokens
-        self._q = q
-        self._shape = base.copy()
-        self._shape.add(cached_tokens, 2, samples=True)
+    def __post_init__(self) -> None:
+        self._shape = self.base.copy()
+        self._shape.add(self.cached_tokens, 2, samples=True)
 
     def seconds(self, num_tokens: int) -> float:
         if num_tokens == 1:  # a single token is a decode row
-            shape = self._base.copy()
-            shape.add(self._cached_tokens, 1, samples=True)
-            return self._step_time(shape, self._q)
+            shape = self.base.copy()
+            shape.add(self.cached_tokens, 1, samples=True)
+            return self.step_time(shape, self.q)
         # Only these three sums change with the length; a fresh batch for each trial would cost more than the
         # model does.
-        base, shape = self._base, self._shape
+        base, shape = self.base, self._shape
         shape.num_new_tokens = base.num_new_tokens + num_tokens
         shape.query_key_pairs = (
-            base.query_key_pairs + num_tokens * self._cached_tokens + num_tokens * (num_tokens + 1) // 2
+            base.query_key_pairs + num_tokens * self.cached_tokens + num_tokens * (num_tokens + 1) // 2
         )
         shape.sum_chunk_squares = base.sum_chunk_squares + num_tokens * num_tokens
-        return self._step_time(shape, self._q)
+        return self.step_time(shape, self.q)
 
 
 def _invert(seconds: Callable[[int], float], budget: float) -> int:

@@ -118,6 +118,7 @@ def context_of(scope: Scope) -> HttpContext:
     return context
 
 
+@dataclass(slots=True)
 class RootPath:
     """Takes the prefix off a path under which a proxy shows the server, whether or not the proxy has done so.
 
@@ -127,18 +128,18 @@ class RootPath:
     prefix : such as `/llm`.
     """
 
-    def __init__(self, app: ASGIApp, *, prefix: str) -> None:
-        self._app = app
-        self._prefix = prefix
+    app: ASGIApp
+    prefix: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
-            scope["path"] = scope["path"].removeprefix(self._prefix)
+        if scope["type"] == "http" and scope["path"].startswith(f"{self.prefix}/"):
+            scope["path"] = scope["path"].removeprefix(self.prefix)
         if scope.get("path") == "/docs":
-            scope["root_path"] = self._prefix  # of the files that the page loads
-        await self._app(scope, receive, send)
+            scope["root_path"] = self.prefix  # of the files that the page loads
+        await self.app(scope, receive, send)
 
 
+@dataclass(slots=True)
 class RequestLog:
     """Names a request, measures it, and answers 500 where nothing else did.
 
@@ -150,22 +151,14 @@ class RequestLog:
     log_requests : whether to log a line for each.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        endpoints: frozenset[str],
-        on_done: Callable[[HttpContext], None],
-        log_requests: bool,
-    ) -> None:
-        self._app = app
-        self._endpoints = endpoints
-        self._on_done = on_done
-        self._log_requests = log_requests
+    app: ASGIApp
+    endpoints: frozenset[str]
+    on_done: Callable[[HttpContext], None]
+    log_requests: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         address, _ = scope.get("client") or ("", 0)
         context = HttpContext(_request_id(scope), self._endpoint(scope["path"]), address)
@@ -183,7 +176,7 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_named)
+            await self.app(scope, receive, send_named)
         except errors.ClientGone:
             context.finish = "client_gone"  # while its request was still coming
         except Exception as error:
@@ -198,20 +191,20 @@ class RequestLog:
     def _endpoint(self, path: str) -> str:
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
-        if path.startswith("/v1/responses/") and path not in self._endpoints:
+        if path.startswith("/v1/responses/") and path not in self.endpoints:
             cancels = path.endswith("/cancel")
             return f"/v1/responses/{{response_id}}{'/cancel' * cancels}"
         if path.startswith("/docs/"):  # scripts and styles of the page
             return "/docs"
-        return path if path in self._endpoints else "unmatched"
+        return path if path in self.endpoints else "unmatched"
 
     def _finish(self, scope: Scope, context: HttpContext) -> None:
         if (refusal := refusal_of(scope)) is not None:
             context.status, context.error_code, context.finish = refusal.status, refusal.reason, None
         elif context.status == 0:
             context.status = errors.CLIENT_GONE
-        self._on_done(context)
-        if self._log_requests:
+        self.on_done(context)
+        if self.log_requests:
             is_routine = context.endpoint in _ROUTINE and context.status < 400
             logger.log(
                 logging.DEBUG if is_routine else logging.INFO, "%s", _access_line(scope["method"], context)
@@ -243,6 +236,7 @@ def _access_line(method: str, context: HttpContext) -> str:
     return " ".join(parts)
 
 
+@dataclass(slots=True)
 class Checks:
     """Lets checks look at a request before the application does; what one of them raises is the answer.
 
@@ -252,20 +246,19 @@ class Checks:
     checks : in their order.
     """
 
-    def __init__(self, app: ASGIApp, *, checks: Sequence[Callable[[Scope], None]]) -> None:
-        self._app = app
-        self._checks = checks
+    app: ASGIApp
+    checks: Sequence[Callable[[Scope], None]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                for check in self._checks:
+                for check in self.checks:
                     check(scope)
             except RequestRejected as error:
                 context_of(scope).error_code = error.code
                 await errors.error_response(error, scope["path"])(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 def check_path(scope: Scope) -> None:
