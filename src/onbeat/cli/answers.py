@@ -8,7 +8,7 @@ from onbeat.core.slo import SLO
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.planner.objectives import Objective, ShareObjective, Verdict
 from onbeat.report.objectives import classes_text
-from onbeat.report.units import duration, significant
+from onbeat.report.units import duration, rate_text
 
 COST, LIMIT = "What it costs", "What limits it"
 """What a reader wants to know next."""
@@ -82,4 +82,4 @@ def limit_text(rate: float, verdict: Verdict) -> str:
         for measure in verdict.measures
         if not measure.is_met
     ]
-    return f"At {significant(rate)} requests/s, {state_text(verdict)}; {' '.join(missed[:1])}"
+    return f"At {rate_text(rate)}, {state_text(verdict)}; {' '.join(missed[:1])}"

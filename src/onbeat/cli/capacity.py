@@ -20,7 +20,7 @@ from onbeat.cli.args import INFEASIBLE, INTERRUPTED
 from onbeat.cli.capacity_output import CapacityReport, answer_of, capacity_result
 from onbeat.cli.options import add_options, read_options, read_value
 from onbeat.cli.simulate import add_simulation_arguments
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, counted
 from onbeat.core.extras import require
 from onbeat.core.hints import likely_meant
 from onbeat.core.options import Setting, change, changed, option, part, settings_of
@@ -33,7 +33,7 @@ from onbeat.planner.parallel import Pool
 from onbeat.planner.search import SearchOptions, Trial
 from onbeat.report.objectives import classes_text
 from onbeat.report.result import ResultOptions
-from onbeat.report.units import significant
+from onbeat.report.units import rate_text
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.resolve import decode_context, resolve, resolve_for, step_times_text, what_binds
 from onbeat.workload.load import Load, tightest_tbt
@@ -293,7 +293,7 @@ def _searches(
     def search(tasks: Sequence[CapacityTask]) -> Iterator[Repeat | None]:
         def on_trial(index: int, trial: Trial) -> None:
             met = "kept" if trial.verdict.is_met else "missed"
-            note = f"{significant(trial.rate)} requests/s {met}: {trial.verdict.reason}"
+            note = f"{rate_text(trial.rate)} {met}: {trial.verdict.reason}"
             bar.update(row, note=f"{case_name(tasks[index].case.labels)}: {note}")
 
         advance = partial(bar.advance, row)
@@ -371,7 +371,7 @@ def _lead(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> str:
     return (
         f"{_what(args, planned)}: {what}; {load.name} load, {len(load)} requests a run, mean "
         f"{load.num_prompt_tokens.mean():.0f} tokens in and {load.num_output_tokens.mean():.0f} out; "
-        f"{len(planned)} case(s), {num_repeats} repeat(s), interval: {interval}"
+        f"{counted(len(planned), 'case')}, {counted(num_repeats, 'repeat')}, interval: {interval}"
         + (f"; step times: {step_times}" if step_times else "")
     )
 

@@ -15,7 +15,7 @@ from onbeat.planner.prices import Price, Prices
 from onbeat.report.charts import KEPT_TITLE, capacity_marks, with_promise
 from onbeat.report.plot import QUEUE_COLOUR, Figure, axis, figure, latency_axis, rounded, series, with_limits
 from onbeat.report.result import Column, Lines, Plots, Result, Section, Table
-from onbeat.report.units import NOTHING, significant
+from onbeat.report.units import NOTHING, rate_text, significant
 
 RATE = "requests/s"
 PER_GPU = "requests/s per GPU"
@@ -224,7 +224,7 @@ def _warnings(report: CapacityReport) -> Iterator[str]:
     highest = max((each.rate for each in report.capacities), default=0.0)
     if highest and (seconds := report.settings["load"]["num_requests"] / highest) < SHORT_LOAD:
         yield (
-            f"at {significant(highest, 4)} requests/s the load lasts {seconds:.0f} s, in which queues hardly "
+            f"at {rate_text(highest, 4)} the load lasts {seconds:.0f} s, in which queues hardly "
             "grow; raise --num-prompts for the rate that can be kept up"
         )
 
@@ -238,7 +238,7 @@ def answer_of(report: CapacityReport) -> str:
     usd = "" if price is None else f"; ${price.usd_per_hour * best.num_devices:,.2f} an hour"
     gpus = gpus_text(device_of(report, best), best.num_devices)
     rate = {SearchEnd.UNBOUNDED: "more than ", SearchEnd.INTERRUPTED: "at least "}.get(best.outcome, "")
-    does = f"serve {rate}{significant(best.rate)} requests/s", report.promises[best.labels]
+    does = f"serve {rate}{rate_text(best.rate)}", report.promises[best.labels]
     serve, keep = map(third_person, does) if best.num_devices == 1 else does
     which = "" if len(report.capacities) == 1 else f" The best of {len(report.capacities)} cases: "
     which += case_name(best.labels) + "." if which else ""
@@ -255,7 +255,7 @@ def facts_of(report: CapacityReport) -> list[tuple[str, str]]:
         missed, *_, most = best.beyond[0], *best.beyond
         text = limit_text(missed.rate, missed.verdict)
         if most is not missed:
-            text += f" At {significant(most.rate)} requests/s, {state_text(most.verdict)}."
+            text += f" At {rate_text(most.rate)}, {state_text(most.verdict)}."
         facts.append((LIMIT, text))
     return facts
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from onbeat.cli.answers import COST, LIMIT, cost_text, gpus_text, promise_text, third_person
 from onbeat.cli.outputs import shown_settings
+from onbeat.core.errors import counted
 from onbeat.planner.plan_task import FleetPlan, PlannedFleet, PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.report.objectives import classes_text
 from onbeat.report.plot import CATEGORIES, COLOURS, MISSED_COLOUR, Figure, bars, figure
 from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table
-from onbeat.report.units import significant
+from onbeat.report.units import rate_text, significant
 from onbeat.simulator.deployment import Deployment
 
 SHORT_RUN = 30.0
@@ -59,15 +60,18 @@ class PlanReport:
         classes = self.task.load.classes
         limits = classes_text({each.name: each.slo for each in classes})
         room = f", with {self.task.headroom * 100:g} % of headroom" if self.task.headroom else ""
-        return f"{self.task.objective.share * 100:g} % of {self.task.rate:g} requests/s within {limits}{room}"
+        return (
+            f"{self.task.objective.share * 100:g} % of {rate_text(self.task.rate, 6)} within {limits}{room}"
+        )
 
     @property
     def lead(self) -> str:
         load, runs = self.task.load, self.task.runs
         return (
             f"{self.promise}; {load.name} load, mean {load.num_prompt_tokens.mean():.0f} tokens in and "
-            f"{load.num_output_tokens.mean():.0f} out; each fleet is simulated whole, {len(runs)} run(s) of "
-            f"{len(runs[0])} requests, with the live router and scheduler."
+            f"{load.num_output_tokens.mean():.0f} out; each fleet is simulated whole, "
+            f"{counted(len(runs), 'run')} of {counted(len(runs[0]), 'request')}, with the live router and "
+            "scheduler."
         )
 
 
@@ -226,7 +230,7 @@ def answer_of(report: PlanReport) -> list[str]:
         for unit, count in plan.best.parts
     )
     promise = promise_text(task.objective, {each.name: each.slo for each in task.load.classes})
-    does = f"serve {plan.rate:g} requests/s", promise
+    does = f"serve {rate_text(plan.rate, 6)}", promise
     is_one = plan.best.num_replicas == 1 and plan.best.parts[0][0].num_devices == 1
     serve, keep = map(third_person, does) if is_one else does
     return [f"{gpus} {serve} and {keep}; ${plan.best.usd_per_hour:,.2f} an hour."]
@@ -303,7 +307,7 @@ def _short_run(report: PlanReport) -> list[str]:
     if report.plan.best is None or seconds >= SHORT_RUN:
         return []
     return [
-        f"at {rate:g} requests/s a run lasts {seconds:.0f} s, in which queues hardly grow; "
+        f"at {rate_text(rate, 6)} a run lasts {seconds:.0f} s, in which queues hardly grow; "
         "raise --num-prompts"
     ]
 
@@ -357,5 +361,5 @@ def limit_of(fleet: PlannedFleet, rate: float) -> str:
         return f"The first thing that more load would miss is {what}." if what else "Nothing was missed."
     most = fleet.capacity[0]
     more = f", {(most / rate - 1) * 100:.0f} % more than asked for" if most > rate else ""
-    room = f"The fleet keeps the promise up to {significant(most)} requests/s{more}."
+    room = f"The fleet keeps the promise up to {rate_text(most)}{more}."
     return f"{room} Beyond that, most late requests miss {what}." if what else room

@@ -37,7 +37,7 @@ from onbeat.recording.fleet_log import fleet_record, plain
 from onbeat.report.result import Fact, Facts, ResultOptions
 from onbeat.report.run import SCHEDULED, Level, Run, RunHeader
 from onbeat.report.run_report import runs_result
-from onbeat.report.units import exact_percent, significant, whole_percent
+from onbeat.report.units import exact_percent, rate_text, whole_percent
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.observer import OnRequests, SimulationObserver
@@ -439,4 +439,4 @@ def _load(level: Level) -> str:
     most = "" if level.max_concurrency is None else f"at most {level.max_concurrency:,} open at a time"
     if level.is_closed:
         return most or "all sent at once"
-    return f"at {significant(level.request_rate)} requests/s" + (f" and {most}" if most else "")
+    return f"at {rate_text(level.request_rate)}" + (f" and {most}" if most else "")

@@ -14,7 +14,7 @@ from onbeat.planner.cases import Case, Labels, case_name, run_trial
 from onbeat.planner.objectives import Objective, Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, Trial, rate_interval, search_rate
-from onbeat.report.units import significant
+from onbeat.report.units import rate_text
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
@@ -225,9 +225,7 @@ def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> tupl
         context.stop()
         return bracket.limit.reason, ()
     where = (
-        "even for requests that meet no others"
-        if bracket.low == 0
-        else f"at {significant(bracket.high, 4)} requests/s"
+        "even for requests that meet no others" if bracket.low == 0 else f"at {rate_text(bracket.high, 4)}"
     )
     return f"{where}: {beyond[0].verdict.reason}", beyond
 

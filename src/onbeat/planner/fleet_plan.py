@@ -11,6 +11,7 @@ from math import ceil, floor, inf, isfinite, sqrt
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from onbeat.core.errors import counted
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import changed
 from onbeat.planner.fleets import FleetCase, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
@@ -30,6 +31,7 @@ from onbeat.planner.units import (
     share_in_time,
     without_dominated,
 )
+from onbeat.report.units import rate_text
 from onbeat.workload.offered import OfferedLoad
 
 SEARCH_SECONDS = 30.0
@@ -78,7 +80,7 @@ class AloneSearch:
     def _search(self, rated: Sequence[RatedUnit]) -> None:
         """Search what units keep up; those that are late even idle are not simulated."""
         self._progress.on_stage(
-            f"searching how many requests/s each of {len(rated)} kind(s) of replica serves"
+            f"searching how many requests/s each of {counted(len(rated), 'kind')} of replica serves"
         )
         share = self._task.objective.share
         searches: dict[int, FleetSearch] = {}
@@ -100,7 +102,7 @@ class AloneSearch:
                 self._useless[each.unit.name] = why
                 continue
             rate = sqrt(bracket.low * bracket.high) if isfinite(bracket.high) else bracket.low
-            self._progress.on_note(f"a replica of {each.unit.name}: about {rate:.2g} requests/s")
+            self._progress.on_note(f"a replica of {each.unit.name}: about {rate_text(rate, 2)}")
             self._known[each.unit.name] = each.calibrated(rate / search.start)
 
     def _search_of(self, rated: RatedUnit) -> FleetSearch:

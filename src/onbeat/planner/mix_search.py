@@ -23,6 +23,7 @@ from math import ceil, inf
 import numpy as np
 from numpy.typing import NDArray
 
+from onbeat.core.errors import counted
 from onbeat.planner.mix import Counts, Mix, MixProblem, lower_bound, solve_mix
 from onbeat.planner.plan_task import PlannedFleet, PlanProgress, PlanTask
 from onbeat.planner.units import Bucket, RatedUnit, Unit, longest_request
@@ -347,7 +348,7 @@ class MixSearch:
     def _note(self, fleet: PlannedFleet) -> PlannedFleet:
         """Say what a simulation showed."""
         num_runs, num_all = len(fleet.runs), len(self._task.runs)
-        some = "" if num_runs == num_all else f" in {num_runs} run(s) of {num_all}"
+        some = "" if num_runs == num_all else f" in {num_runs} of {counted(num_all, 'run')}"
         verdict = (
             f"keeps the promise{some}" if fleet.is_kept else f"does not keep the promise: {fleet.reason}"
         )

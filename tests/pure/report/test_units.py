@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from onbeat.report.units import against, duration, percent, short, significant
+from onbeat.report.units import against, duration, percent, rate_text, short, significant
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,11 @@ from onbeat.report.units import against, duration, percent, short, significant
 )
 def test_short(value: float | None, text: str) -> None:
     assert short(value) == text
+
+
+def test_one_request_a_second_is_one() -> None:
+    shown = [rate_text(each) for each in (1, 0.9999, 1.01, 12_345.6)]
+    assert shown == ["1 request/s", "1 request/s", "1.01 requests/s", "12,346 requests/s"]
 
 
 def test_significant() -> None:
