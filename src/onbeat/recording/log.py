@@ -41,7 +41,7 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import inf, isinf
@@ -49,7 +49,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.errors import Overloaded, SLOUnattainable, counted
 from onbeat.core.handover import Detached, StreamDeadlines
 from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Pooling
 from onbeat.core.slo import ShedMode
@@ -244,6 +244,16 @@ class ScheduleCall(_Call, frozen=True, tag="schedule", dict=True):
         if rest or len(self.drafts or ()) not in (0, num_rows):
             raise ValueError(f"rows has {len(self.flat_rows)} numbers, drafts {len(self.drafts or ())}")
 
+    @property
+    def row_requests(self) -> Sequence[int]:
+        """The requests of the rows."""
+        return self.flat_rows[::_ROW_FIELDS]
+
+    @property
+    def num_sampling(self) -> int:
+        """Rows that sample."""
+        return sum(map(bool, self.flat_rows[_ROW_FIELDS - 1 :: _ROW_FIELDS]))
+
     @cached_property
     def rows(self) -> tuple[RecordedRow, ...]:
         """The requests of the step."""
@@ -283,6 +293,23 @@ class UpdateCall(_Call, frozen=True, tag="update"):
     """Request -> what its row took of that."""
     block_hashes: dict[Count, tuple[Hash, ...]] = {}
     """Request -> hashes of blocks that its new tokens filled."""
+
+    def __post_init__(self) -> None:
+        if others := set(self.faults).difference(self.failed):
+            raise ValueError(f"faults has request {min(others)}, which failed does not have")
+
+    def misfit(self, step: ScheduleCall | None) -> str:
+        """Return why it cannot be of a step, the oldest under way if one is; empty where it can."""
+        if step is None:
+            return f"step {self.step_id} comes back, but none is under way"
+        num_rows = step.num_sampling
+        for name in ("counts", "drafted", "available"):
+            if (values := getattr(self, name)) is not None and len(values) != num_rows:
+                return (
+                    f"{name} has {counted(len(values), 'number')} for {counted(num_rows, 'row')} that sample"
+                )
+        beyond = [row for row in self.undelivered if row >= num_rows]
+        return f"undelivered has row {beyond[0]} of {counted(num_rows, 'row')} that sample" if beyond else ""
 
 
 class HandoverCall(_Call, frozen=True, tag="handover"):

@@ -6,7 +6,8 @@ Lines are read as far as they go: a file whose writer was killed ends in the mid
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ class Recording:
         self.num_calls = 0
         self.num_steps = 0
         self._block_hashes: dict[int, list[bytes]] = {}
+        self._in_flight: deque[log.ScheduleCall] = deque()
         self._remedy = _HINT
         self._check(allow_partial=allow_partial)
 
@@ -110,7 +112,7 @@ class Recording:
                 trailer = call
                 break
             self.num_calls += 1
-            self._note(call)
+            self._note(call, f"{self.path}, line {number}")
         if number == 0:
             raise ConfigError(f"{self.path} is cut short before its first line; record the run again")
         self.is_complete = trailer is not None
@@ -125,10 +127,22 @@ class Recording:
                 "server was killed or could not write on; give --allow-partial to use what is there"
             )
 
-    def _note(self, call: log.Call) -> None:
+    def _note(self, call: log.Call, where: str) -> None:
+        """Keep what calls add up to; refuse one that cannot follow those before it."""
+        num_requests, wrong = len(self._block_hashes), ""
         if isinstance(call, log.AddCall):
+            if call.request != num_requests:
+                wrong = f"request is {call.request}; the one that comes next has number {num_requests}"
             self._block_hashes[call.request] = list(call.block_hashes)
+        elif unknown := [number for number in _requests_of(call) if number >= num_requests]:
+            wrong = f"request {unknown[0]} was not added before"
+        elif isinstance(call, log.ScheduleCall) and call.step_id is not None:
+            self._in_flight.append(call)
         elif isinstance(call, log.UpdateCall):
+            wrong = call.misfit(self._in_flight.popleft() if self._in_flight else None)
+        if wrong:
+            raise ConfigError(f"{where}: {wrong}{self._remedy}")
+        if isinstance(call, log.UpdateCall):
             self.num_steps += 1
             for request, hashes in call.block_hashes.items():
                 self._block_hashes[request] += hashes
@@ -150,3 +164,16 @@ class Recording:
     def _parse(self, number: int, line: bytes) -> log.Call | log.Trailer:
         found: log.Call | log.Trailer = decode(_LINE, line, f"{self.path}, line {number}", hint=self._remedy)
         return found
+
+
+def _requests_of(call: log.Call) -> Iterable[int]:
+    """Return the numbers of the requests that a call names."""
+    match call:
+        case log.AbortCall():
+            return call.requests
+        case log.ScheduleCall():
+            released = [each for each in call.released if isinstance(each, int)]
+            return (*call.expired, *released, *call.row_requests, *(each.request for each in call.admitted))
+        case log.UpdateCall():
+            return (*call.finished, *call.failed, *call.row_guide_seconds, *call.block_hashes)
+    return ()

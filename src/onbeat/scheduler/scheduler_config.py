@@ -170,7 +170,7 @@ class SchedulerConfig(SchedulerLimits):
             )
         if self.max_queue_seconds == 0:
             raise ConfigError("max_queue_seconds is 0; it must be above 0, or None for no limit")
-        for name in ("num_blocks", "num_micro_batches"):
+        for name in ("num_blocks", "num_micro_batches", "num_tables"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.speculation is not None and self.speculation.num_speculative_tokens > self.block_size:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf, isclose
+from pathlib import Path
 from typing import Any, get_args
 
 from onbeat.core import request as core_request
@@ -94,6 +96,23 @@ def scheduler_config(header: log.RecordHeader) -> SchedulerConfig:
         raise ConfigError(f"{error}; replay it with onbeat {header.onbeat_version}") from error
 
 
+@contextmanager
+def possible(path: Path, number: int) -> Iterator[None]:
+    """Run what takes in the call of a line of a record.
+
+    Raises
+    ------
+    ConfigError : nobody can have been called so: the file was edited.
+    """
+    try:
+        yield
+    except (AssertionError, ArithmeticError, LookupError) as error:
+        raise ConfigError(
+            f"{path}, line {number}: nobody can have been called so ({error or 'it is damaged'}); record the "
+            "run again"
+        ) from error
+
+
 class Replay:
     """A scheduler that is asked again what a recorded one was asked.
 
@@ -128,7 +147,8 @@ class Replay:
             log.HandoverCall: self._hand_over,
         }
         for call in self._recording.calls():
-            outputs = feed[type(call)](call)
+            with possible(self._recording.path, self.result.num_calls + 2):
+                outputs = feed[type(call)](call)
             if self.result.difference is not None:
                 return
             self.result.num_calls += 1
@@ -428,10 +448,8 @@ def replay_fleet(recording: FleetRecording) -> FleetReplay:
     for number, call in recording.calls():
         where = f"{recording.path}, line {number}"
         event = _event(call.event, where)
-        try:
+        with possible(recording.path, number):
             replayed = [named(each) for each in fleet.on_event(event, call.now)]
-        except (AssertionError, ArithmeticError) as error:
-            raise ConfigError(f"{where}: no fleet can have heard this: {error or 'it is damaged'}") from error
         found.num_calls += 1
         found.num_actions += len(replayed)
         found.events[type(event).__name__] += 1

@@ -17,7 +17,7 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.recording.log import AbortCall, AddCall, HandoverCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
 from onbeat.simulator.deliveries import REJECTED
-from onbeat.simulator.replay.decisions import recorded_slo
+from onbeat.simulator.replay.decisions import possible, recorded_slo
 from onbeat.simulator.speculation import Acceptance, KnownDrafts
 
 MOVED = "moved"
@@ -81,7 +81,7 @@ class RunHistory:
 
 
 def read_history(recording: Recording) -> RunHistory:
-    """Collect the requests and steps of a record."""
+    """Collect the requests and steps of a record; see `possible` for errors."""
     speculation = recording.header.scheduler.get("speculation")
     reader = _HistoryReader(runs_draft_model=speculation is not None and speculation["runs_model"])
     hear: dict[type, Callable[[Any], None]] = {
@@ -91,8 +91,9 @@ def read_history(recording: Recording) -> RunHistory:
         UpdateCall: reader.update,
         HandoverCall: reader.hand_over,
     }
-    for call in recording.calls():
-        hear[type(call)](call)
+    for number, call in enumerate(recording.calls(), 2):
+        with possible(recording.path, number):
+            hear[type(call)](call)
     return reader.history()
 
 
