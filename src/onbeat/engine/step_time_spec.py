@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.weights import parameter_shapes
-from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device, known_device
+from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device
 from onbeat.perfmodel.model_spec import ModelSpec, sizes_with_states
-from onbeat.perfmodel.models import StepTimeDescription
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, ProfileKey
 
 _ATTENDS = re.compile(r"self_attn|per_layer_(model_)?(projection|input_gate)")
@@ -107,21 +104,6 @@ def precision_of(
         embedding=None if embedding == name else embedding,
         group=QUANTIZED_GROUP if {weights, embedding} & {"int8", "int4"} else None,
     )
-
-
-def by_data_sheet(
-    config: ModelConfig, name: str, device: DeviceConfig, precision: Precision | None
-) -> Predictor | None:
-    """Return step times that are known before anything is loaded; None where no data sheet tells them."""
-    known = None if device.device.type == "cpu" else known_device(device_name(device))
-    if known is None or precision is None:
-        return None
-    sheet = find_device(known)
-    if precision.compute not in sheet.peak_flops:
-        return None
-    return StepTimeDescription(
-        model=model_spec_of(config, name), device=sheet, precision=precision
-    ).predictor()
 
 
 def device_spec_of(key: ProfileKey, limits: MachineLimits | None) -> DeviceSpec:

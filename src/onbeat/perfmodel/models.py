@@ -15,6 +15,7 @@ import msgspec
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
 from onbeat.perfmodel.correction import DriftAlarm
+from onbeat.perfmodel.device_spec import CPU
 from onbeat.perfmodel.engines import find_engine, make_engine_roofline
 from onbeat.perfmodel.fitted import FitTarget, FittedModel, make_form
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
@@ -79,6 +80,15 @@ def require_step_time(kind: str) -> str:
     return kind
 
 
+def by_data_sheet(target: FitTarget) -> Predictor | None:
+    """Return step times that are known before anything is measured: they bound the largest step by default.
+
+    None where no data sheet tells them, as of a CPU.
+    """
+    is_told = target.device.id != CPU and target.precision.compute in target.device.peak_flops
+    return roofline_predictor(target) if is_told else None
+
+
 def roofline_predictor(target: FitTarget, paces: Paces = ()) -> Predictor:
     """Return the predictor of data sheets alone, or of these and how far a few steps were from them."""
     roofline = make_roofline(target)
@@ -104,6 +114,7 @@ def fitted_predictor(
         fitted.shape_range,
         errors=fitted.errors,
         server=server,
+        precision=None if target is None else target.precision,
     )
 
 
@@ -129,15 +140,15 @@ def _fitted(asked: FitTarget, path: Path | None, _engine: str | None) -> Predict
             "the step-time model fitted needs a profile: --profile FILE, written by `onbeat profile MODEL`"
         )
     profile = read_profile(path)
-    precision = profile.key.precision
+    precision, weights = profile.key.precision, asked.precision.weights
     check_profile(
-        profile,
-        path,
-        model=asked.model.name,
-        device=asked.device.id,
-        precision=replace(asked.precision, embedding=precision.embedding, group=precision.group),
-        parallelism=asked.parallelism,
+        profile, path, model=asked.model.name, device=asked.device.id, parallelism=asked.parallelism
     )
+    if precision.weights != weights:  # all other formats are what it says
+        raise ConfigError(
+            f"the profile {path} is of {precision.weights} weights, not {weights}. Give --dtype "
+            f"{precision.weights}, or name a profile that matches"
+        )
     target = replace(asked, device=limited_device(asked.device, profile.limits), precision=precision)
     return fitted_predictor(profile.fitted, target, server=profile.server)
 

@@ -19,6 +19,7 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import observe_each
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection, batch_kind
 from onbeat.perfmodel.fitted import FitErrors
+from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import ServerTerms
 from onbeat.perfmodel.runs import StepSeconds, seconds_of_each
 from onbeat.perfmodel.shapes import ShapeRange
@@ -177,11 +178,12 @@ class Predictor:
     recent : quantiles of observed steps, which replace those of `residual` once there are enough.
     errors : of the closure on steps that it was not fitted to; None where nothing was fitted.
     server : what the engine does beside its steps.
+    precision : number formats of what was measured; None where nothing was.
     """
 
     __slots__ = (
         *("_alarm", "_correction", "_guided_row", "_inflation", "_recent", "_residual", "_run_seconds"),
-        *("_known", "_seconds", "errors", "server", "shape_range"),
+        *("_known", "_seconds", "errors", "precision", "server", "shape_range"),
     )
 
     def __init__(  # noqa: PLR0913 - parts that are there or not
@@ -194,8 +196,9 @@ class Predictor:
         recent: OnlineQuantile | None = None,
         errors: FitErrors | None = None,
         server: ServerTerms | None = None,
+        precision: Precision | None = None,
     ) -> None:
-        self.errors = errors
+        self.errors, self.precision = errors, precision
         self.server = server or ServerTerms()
         if not isinstance(seconds, StepSeconds):
             seconds = StepSeconds(seconds, partial(seconds_of_each, seconds))
@@ -226,6 +229,7 @@ class Predictor:
             OnlineQuantile(),
             self.errors,
             self.server,
+            self.precision,
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Predictor:

@@ -45,7 +45,7 @@ class Deployment(FleetTerms):
     )
     dtype: DTypeName = _hardware("bf16", help="number format of the weights")
     kv_cache_dtype: Literal["auto"] | DTypeName = _hardware(
-        AUTO, help="number format of the KV cache; auto: that of the weights, at least 16 bits wide"
+        AUTO, help="number format of the KV cache; auto: a profile's, or the weights', at least 16 bits wide"
     )
     tensor_parallel: int = _hardware(
         1,

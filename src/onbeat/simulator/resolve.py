@@ -24,7 +24,7 @@ from onbeat.perfmodel.memory import (
     what_fits,
 )
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
-from onbeat.perfmodel.models import make_step_time_model
+from onbeat.perfmodel.models import by_data_sheet, make_step_time_model
 from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by_weights
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler import scheduler_config
@@ -138,6 +138,14 @@ def _resolve(said: Deployment) -> Resolved:
 
     target = FitTarget(model=model, device=device, parallelism=parallelism, precision=precision)
     target_time = make_step_time_model(said.step_time, target, profile=said.profile, engine=engine)
+    if (measured := target_time.precision) is not None:
+        if kv not in (None, measured.kv):
+            raise ConfigError(
+                f"the profile {said.profile} is of a KV cache in {measured.kv}, not {kv}; leave "
+                "--kv-cache-dtype out, or name a profile that matches"
+            )
+        precision, target = measured, replace(target, precision=measured)
+    ahead = by_data_sheet(target)
     # A draft model has a roofline: what is measured, if anything is, is the target.
     step_time: StepTimeModel = target_time
     if draft is not None:
@@ -152,7 +160,7 @@ def _resolve(said: Deployment) -> Resolved:
         holds = partial(
             kv_capacity,
             block_size=limits.block_size or scheduler_config.DEFAULT_BLOCK_SIZE,
-            max_num_batched_tokens=most_step_tokens(limits, target_time),
+            max_num_batched_tokens=most_step_tokens(limits, ahead),
             gpu_memory_utilization=said.gpu_memory_utilization,
             least_tokens=least,
             num_tables=windows.get("num_tables", 1),
@@ -174,7 +182,7 @@ def _resolve(said: Deployment) -> Resolved:
             limits,
             num_blocks=num_blocks,
             model_len=model.max_position_embeddings,
-            model=target_time,
+            model=ahead,
             num_micro_batches=said.pipeline_parallel,
             speculation=None if speculative is None else speculative.for_scheduler(),
             **windows,

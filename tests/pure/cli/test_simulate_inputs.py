@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from onbeat.cli.main import main
+from onbeat.perfmodel.precision import Precision
 from tests.many_cases import each_case
 from tests.pure.cli.simulating import AZURE, CAPACITY, MODEL, error_of, replay_trace, simulate, summary_of
 from tests.pure.perfmodel.test_models import write_fitted
@@ -222,6 +223,20 @@ def test_a_fitted_profile_is_used(tmp_path: Path) -> None:
     assert fitted["mean_step_ms"] > 1.5 * summary_of(tmp_path)["mean_step_ms"]  # of a slower machine
 
 
+def test_the_formats_beside_the_weights_are_those_of_the_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of int4 weights on a CPU are of no flag: arithmetic, cache and head are in 32 bits."""
+    path = tmp_path / "p.json"
+    write_fitted(path, Precision(weights="int4", kv="fp32", compute="fp32", embedding="fp32", group=128))
+    flags = ["--dtype", "int4", "--step-time", "fitted", "--profile", str(path)]
+    measured, sheets = summary_of(tmp_path, *flags), summary_of(tmp_path, "--dtype", "int4")
+    assert measured["num_blocks"] < 0.6 * sheets["num_blocks"]
+    assert main(["capacity", *MODEL, *flags, *CAPACITY]) == 0
+    assert simulate(*flags, "--kv-cache-dtype", "fp8") == 2
+    assert "is of a KV cache in fp32, not fp8; leave --kv-cache-dtype out" in error_of(capsys)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -230,7 +245,10 @@ def test_a_fitted_profile_is_used(tmp_path: Path) -> None:
         (lambda content: content.update(schema_version=9), "version 9"),
         (lambda content: content["key"].update(model="Llama-2-7b-hf"), "model 'Llama-2-7b-hf',"),
         (lambda content: content["key"].update(device="h200"), "'h200', not 'h100-sxm'"),
-        (lambda content: content["key"]["precision"].update(weights="int8"), "of precision 'int8 weights"),
+        (
+            lambda content: content["key"]["precision"].update(weights="int8"),
+            "int8 weights, not bf16. Give --dtype int8",
+        ),
         (lambda content: content["key"]["parallelism"].update(tensor=2), "of parallelism 'TP 2, PP 1', not"),
         (lambda content: content["fit"]["parameters"].popitem(), "run `onbeat profile MODEL` again"),
         (lambda content: content["fit"].update(ratios=[]), "fit.ratios is []"),

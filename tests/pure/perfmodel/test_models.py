@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import Parallelism, find_device
+from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import STEP_TIME_MODELS
+from onbeat.perfmodel.models import STEP_TIME_MODELS, by_data_sheet
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.profile import MachineLimits, Profile, ProfileKey, limited_device, write_profile
@@ -78,8 +79,8 @@ def test_a_fitted_model_predicts_the_machine_of_its_profile(tmp_path: Path) -> N
     assert model.step_time(far) > 1.2 * slow_machine(far)
 
 
-def test_the_format_of_the_embedding_is_that_of_the_profile(tmp_path: Path) -> None:
-    precision = Precision(weights="int4", embedding="int4", group=32)
+def test_the_formats_beside_the_weights_are_those_of_the_profile(tmp_path: Path) -> None:
+    precision = Precision(weights="int4", kv="fp8", embedding="int4", group=32)
     write_fitted(tmp_path / "profile.json", precision)
     model = make_step_time_model(
         "fitted",
@@ -89,6 +90,7 @@ def test_the_format_of_the_embedding_is_that_of_the_profile(tmp_path: Path) -> N
         profile=tmp_path / "profile.json",
     )
     shape = decodes(8, 1000)
+    assert (model.precision, model.with_learning().precision) == (precision, precision)
     assert model.step_time(shape) == pytest.approx(slow_machine(shape, precision), rel=0.02)
     assert slow_machine(shape, precision) < 0.99 * slow_machine(shape, Precision(weights="int4"))
 
@@ -98,7 +100,7 @@ def test_the_format_of_the_embedding_is_that_of_the_profile(tmp_path: Path) -> N
     [
         ({"model": find_model_spec("Llama-3.1-70B")}, "of model"),
         ({"device": find_device("h200")}, "'h100-sxm', not 'h200'"),
-        ({"precision": Precision(weights="fp8")}, "of precision"),
+        ({"precision": Precision(weights="fp8")}, "is of bf16 weights, not fp8. Give --dtype bf16"),
         ({"parallelism": Parallelism(tensor=2)}, "of parallelism"),
     ],
 )
@@ -109,6 +111,15 @@ def test_a_profile_of_something_else_is_refused(
     wanted = {"model": MODEL, "device": DEVICE, "profile": tmp_path / "profile.json", **other}
     with pytest.raises(ConfigError, match=message):
         make_step_time_model("fitted", **wanted)
+
+
+def test_only_a_data_sheet_tells_step_times_ahead() -> None:
+    target = FitTarget(model=MODEL, device=DEVICE, precision=BF16)
+    ahead = by_data_sheet(target)
+    assert ahead is not None
+    assert ahead.step_time(decodes(32, 1000)) == make_roofline(MODEL, DEVICE)(decodes(32, 1000))
+    assert by_data_sheet(replace(target, device=cpu_device(memory_bandwidth=1e11, peak_flops=1e12))) is None
+    assert by_data_sheet(replace(target, device=find_device("v100"))) is None
 
 
 def test_another_kind_in_the_table_is_made_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.request import Pooling
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.container import FreeMemory
-from onbeat.engine.device import DeviceConfig, missed_gpu, thread_advice
+from onbeat.engine.device import DeviceConfig, device_name, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.executor import Runner
 from onbeat.engine.forward import ForwardPass
@@ -24,10 +24,12 @@ from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.speculation.verifier import TokenSampler
-from onbeat.engine.step_time_spec import by_data_sheet, precision_of
+from onbeat.engine.step_time_spec import model_spec_of, precision_of
 from onbeat.engine.weights import Checkpoint
 from onbeat.engine.weights.checkpoint import loading_remarks
-from onbeat.perfmodel.models import StepTimeDescription
+from onbeat.perfmodel.device_spec import find_device, known_device
+from onbeat.perfmodel.fitted import FitTarget
+from onbeat.perfmodel.models import StepTimeDescription, by_data_sheet
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler import scheduler_config
 from onbeat.scheduler.replica.policies import composition
@@ -116,7 +118,12 @@ class Backend(Protocol):
 
     def ahead(self) -> StepTimeModel | None:
         """Return step times that are known before anything is loaded: they bound the largest step."""
-        return by_data_sheet(self.model, self.name, self.device, self.precision())
+        device, precision = self.device, self.precision()
+        known = None if device.device.type == "cpu" else known_device(device_name(device))
+        if known is None or precision is None:
+            return None
+        model, sheet = model_spec_of(self.model, self.name), find_device(known)
+        return by_data_sheet(FitTarget(model=model, device=sheet, precision=precision))
 
     def fit(
         self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None

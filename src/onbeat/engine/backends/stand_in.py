@@ -48,7 +48,7 @@ from onbeat.hub.known import KNOWN_MODELS
 from onbeat.perfmodel.device_spec import Parallelism, device_ids, find_device
 from onbeat.perfmodel.memory import Change, Choices, held_bytes_per_token, kv_capacity, kv_groups, what_fits
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
-from onbeat.perfmodel.models import StepTimeDescription, roofline_predictor
+from onbeat.perfmodel.models import StepTimeDescription, by_data_sheet, roofline_predictor
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler import scheduler_config
 from onbeat.scheduler.replica.token_budget import most_step_tokens
@@ -115,9 +115,9 @@ class StandInBackend(ForwardBackend):
             f"answers mean nothing; tokenizer of {self._tokenizer_path}"
         )
 
-    def ahead(self) -> StepTimeModel:
-        """Return what steps will take."""
-        return self._what.predictor()
+    def ahead(self) -> StepTimeModel | None:
+        """Return what its data sheet tells of steps."""
+        return by_data_sheet(self._what)
 
     def fit(
         self,
@@ -207,7 +207,7 @@ def _blocks_that_fit(config: EngineConfig, what: StepTimeDescription, windows: M
     DoesNotFit : it does not hold the longest request; the message says what was tried and fits.
     """
     limits = config.limits
-    largest = most_step_tokens(limits, what.predictor())
+    largest = most_step_tokens(limits, by_data_sheet(what))
 
     def num_blocks(at: StepTimeDescription) -> int:
         return kv_capacity(
