@@ -19,6 +19,7 @@ class _KnownKeys(Table):
     gguf_names: dict[str, str]
     neutral: dict[str, tuple[Any, ...]]
     gguf_neutral: dict[str, tuple[Any, ...]]
+    defaults: dict[str, dict[str, Any]]
 
 
 KEYS = packaged(_KnownKeys, "onbeat.engine", "config_keys.yaml")

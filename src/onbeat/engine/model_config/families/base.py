@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from onbeat.core.errors import NeedsVllm
 from onbeat.engine.model_config.architecture import Activation, Experts, KVHeads, ModelConfig, RopeConfig
 from onbeat.engine.model_config.rope import RopeRules, RopeSizes
-from onbeat.engine.model_config.values import Values
+from onbeat.engine.model_config.values import KEYS, Values
 
 
 class Biases(NamedTuple):
@@ -71,8 +71,6 @@ class Family:
     """The models that it stands for, as documents name them."""
     multimodal: tuple[str, ...] = ()
     """Classes whose `text_config` is such a model."""
-    defaults: Mapping[str, Any]
-    """Of the class: what a config.json means that leaves keys out. Null is a value like any other."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` that all its models have alike."""
     rope: RopeRules = RopeRules()
@@ -90,6 +88,11 @@ class Family:
     """From a tensor of its Hugging Face files to those that it holds, where their order is one of its own."""
     hf_names: tuple[tuple[str, str], ...] = ()
     """Parts of parameters' names in its Hugging Face files, and what onbeat calls them."""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """What a config.json means that leaves keys out. Null is a value like any other."""
+        return KEYS.defaults[self.model_type]
 
     def own_tensors(self, name: str, values: Any) -> Iterator[tuple[str, Any]]:
         """Yield what an array or tensor of a Hugging Face file holds, by the names that onbeat has for it."""

@@ -9,7 +9,6 @@ their last layers read the KV of earlier ones; one has experts beside its feed-f
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_config.families import base
@@ -19,13 +18,6 @@ from onbeat.engine.model_config.values import Values
 
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 """The one size whose query scalar is hidden_size / num_heads, not head_dim; GGUF has no key for it."""
-
-_SIZES: dict[str, Any] = (
-    {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "head_dim": 256}
-    | {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
-    | {"sliding_window": 4096, "query_pre_attn_scalar": 256.0}
-)
-"""What the classes have by default, or differ from but in a few."""
 
 
 def _scaled(config: ModelConfig, values: Values) -> ModelConfig:
@@ -61,13 +53,6 @@ GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
     models="Gemma 2",
-    defaults={
-        "vocab_size": 256_000,
-        **_SIZES,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
     always={"norms": "around", "norm_weight_offset": 1.0, "norm_rounds_once": True},
     activation="gelu_pytorch_tanh",
     activation_key="hidden_activation",
@@ -81,7 +66,6 @@ GEMMA3 = Family(
     model_type="gemma3_text",
     models="Gemma 3, its text",
     multimodal=("Gemma3ForConditionalGeneration",),
-    defaults={"vocab_size": 262_208, **_SIZES, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0},
     always={"norms": "around", "norm_weight_offset": 1.0, "norm_rounds_once": True, "qk_norm": "head"},
     rope=RopeRules(per_layer_type=True),
     activation="gelu_pytorch_tanh",
@@ -90,9 +74,6 @@ GEMMA3 = Family(
     complete=_gemma3,
     gguf=GgufRules(architecture="gemma3", theta=1_000_000.0, has_windows=True),
 )
-
-
-_FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
 
 
 def _gemma4(config: ModelConfig, values: Values) -> ModelConfig:
@@ -123,17 +104,6 @@ GEMMA4 = Family(
     model_type="gemma4_text",
     models="Gemma 4, its text",
     multimodal=("Gemma4ForConditionalGeneration",),
-    defaults={
-        **_SIZES,
-        "vocab_size": 262_144,
-        "num_hidden_layers": 30,
-        "global_head_dim": 512,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 512,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262_144,
-        "rope_parameters": {"full_attention": _FULL_ROPE},
-    },
     always={"norms": "around", "norm_rounds_once": True, "qk_norm": "head"}
     | {"norms_values": True, "attention_multiplier": 1.0, "scales_layers": True},
     rope=RopeRules(per_layer_type=True, kinds=("default", "proportional")),

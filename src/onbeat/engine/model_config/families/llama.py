@@ -26,7 +26,6 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     models="Llama 2 and 3, Yi, SmolLM2",
-    defaults={"max_position_embeddings": 2048},
     gguf=GgufRules(architecture="llama", with_experts="MixtralForCausalLM", permutes=True),
 )
 MISTRAL = Family(
@@ -35,7 +34,6 @@ MISTRAL = Family(
     model_type="mistral",
     models="Mistral 7B, Nemo, Small 3 to 3.2",
     multimodal=("Mistral3ForConditionalGeneration",),
-    defaults={"max_position_embeddings": 131_072, "sliding_window": 4096},
     bias_keys=NO_BIASES,
     reads=frozenset({"sliding_window"}),
     complete=base.with_window,
@@ -58,19 +56,6 @@ MINISTRAL3 = Family(
     model_type="ministral3",
     models="Ministral 3",
     multimodal=MISTRAL.multimodal,
-    defaults={
-        "head_dim": 128,
-        "max_position_embeddings": 262_144,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1_000_000.0,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16_384,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-    },
     rope=RopeRules(kinds=("yarn",), grows=True),
     bias_keys=NO_BIASES,
     reads=frozenset({"sliding_window"}),
@@ -88,7 +73,6 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     models="Mixtral 8x7B, 8x22B",
-    defaults={"max_position_embeddings": 131_072, "rope_theta": 1_000_000.0},
     bias_keys=NO_BIASES,
     reads=frozenset({"num_local_experts", "sliding_window"}),
     complete=_mixtral,
@@ -104,7 +88,6 @@ OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
     models="OLMo 2",
-    defaults={"max_position_embeddings": 2048},
     always={"norms": "after", "qk_norm": "all", "norm_rounds_once": True},
     gguf=GgufRules(architecture="olmo2", with_window="Olmo3ForCausalLM", has_windows=True),
 )
@@ -120,7 +103,6 @@ OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     models="OLMo 3",
-    defaults={"max_position_embeddings": 2048, "rope_theta": 500_000.0, "sliding_window": 4096},
     always=OLMO2.always,
     rope=RopeRules(per_layer_type=True, local_theta=None),
     reads=frozenset({"sliding_window"}),
@@ -131,7 +113,6 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
     models="Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
-    defaults={"max_position_embeddings": 4096},
     rope=RopeRules(kinds=("default", "longrope", "su", "yarn"), is_partial=True),
     bias_keys=NO_BIASES,
     reads=frozenset({"sliding_window"}),
@@ -159,7 +140,6 @@ GRANITE = Family(
     architecture="GraniteForCausalLM",
     model_type="granite",
     models="dense Granite 3",
-    defaults={"max_position_embeddings": 2048, "attention_multiplier": 1.0},
     reads=frozenset(
         {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
     ),
@@ -188,7 +168,6 @@ GRANITE4 = Family(
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     models="Granite 4 without Mamba and experts",
-    defaults={**GRANITE.defaults, "num_local_experts": 8, "intermediate_size": 11_008},
     reads=GRANITE.reads | {"num_local_experts"},
     complete=_granite4,
     hf_names=(
@@ -218,7 +197,6 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
     models="SmolLM3",
-    defaults={"max_position_embeddings": 32_768, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
     reads=frozenset({"sliding_window"}),
     complete=_smollm3,
     gguf=GgufRules(architecture="smollm3", permutes=True),

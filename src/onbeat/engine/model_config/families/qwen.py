@@ -15,8 +15,6 @@ from onbeat.engine.model_config.families.base import NO_BIASES, Family, GgufRule
 from onbeat.engine.model_config.rope import RopeRules
 from onbeat.engine.model_config.values import Values
 
-_DEFAULTS = {"max_position_embeddings": 32_768, "sliding_window": 4096}
-
 
 def _sliding(config: ModelConfig, values: Values) -> ModelConfig:
     if not values.flag("use_sliding_window", default=False):
@@ -51,7 +49,6 @@ QWEN2 = Family(
     model_type="qwen2",
     models="Qwen 2 and 2.5, text of their VL models",
     multimodal=("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
-    defaults=_DEFAULTS,
     always={"attention_bias": True},
     bias_keys=NO_BIASES,
     reads=frozenset({"sliding_window"}),
@@ -64,7 +61,6 @@ QWEN3 = Family(
     model_type="qwen3",
     models="Qwen 3, text of Qwen3-VL",
     multimodal=("Qwen3VLForConditionalGeneration",),
-    defaults={**_DEFAULTS, "head_dim": 128},
     always={"qk_norm": "head"},
     reads=frozenset({"sliding_window"}),
     complete=_sliding,
@@ -75,7 +71,6 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     models="Qwen3-30B-A3B, 235B-A22B",
-    defaults=_DEFAULTS,
     always={"qk_norm": "head"},
     reads=frozenset({"num_experts", "num_local_experts", "sliding_window"}),
     complete=_with_experts,
@@ -115,16 +110,6 @@ def _linear_with_experts(config: ModelConfig, values: Values) -> ModelConfig:
     return replace(config, experts=replace(config.experts, shared_size=shared))
 
 
-_LINEAR_DEFAULTS = {
-    "head_dim": 256,
-    "max_position_embeddings": 32_768,
-    "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
 _LINEAR: dict[str, Any] = {
     "always": {
         "qk_norm": "head",
@@ -134,18 +119,11 @@ _LINEAR: dict[str, Any] = {
     },
     "rope": RopeRules(is_partial=True),
 }
-_OF_EXPERTS = {
-    "norm_topk_prob": True,
-    "shared_expert_intermediate_size": 512,
-    "moe_intermediate_size": 512,
-    "intermediate_size": 512,
-}
 QWEN3_NEXT = Family(
     name="qwen3-next",
     models="Qwen3-Next",
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
-    defaults={**_LINEAR_DEFAULTS, **_OF_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
     reads=frozenset({"num_experts", "num_local_experts"}),
     complete=_linear_with_experts,
     gguf=GgufRules(architecture="qwen3next", linear={"inputs": ("qkv", "z", "ba")}),
@@ -157,7 +135,6 @@ QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
     multimodal=("Qwen3_5ForConditionalGeneration",),
-    defaults=_LINEAR_DEFAULTS,
     complete=_linear,
     gguf=GgufRules(architecture="qwen35", linear={"alternates": True}),
     **_LINEAR,
@@ -168,7 +145,6 @@ QWEN3_5_MOE = Family(
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
     multimodal=("Qwen3_5MoeForConditionalGeneration",),
-    defaults={**_LINEAR_DEFAULTS, **_OF_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
     reads=frozenset({"num_experts", "num_local_experts"}),
     complete=_linear_with_experts,
     gguf=GgufRules(architecture="qwen35moe", linear={"alternates": True}),
