@@ -129,10 +129,10 @@ VARIANTS = {
 POLICIES.update(VARIANTS)  # while the study runs, in each process
 
 CELLS = {
-    Cell("mistral", "poisson", "1s-100ms", "stream"): 8.0,
-    Cell("mistral", "poisson", "2s-250ms", "stream"): 8.1,
+    Cell("mistral", "poisson", "1s-100ms", "stream"): 9.0,
+    Cell("mistral", "poisson", "2s-250ms", "stream"): 8.8,
     Cell("mistral", "azure-conv", "1s-50ms", "gap"): 8.2,
-    Cell("llama", "azure-code", "1s-100ms", "stream"): 5.0,
+    Cell("llama", "azure-code", "1s-100ms", "stream"): 5.6,
     Cell("llama", "azure-code", "2s-250ms", "stream"): 7.2,
     Cell("mistral", "poisson", "mix", "stream"): 7.0,
     Cell("7b-l4", "chat", "2s-250ms", "gap"): 9.0,
