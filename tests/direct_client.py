@@ -27,7 +27,7 @@ from onbeat.core.errors import (
 )
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import FinishReason, Request
-from onbeat.engine.link import BuildEngine, EngineLink, run_engine_process
+from onbeat.engine.link import BuildEngine, EngineLink
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -44,6 +44,7 @@ from onbeat.engine.messages import (
     decode_from_engine,
     encode,
 )
+from onbeat.engine.process import run_engine_process
 
 logger = logging.getLogger("onbeat.engine")
 

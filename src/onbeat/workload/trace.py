@@ -93,7 +93,7 @@ class _Format:
         return {self.prompts, self.outputs, self.time, self.blocks} - {""}
 
     def parse(self, record: Mapping[str, Any]) -> Row:
-        ids = record[self.blocks] if self.blocks else None
+        ids: Any = record[self.blocks] if self.blocks else None
         return (
             self.seconds(record[self.time]) if self.time else None,
             int(record[self.prompts]),
