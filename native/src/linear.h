@@ -148,7 +148,7 @@ void multiply_panel_by_amx(const bf16* panel, int64_t padded_inputs, Inputs<BFlo
                            const uint8_t* next, Epilogue& epilogue, int64_t panel_index) {
     constexpr int64_t kRows = 2 * kAmxRows;
     const int64_t num_tiles = (rows.size() + kRows - 1) / kRows;
-    Ahead ahead = {(const uint8_t*)panel + kStreamAhead, kAmxStepLines};
+    Ahead ahead = {(const uint8_t*)panel + kStreamAhead<bf16>, kAmxStepLines};
     if (num_tiles > 1) ahead = {next, (kAmxStepLines + num_tiles - 1) / num_tiles};
     if (next == nullptr) ahead.lines = 0;
     alignas(64) PanelRow out[kRows];
@@ -185,7 +185,7 @@ void multiply_panel(const typename E::Number* panel, int64_t padded_inputs, Inpu
     const int64_t num_steps = padded_inputs / E::kPack;
     const int64_t num_tiles = (rows.size() + kTileRows - 1) / kTileRows;
     const int64_t lines = kStepsAtOnce * kPanelOutputs * E::kPack * (int64_t)sizeof(*panel) / kCacheLine;
-    Ahead ahead = {(const uint8_t*)panel + kStreamAhead, lines};
+    Ahead ahead = {(const uint8_t*)panel + kStreamAhead<typename E::Number>, lines};
     if (num_tiles > 1) ahead = {next, (lines + num_tiles - 1) / num_tiles};
     if (next == nullptr) ahead.lines = 0;
     alignas(64) PanelRow out[kTileRows];

@@ -291,7 +291,7 @@ template <class Group>
 OB_INLINE void tile_of_panel(const ob_matrix& matrix, int64_t panel, const QuantizedRows& x,
                              int64_t first_row, int num_rows, float (*out)[kPanelOutputs]) {
     const int64_t num_tiles = (x.num_rows + kQuantRows - 1) / kQuantRows;
-    TileAhead ahead = {kStreamAhead, ~0u};
+    TileAhead ahead = {kStreamAhead<uint8_t>, ~0u};
     if (num_tiles > 1) {
         ahead = {matrix.panel_bytes, 0};
         for (int64_t step = first_row / kQuantRows; step < 8; step += num_tiles) ahead.steps |= 1u << step;

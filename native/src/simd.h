@@ -281,7 +281,11 @@ struct BFloat16 {
 };
 
 constexpr int64_t kCacheLine = 64;      // bytes
-constexpr int64_t kStreamAhead = 8192;  // bytes from what is read of a stream to what is asked for
+
+// Bytes from what is read of a stream of numbers to what is asked for. Of AVX2 timed on a Zen 3, whose own prefetching
+// farther requests disturb.
+template <class Number>
+constexpr int64_t kStreamAhead = kWidth != 8 ? 8192 : sizeof(Number) == 4 ? 512 : 1536;
 
 OB_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 
