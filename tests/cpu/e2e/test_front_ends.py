@@ -150,6 +150,7 @@ def test_what_a_dead_front_end_was_making_is_gone_and_counted(server: ServerProg
     before = settled(server)["onbeat_requests_total{abort}"]  # a front end tells its ends every second
     with responses_of(server, victim) as client:
         lost = client.create(input="a", background=True, **RESPONSE | {"max_output_tokens": 3500})
+    wait_for(lambda: any(httpx.get(f"{server.url}/state").json()["replica_outstanding"].values()), 30)
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: len(set(front_ends(server)) - {victim}) == 2, 30)
     with responses_of(server, other) as client:

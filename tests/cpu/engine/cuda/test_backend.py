@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine import memory, start, step_time_spec
+from onbeat.engine import memory, start
+from onbeat.engine.backends import base
 from onbeat.engine.backends import torch as cuda_backend
 from onbeat.engine.backends.table import choose_backend
 from onbeat.engine.backends.torch import CudaBackend, TorchBackend
@@ -167,7 +168,7 @@ def test_blocks_are_larger_on_the_gpu_engine_unless_a_size_is_given(
     hopper: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], block_size: int
 ) -> None:
     """A step is planned again where a row gets another block."""
-    monkeypatch.setattr(step_time_spec, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(base, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(start, "detect_device", lambda *_: CUDA)
     monkeypatch.setattr(start, "open_weights", lambda _: DummyCheckpoint(MODEL))
     monkeypatch.setattr(memory, "free_memory", lambda _: FreeMemory(70 * 2**30, "the device cuda"))
@@ -190,7 +191,7 @@ def test_blocks_are_larger_on_the_gpu_engine_unless_a_size_is_given(
 def test_a_data_sheet_bounds_the_largest_step_as_in_simulations(
     hopper: None, monkeypatch: pytest.MonkeyPatch, name: str, limits: dict[str, Any], num_tokens: int
 ) -> None:
-    monkeypatch.setattr(step_time_spec, "device_name", lambda _: name)
+    monkeypatch.setattr(base, "device_name", lambda _: name)
     monkeypatch.setattr(start, "detect_device", lambda *_: CUDA)
     monkeypatch.setattr(start, "open_weights", lambda _: DummyCheckpoint(LLAMA_8B))
     monkeypatch.setattr(memory, "free_memory", lambda _: FreeMemory(70 * 2**30, "the device cuda"))
