@@ -1,4 +1,4 @@
-"""How an engine's process is started and reached, for those who have no engine themselves."""
+"""How an engine's process is reached, for those who have no engine themselves."""
 
 from __future__ import annotations
 
