@@ -75,6 +75,12 @@ assert code in (0, None), code
     assert not modules_after(code) & (FRAMEWORKS | slow_to_import)
 
 
+def test_who_looks_after_front_ends_loads_no_framework() -> None:
+    """It answers nothing itself, and neither does the keeper that it forks off."""
+    keeps = ("cli.serve", "cli.front_ends", "cluster.start", "cluster.nurse", "server.listening")
+    assert not modules_after(import_all([f"onbeat.{name}" for name in keeps])) & (FRAMEWORKS | {"llguidance"})
+
+
 def test_an_engine_with_a_profile_does_without_scipy() -> None:
     assert "scipy" not in modules_after("import onbeat.engine.start")
 

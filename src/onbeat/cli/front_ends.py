@@ -156,7 +156,7 @@ class Machine:
 
     def front_ends(self) -> FrontEnds:
         """Listen, and return those who are to answer."""
-        from onbeat.server.run import listen
+        from onbeat.server.listening import listen
 
         config, spawn = self.front.config, multiprocessing.get_context("spawn")
         listen(self.sock, f"{config.host}:{config.port}")
@@ -175,7 +175,7 @@ class Machine:
         ------
         EngineDead : front ends end again and again before they serve.
         """
-        from onbeat.server.run import END_SIGNALS, on_signals, served_url
+        from onbeat.server.listening import END_SIGNALS, on_signals, url_of
 
         def end() -> None:
             on_end()
@@ -187,7 +187,7 @@ class Machine:
                 await asyncio.sleep(SETTLED_SECONDS)
             else:
                 await front_ends.serving.wait()
-                self.on_started(served_url(self.front.config, self.sock))
+                self.on_started(url_of(self.front.config, self.sock))
             self.nursed.mark.touch()
 
         started = asyncio.create_task(say_started())

@@ -22,7 +22,7 @@ from functools import cache, partial
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -40,11 +40,6 @@ from onbeat.hub.files import ModelFiles
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.slo_defaults import ClassesFile, SLODefaults, read_classes_file
 from onbeat.typed import decode
-
-if TYPE_CHECKING:
-    from onbeat.core.protocols import EngineInfo
-    from onbeat.engine.core import EngineCore
-
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
@@ -69,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     from onbeat.cluster.client import Nursed
     from onbeat.cluster.nurse import nurse
     from onbeat.cluster.start import share_machine
-    from onbeat.server.run import bind, check_tls, with_descriptors
+    from onbeat.engine.link import set_up_logging
+    from onbeat.server.listening import bind, check_tls, with_descriptors
 
     check_writable({"--timeline": args.timeline, "--record": args.record})
     if args.otlp_traces_endpoint:
@@ -102,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         if is_split:
             engine = share_machine(engine, fleet)
             args.nursed = nurse(args.output)
-        _set_up_logging(args.log_level)
+        set_up_logging(args.log_level)
         return uvloop.run(_serve(args, config, engine, fleet, sock, _Announcer(console, started)))
 
 
@@ -124,6 +120,7 @@ async def _serve(
     from onbeat.cli.front_ends import Front, Machine, follow, keep
     from onbeat.cluster.lease import Tenure, keeper_endpoint
     from onbeat.cluster.start import open_fleet, open_lease
+    from onbeat.engine.link import build_logged
     from onbeat.metrics.timeline import open_timeline
 
     front = Front(
@@ -148,7 +145,7 @@ async def _serve(
             await follow(machine)
             return 0
     with ExitStack() as stack:
-        build = partial(_build_engine, log_level=args.log_level)
+        build = partial(build_logged, log_level=args.log_level)
         listeners = front.listeners(stack) if args.nursed.roster is None else []
         if args.timeline:
             listeners.append(stack.enter_context(open_timeline(args.timeline, is_live=True)))
@@ -177,16 +174,6 @@ def public_name(config: ServerConfig, files: ModelFiles) -> str:
         return config.served_model_names[0]
     path = Path(files.name).expanduser()
     return path.resolve().name if path.exists() else files.name
-
-
-def _build_engine(
-    config: EngineConfig, on_progress: Callable[[str], None], *, log_level: str
-) -> tuple[EngineCore, EngineInfo]:
-    """Build the engine, and log as the server does; what computes is imported in its process alone."""
-    from onbeat.engine.start import build_engine
-
-    _set_up_logging(log_level)
-    return build_engine(config, on_progress)
 
 
 async def _finishes_before_sigterm(start: Callable[[], Awaitable[None]]) -> bool:
@@ -247,12 +234,6 @@ def example_request(url: str, model: str, *, path: str, needs_key: bool) -> str:
     key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if needs_key else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     return f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d {data}"
-
-
-def _set_up_logging(level: str) -> None:
-    import logging
-
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 API_KEY_VARIABLE = "ONBEAT_API_KEY"

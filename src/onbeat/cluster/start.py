@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from onbeat.cluster.client import FleetClient, Nursed
 from onbeat.cluster.controller import FleetController
@@ -28,7 +29,6 @@ from onbeat.core.kinds import ReplicaGroup, as_settings, kind_of
 from onbeat.core.options import change
 from onbeat.core.protocols import EngineInfo
 from onbeat.engine.container import host_memory, usable_cores
-from onbeat.engine.core import EngineCore
 from onbeat.engine.engine_config import EngineConfig, MemoryShare
 from onbeat.engine.link import BuildEngine
 from onbeat.engine.messages import WINDOW_TOKENS
@@ -38,6 +38,9 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.replica.token_budget import queue_seconds
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY
+
+if TYPE_CHECKING:
+    from onbeat.engine.core import EngineCore
 
 
 def visible_devices() -> list[str]:
@@ -121,7 +124,7 @@ def engine_of(replica: ReplicaId, engine: EngineConfig, kinds: Sequence[ReplicaG
 ROUTERS_OF_PREFIXES = ("prefix-affinity", "slo")
 """Those for which prompts are hashed."""
 
-Build = Callable[[EngineConfig, Callable[[str], None]], tuple[EngineCore, EngineInfo]]
+Build: TypeAlias = "Callable[[EngineConfig, Callable[[str], None]], tuple[EngineCore, EngineInfo]]"
 
 
 def open_fleet(

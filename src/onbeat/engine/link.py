@@ -1,7 +1,8 @@
-"""How an engine's process is reached, for those who have no engine themselves."""
+"""How an engine's process is reached and what builds the engine there, for those who have none themselves."""
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -14,9 +15,29 @@ from onbeat.core.protocols import EngineInfo
 
 if TYPE_CHECKING:
     from onbeat.engine.core import EngineCore
+    from onbeat.engine.engine_config import EngineConfig
 
 BuildEngine: TypeAlias = "Callable[[Callable[[str], None]], tuple[EngineCore, EngineInfo]]"
 """Called in the engine process with a function that reports progress."""
+
+
+def build_logged(
+    config: EngineConfig, on_progress: Callable[[str], None], *, log_level: str
+) -> tuple[EngineCore, EngineInfo]:
+    """Build an engine whose process logs as the server does.
+
+    It is named here, and imports what computes when it is called: neither who starts the process nor the
+    process itself has to import the other's half.
+    """
+    from onbeat.engine.start import build_engine
+
+    set_up_logging(log_level)
+    return build_engine(config, on_progress)
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr from a level on."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,6 @@ The way of a request, and what holds for all of them:
 `answer_report`                    usage, and how objectives were kept
 `errors`, `openapi`, `telemetry`   statuses and bodies of errors; the description; the metrics
 `app`, `services`, `server_config` put together: the parts that routes share, what can be configured
-`run`, `engine_watch`              listen, drain, stop; whether the engine goes on
+`listening`, `run`, `engine_watch` the socket; drain, stop; whether the engine goes on
 =================================  ====================================================================
 """

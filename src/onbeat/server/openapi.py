@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
@@ -12,6 +14,9 @@ from fastapi.openapi.utils import get_openapi
 from msgspec import Struct
 from msgspec.json import schema_components
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.errors import ErrorBody
@@ -124,6 +129,8 @@ def _job_headers() -> Iterator[tuple[str, str, dict[str, Any]]]:
 def describe(app: FastAPI, routes: Sequence[Routes], *, vocab_size: int, needs_key: bool) -> None:
     """Let an application describe the bodies it parses by hand, and its API key.
 
+    The description is made when somebody first asks for it, and kept: it takes a quarter of a second.
+
     Parameters
     ----------
     app : changed in place.
@@ -131,21 +138,32 @@ def describe(app: FastAPI, routes: Sequence[Routes], *, vocab_size: int, needs_k
     vocab_size : token ids are below.
     needs_key : whether the guarded paths need an API key.
     """
+    making = threading.Lock()
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=app.servers)
-            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            answers = dict.fromkeys(each for group in routes for each in group.answers)
-            schemas.update(schema_components(answers, ref_template=_COMPONENT)[1])
-            schemas.update(_body_schemas(each for group in routes for each in group.bodies))
-            _bound_numbers(schemas, vocab_size)
-            for name in ("HTTPValidationError", "ValidationError"):
-                schemas.pop(name, None)  # FastAPI's 422, which this server never sends
-            _finish_operations(schema, needs_key=needs_key)
-            app.openapi_schema = schema
-        return app.openapi_schema
+        with making:
+            return app.openapi_schema or make()
 
+    async def shown(_: Request) -> JSONResponse:
+        # In a thread: whoever asks first would hold up all others.
+        return await asyncio.to_thread(lambda: JSONResponse(openapi()))
+
+    def make() -> dict[str, Any]:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=app.servers)
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        answers = dict.fromkeys(each for group in routes for each in group.answers)
+        schemas.update(schema_components(answers, ref_template=_COMPONENT)[1])
+        schemas.update(_body_schemas(each for group in routes for each in group.bodies))
+        _bound_numbers(schemas, vocab_size)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)  # FastAPI's 422, which this server never sends
+        _finish_operations(schema, needs_key=needs_key)
+        app.openapi_schema = schema
+        return schema
+
+    own = Route(str(app.openapi_url), shown, include_in_schema=False)
+    paths = [getattr(route, "path", None) for route in app.routes]
+    app.routes[paths.index(own.path)] = own  # FastAPI's makes it in the event loop
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
 
 

@@ -134,6 +134,19 @@ class _Reader:
         self._skip(_LENGTH.size + _LENGTH.unpack_from(self.data, self.offset)[0])
         return self.data[start : self.offset].decode()
 
+    def _strings(self, count: int) -> list[str]:
+        # `_string` in one loop: a vocabulary and its merges are a hundred thousand or more
+        data, length_at, size, start = self.data, _LENGTH.unpack_from, _LENGTH.size, self.offset
+        num_bytes, strings = len(data), list[str]()
+        for _ in range(count):
+            first = start + size
+            start = first + length_at(data, start)[0]
+            if start > num_bytes:
+                raise OverflowError(start)
+            strings.append(data[first:start].decode())
+        self.offset = start
+        return strings
+
     def _value(self, kind: int, key: str) -> MetadataValue:
         if kind == _STRING:
             return self._string()
@@ -147,7 +160,7 @@ class _Reader:
         if length > _MAX_ITEMS:
             raise OverflowError(length)
         if kind == _STRING:
-            return [self._string() for _ in range(length)]
+            return self._strings(length)
         return list(self._numbers(self._code(kind, key), length))
 
     def _code(self, kind: int, key: str) -> str:

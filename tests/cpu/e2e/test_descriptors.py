@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.core.errors import Overloaded
-from onbeat.server.run import OWN_FILES
+from onbeat.server.listening import OWN_FILES
 from onbeat.text.limited_process import LimitedProcess
 from tests.cpu.e2e.program import starting
 

@@ -17,7 +17,8 @@ import uvicorn
 from fastapi import FastAPI
 from openai.types.chat import ChatCompletionMessageParam
 
-from onbeat.server.run import bind, uvicorn_config
+from onbeat.server.listening import bind
+from onbeat.server.run import uvicorn_config
 from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.fake_app import TEMPLATE, make_app
 from tests.fakes_engine import ByteTokenizer, FakeEngine

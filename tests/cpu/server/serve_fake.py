@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
-from onbeat.server.run import bind, serve
+from onbeat.server.listening import bind
+from onbeat.server.run import serve
 from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.fake_app import make_app
 from tests.fakes_engine import FakeEngine, Script

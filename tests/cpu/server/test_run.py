@@ -23,7 +23,8 @@ import uvloop
 
 from onbeat.core.errors import ConfigError
 from onbeat.server.connection import BoundedConnection
-from onbeat.server.run import bind, check_tls, listen, serve
+from onbeat.server.listening import bind, check_tls, listen
+from onbeat.server.run import serve
 from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.fake_app import make_app
 from tests.cpu.server.running import HELLO, parse_events

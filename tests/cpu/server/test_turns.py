@@ -6,6 +6,7 @@ import asyncio
 import gc
 import http.client
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import pytest_asyncio
+from fastapi.openapi.utils import get_openapi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +25,7 @@ from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO
-from onbeat.server import engine_watch
+from onbeat.server import engine_watch, openapi
 from onbeat.server.server_config import MAX_ANSWER_PARTS, MAX_INPUTS, MAX_JSON_VALUES
 from tests import fakes_engine
 from tests.cpu.server.loop_turns import KEY, post_from_outside, quickly
@@ -107,7 +109,7 @@ async def served_fleet(num_replicas: int = 1, **fields: Any) -> AsyncIterator[Se
         ) as client,
         serving(cast(FakeEngine, client), has_fleet=True, api_keys=(KEY,), **fields) as served,
     ):
-        for path in ("/metrics", "/fleet", "/v1/models", "/openapi.json"):  # what is made once, at the start
+        for path in ("/metrics", "/fleet", "/v1/models"):  # what is made once, at the start
             assert (await post_from_outside(served, path, None)).status == 200
         assert (await post_from_outside(served, TEXT, b'{"prompt":"a"}')).status == 200
         yield served
@@ -236,6 +238,23 @@ async def test_no_other_route_holds_up_the_event_loop(
     assert answer.status == 200
     if path == "/metrics":
         assert b'onbeat_slo_requests_total{outcome="bad",slo_class="batch"} 20000.0' in answer.body
+
+
+async def test_the_description_is_made_once_and_beside_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers = []
+
+    def make(**how: Any) -> dict[str, Any]:
+        makers.append(threading.get_ident())
+        return get_openapi(**how)
+
+    monkeypatch.setattr(openapi, "get_openapi", make)
+    one, other = await asyncio.gather(served.get("/openapi.json"), served.get("/openapi.json"))
+    assert one.json == other.json
+    assert "/v1/chat/completions" in one.json["paths"]
+    assert len(makers) == 1
+    assert makers[0] != threading.get_ident()
 
 
 @pytest.mark.parametrize(

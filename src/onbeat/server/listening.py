@@ -1,0 +1,179 @@
+"""Where a server listens, and what it may open there: known before anything is loaded.
+
+A server opens as many files as its connections need, or says that it may have fewer. Whoever only looks after
+front ends imports this, and none of the frameworks that answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import resource
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from onbeat.core.errors import ConfigError, counted
+from onbeat.server.server_config import ConnectionLimits, ServerConfig
+
+OWN_FILES = 96
+"""Of a server without connections: some 50, those that it has for a moment, and a burst that it refuses."""
+REPLICA_FILES = 8
+"""Of the server, for each replica."""
+_HINT = "raise the limit (`ulimit -n`, or LimitNOFILE= in a systemd unit)"
+
+
+def with_descriptors(limits: ConnectionLimits, num_replicas: int) -> tuple[ConnectionLimits, str]:
+    """Let this process open as many files as it may need.
+
+    Parameters
+    ----------
+    limits : what the server's connections may be.
+    num_replicas : most that there will be.
+
+    Returns
+    -------
+    limits : with as many connections as there are files for: above them clients hear 503, not nothing.
+    told : the line that says so; empty where all fit.
+
+    Raises
+    ------
+    ConfigError : there are too few for a server.
+    """
+    own = OWN_FILES + REPLICA_FILES * num_replicas
+    needed = own + limits.max_connections
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < needed:
+        soft = min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft <= own:
+        raise ConfigError(
+            f"this process may open {soft} files, and a server with {counted(num_replicas, 'replica')} needs "
+            f"{own + 1} or more; {_HINT}"
+        )
+    if soft >= needed:
+        return limits, ""
+    fitting = replace(limits, max_connections=soft - own)
+    return fitting, (
+        f"connections: at most {fitting.max_connections:,} at once, because this process may open {soft:,} "
+        f"files; --max-connections {limits.max_connections} needs {needed:,}: {_HINT}"
+    )
+
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+BACKLOG = 2048
+"""Connections that the kernel takes before the server has."""
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Return a socket that has the configured address for itself, not listening yet.
+
+    Call it before the model is loaded: a port that another server has, or is about to have, is then known
+    within milliseconds.
+
+    Raises
+    ------
+    ConfigError : the port is in use, or the address is not one of this machine's.
+    """
+    where = f"{config.host}:{config.port}"
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {where}: no such host; choose another --host") from error
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        _bind_alone(sock, address)
+        _set_keep_alive(sock)
+    except OSError as error:
+        sock.close()
+        raise cannot_listen(where, error) from error
+    return sock
+
+
+def _bind_alone(sock: socket.socket, address: object) -> None:
+    """Bind so that nobody else can, if possible; it is not while old connections of the port fade away."""
+    try:
+        sock.bind(address)  # type: ignore[arg-type]  # what getaddrinfo returned
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)  # type: ignore[arg-type]
+
+
+def listen(sock: socket.socket, where: str) -> None:
+    """Listen here rather than in uvicorn, whose error would not say what is wrong.
+
+    Raises
+    ------
+    ConfigError : another server has taken the port since.
+    """
+    # One that another process has sent does not know that it must not wait: its copies would make all wait.
+    sock.settimeout(0)
+    try:
+        # connections inherit it: those that fade away must not keep the next server from the port
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise cannot_listen(where, error) from error
+
+
+def _set_keep_alive(sock: socket.socket) -> None:
+    """Notice within two minutes that a client's machine is gone; connections inherit this."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
+
+def cannot_listen(where: str, error: OSError) -> ConfigError:
+    """Return the error that says why, and what to do."""
+    cure = (
+        "stop the server that has it or choose another --port"
+        if error.errno == errno.EADDRINUSE
+        else "choose another address"
+    )
+    return ConfigError(f"cannot listen on {where}: {error.strerror or error}; {cure}")
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Check that the TLS files can be used.
+
+    Raises
+    ------
+    ConfigError : a file is missing, damaged, or the key does not belong to the certificate.
+    """
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(
+            f"cannot use the TLS certificate {config.ssl_certfile} with the key {config.ssl_keyfile}: {error}"
+            "; give PEM files that belong together"
+        ) from error
+
+
+def url_of(config: ServerConfig, sock: socket.socket) -> str:
+    """Return the address that a server answers at."""
+    scheme = "https" if config.ssl_certfile else "http"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{sock.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[], None]) -> Iterator[None]:
+    """Call `handler` in the event loop on signals while the block runs."""
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
