@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NoReturn
 
 from onbeat.core.errors import EngineDead, InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.fleet import ReplicaLoad
@@ -22,7 +23,6 @@ from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
-from onbeat.text.grammar.compiler import GrammarCompiler
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -329,7 +329,7 @@ class EngineCore:
         return StepOutputs(now, outputs, stats, self._load(now))
 
 
-def _no_compiler() -> GrammarCompiler:
+def _no_compiler() -> NoReturn:
     raise InvalidRequest("this engine enforces no grammars; send the request without one")
 
 

@@ -6,13 +6,15 @@ from collections.abc import Callable, Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Thread
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from onbeat.core.request import Adapter
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
-from onbeat.engine.forward import Computes
-from onbeat.engine.guided_draw import Guides
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from onbeat.engine.forward import Computes
+    from onbeat.engine.guided_draw import Guides
 
 ResultT = TypeVar("ResultT")
 

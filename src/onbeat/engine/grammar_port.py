@@ -8,14 +8,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from onbeat.core.errors import EngineError, Overloaded
 from onbeat.core.request import Grammar
 from onbeat.engine.container import usable_cores
 from onbeat.engine.messages import AddRequest
-from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
-from onbeat.text.grammar.guide import Guide
-from onbeat.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from onbeat.text.grammar.compiler import GrammarCompiler
+    from onbeat.text.grammar.guide import Guide
 
 STACK_BYTES = 64 << 20
 """Of the thread that compiles, which goes deeper the deeper a grammar refers to itself. A server's guard
@@ -176,6 +178,9 @@ class CompilingRequests:
 
 
 def _load_compiler(path: Path, vocab_size: int, *, spells: bool) -> GrammarCompiler:
+    from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
+    from onbeat.text.tokenizer import load_tokenizer
+
     tokenizer = load_tokenizer(path)
     vocabulary = Vocabulary.of(tokenizer, vocab_size)
     encode: Callable[[str], list[int]] = partial(tokenizer.encode, add_special_tokens=False)
