@@ -22,13 +22,6 @@ from tests.cpu.e2e.program import ServerProgram, connections, is_running, servin
 from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, replicas, text_of
 from tests.waiting import wait_for
 
-KEYS = {"LIMITED": "of a caller with limits"}
-CLASSES = """
-api_keys:
-  - {key_env: LIMITED, max_open_requests: 3}
-"""
-
-
 MODEL = "Llama-3.1-8B"
 """Gives 170 tokens a second: to pass them on is little work."""
 
@@ -242,28 +235,3 @@ def test_calls_of_a_job_are_one_job_wherever_they_come(server: ServerProgram) ->
         fields = {"prompt": "a", "max_tokens": 2, "slo": {"job": {"id": "j", "e2e_ms": 60_000}}}
         answer = httpx.post(f"{server.url}/v1/completions", json=fields, timeout=60).json()
         assert answer["slo"]["job"]["calls"] == number
-
-
-def test_limits_of_a_key_hold_over_all_front_ends(flags: Sequence[str | Path], tmp_path: Path) -> None:
-    classes = tmp_path / "classes.yaml"
-    classes.write_text(CLASSES)
-    limits = ("--slo-classes", classes, "--api-key", KEYS["LIMITED"])
-    with serving(*flags, *limits, env={**os.environ, **KEYS}) as server:
-        headers = {"Authorization": f"Bearer {KEYS['LIMITED']}"}
-        streams = [Stream(server.url, headers, max_tokens=4000) for _ in range(12)]
-        wait_for(lambda: sum(stream.error is not None for stream in streams) == 9)
-        assert all("429" in str(stream.error) for stream in streams if stream.error)
-        for stream in streams:
-            if not stream.error:
-                stream.wait_until_flowing()
-                stream.leave()
-
-        def ask() -> int:
-            fields = {"prompt": "a", "max_tokens": 1}
-            reply = httpx.post(f"{server.url}/v1/completions", json=fields, headers=headers, timeout=60)
-            return reply.status_code
-
-        wait_for(lambda: ask() == 200)
-        server.send_signal(signal.SIGTERM)
-        assert server.exit_code(30) == 0
-        assert not any(re.search("Traceback", line) for line in server.lines)

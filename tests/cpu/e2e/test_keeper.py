@@ -14,9 +14,15 @@ import pytest
 
 from tests.cpu.e2e.program import ServerProgram, is_running, serving, starting
 from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, replicas, text_of
-from tests.cpu.e2e.test_front_ends import CLASSES, KEYS, front_ends, streams_on_both
+from tests.cpu.e2e.test_front_ends import front_ends, streams_on_both
 from tests.waiting import wait_for
 
+KEYS = {"LIMITED": "of a caller with limits"}
+HEADERS = {"Authorization": f"Bearer {KEYS['LIMITED']}"}
+CLASSES = """
+api_keys:
+  - {key_env: LIMITED, max_open_requests: 3}
+"""
 ASKED = {"max_tokens": 1500, "temperature": 0}
 """Of the model here: 10 s of one, so few tokens that they are little work for those who pass them on."""
 
@@ -30,6 +36,23 @@ def flags(smollm2_gguf: Path) -> Sequence[str | Path]:
 def server(flags: Sequence[str | Path]) -> Iterator[ServerProgram]:
     with serving(*flags, "--replicas", "2") as program:
         yield program
+
+
+@pytest.fixture(scope="module")
+def limited(flags: Sequence[str | Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProgram]:
+    """A server of which a key may have three requests open at once."""
+    classes = tmp_path_factory.mktemp("limits") / "classes.yaml"
+    classes.write_text(CLASSES)
+    limits = ("--slo-classes", classes, "--api-key", KEYS["LIMITED"])
+    with serving(*flags, *limits, env={**os.environ, **KEYS}) as program:
+        yield program
+
+
+def ask_with_the_key(server: ServerProgram) -> int:
+    """Return the status of an answer."""
+    fields = {"prompt": "a", "max_tokens": 1, "ignore_eos": True}
+    reply = httpx.post(f"{server.url}/v1/completions", json=fields, headers=HEADERS, timeout=60)
+    return reply.status_code
 
 
 @pytest.fixture(scope="module")
@@ -148,36 +171,36 @@ def test_the_keeper_is_replaced_when_asked_for(server: ServerProgram, whole: str
     check(streams, whole)
 
 
-def test_what_a_key_has_open_counts_at_the_next_keeper(flags: Sequence[str | Path], tmp_path: Path) -> None:
-    classes = tmp_path / "classes.yaml"
-    classes.write_text(CLASSES)
-    limits = ("--slo-classes", classes, "--api-key", KEYS["LIMITED"])
-    with serving(*flags, *limits, env={**os.environ, **KEYS}) as server:
-        headers = {"Authorization": f"Bearer {KEYS['LIMITED']}"}
-
-        def ask() -> int:
-            fields = {"prompt": "a", "max_tokens": 1, "ignore_eos": True}
-            reply = httpx.post(f"{server.url}/v1/completions", json=fields, headers=headers, timeout=60)
-            return reply.status_code
-
-        taken = [Stream(server.url, headers, max_tokens=4000) for _ in range(3)]
-        wait_for(lambda: replicas(server)[0]["num_streaming"] == 3)
-        assert ask() == 429
-        with ThreadPoolExecutor(1) as other:
-            for gate in front_ends(
-                server
-            ):  # one of them has not told the next keeper, when the other asks it
-                os.kill(gate, signal.SIGSTOP)
-                replace_keeper(server, kill)
-                early = other.submit(ask)
-                time.sleep(0.5)
-                os.kill(gate, signal.SIGCONT)
-                assert early.result() == 429
-        wait_for(lambda: replicas(server)[0]["num_streaming"] == 3)
-        for stream in taken:
-            stream.go_on()
+def test_limits_of_a_key_hold_over_all_front_ends(limited: ServerProgram) -> None:
+    streams = [Stream(limited.url, HEADERS, max_tokens=4000) for _ in range(12)]
+    wait_for(lambda: sum(stream.error is not None for stream in streams) == 9)
+    assert all("429" in str(stream.error) for stream in streams if stream.error)
+    for stream in streams:
+        if not stream.error:
+            stream.wait_until_flowing()
             stream.leave()
-        wait_for(lambda: ask() == 200)
+    wait_for(lambda: ask_with_the_key(limited) == 200)
+    assert not any("Traceback" in line for line in limited.lines)
+
+
+def test_what_a_key_has_open_counts_at_the_next_keeper(limited: ServerProgram) -> None:
+    taken = [Stream(limited.url, HEADERS, max_tokens=4000) for _ in range(3)]
+    wait_for(lambda: replicas(limited)[0]["num_streaming"] == 3)
+    assert ask_with_the_key(limited) == 429
+    with ThreadPoolExecutor(1) as other:
+        # One of them has not told the next keeper, when the other asks it.
+        for gate in front_ends(limited):
+            os.kill(gate, signal.SIGSTOP)
+            replace_keeper(limited, kill)
+            early = other.submit(ask_with_the_key, limited)
+            time.sleep(0.5)
+            os.kill(gate, signal.SIGCONT)
+            assert early.result() == 429
+    wait_for(lambda: replicas(limited)[0]["num_streaming"] == 3)
+    for stream in taken:
+        stream.go_on()
+        stream.leave()
+    wait_for(lambda: ask_with_the_key(limited) == 200)
 
 
 def test_a_fleet_that_scales_itself_has_its_replicas_at_the_next_keeper(flags: Sequence[str | Path]) -> None:
@@ -204,11 +227,12 @@ def test_a_keeper_killed_before_it_serves_is_followed_by_one_that_does(flags: Se
         Stream(server.url, max_tokens=20).end(60)
         server.send_signal(signal.SIGTERM)
         assert server.exit_code(30) == 0
+        assert not any("Traceback" in line for line in server.lines)
 
 
-def test_all_end_with_who_looks_after_the_keeper(flags: Sequence[str | Path]) -> None:
-    with serving(*flags, "--replicas", "2") as server:
-        processes = [*server.keepers, *server.engine_pids]
-        assert len(processes) == 5
-        kill(server.process.pid)
-        wait_for(lambda: not any(map(is_running, processes)), 30)
+def test_all_end_with_who_looks_after_the_keeper(server: ServerProgram) -> None:
+    """The last one here, because it ends the server of the others."""
+    processes = [*server.keepers, *server.engine_pids]
+    assert len(processes) == 5
+    kill(server.process.pid)
+    wait_for(lambda: not any(map(is_running, processes)), 30)
