@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import EngineDead, OnbeatError
 from onbeat.core.fleet import ReplicaLimits
-from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
+from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver, StepOutputs
 from onbeat.core.request import FinishReason, Pooling, Request, RequestOutput, TokenLogprobs
-from onbeat.core.step import BatchShape, DraftStats, StepOutputs, StepStats
+from onbeat.core.step import BatchShape
+from onbeat.core.step_stats import DraftStats, StepStats
 
 EOS = 256
 BOS = 257

@@ -15,6 +15,7 @@ from benchmarks.gpu_check.ceilings import milliseconds
 from benchmarks.gpu_check.models import floor_ms, model_config
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, keep_rows, keep_step, note, seconds_left
 from onbeat.core.request import SamplingParams
+from onbeat.engine.backends.base import warm_up
 from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.device import Device, free_memory
 from onbeat.engine.model_runner import ModelRunner
@@ -61,7 +62,7 @@ def make_runner(
     )
     forward = make(num_blocks=num_blocks, block_size=timing.BLOCK_SIZE)
     runner = timing.runner_of(forward, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len)
-    runner.warm_up()
+    warm_up(runner)
     return runner
 
 

@@ -32,7 +32,7 @@ from benchmarks.serve.peers.rounds import Loads, Runs
 from benchmarks.serve.peers.stage import Stage, open_stage
 from benchmarks.serve.peers.workload import LONG_SHARE, Cell
 from benchmarks.vllm.compare_page import BACKEND, OURS, PLUG_IN, TBT_OVER_GAP, page
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.text.tokenizer import load_tokenizer
 
 BUDGETS = (128, 256, 512, 2048)

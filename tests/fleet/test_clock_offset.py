@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from onbeat.cluster.clock_offset import ClockOffset, by_our_clock, by_their_clock, clock_id
 from onbeat.core.fleet import ReplicaLoad
-from onbeat.core.protocols import EnginePulse
+from onbeat.core.protocols import EnginePulse, StepOutputs
 from onbeat.core.request import Request, RequestOutput
-from onbeat.core.step import BatchShape, StepOutputs, StepStats
+from onbeat.core.step import BatchShape
+from onbeat.core.step_stats import StepStats
 from onbeat.engine.messages import Heartbeat, Leaving, Stepped, in_portions
 
 DELAYS = st.floats(0.0, 0.5)

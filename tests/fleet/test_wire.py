@@ -15,8 +15,8 @@ import zmq
 from onbeat.cluster.life import Life
 from onbeat.cluster.streams import Streams
 from onbeat.core.errors import ConfigError
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import Request, RequestOutput, TokenLogprobs
-from onbeat.core.step import StepOutputs
 from onbeat.engine.messages import (
     Died,
     FromEngine,

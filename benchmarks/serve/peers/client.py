@@ -15,9 +15,9 @@ from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
 from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadRunner
 from onbeat.bench.session import RequestOffer
-from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.slo import SLO
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.metrics.summary import SummaryOptions, summarise
 from onbeat.report.run import summary_values
 from onbeat.workload.prompts import PromptWriter, WordPool, tokenizer_pool

@@ -28,8 +28,8 @@ from onbeat.bench.result import BenchRun, build_result
 from onbeat.bench.runner import LoadRunner, Send
 from onbeat.bench.speculation import look_at_drafts
 from onbeat.core.errors import ConfigError
-from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.metrics.jobs import JobSummary
 from onbeat.workload.job import Call, Job
 from onbeat.workload.job_kinds import summarise_calls

@@ -38,7 +38,7 @@ from onbeat.cli.options import add_options, read_options, read_value
 from onbeat.cli.outputs import check_writable, deliver, progress_bar, result_console, shown_settings
 from onbeat.core.errors import ConfigError, counted, quoted
 from onbeat.core.options import change, changed, check, option, part, settings_of
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.planner.plan_file import Promise, read_promise
 from onbeat.report.result import Column, filled_table, save, say, show_parts
 from onbeat.report.run_report import runs_result

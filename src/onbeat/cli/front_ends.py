@@ -26,7 +26,7 @@ from onbeat.metrics.merge import snapshot
 from onbeat.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
-    from onbeat.core.protocols import Tokenizer
+    from onbeat.core.tokenizer import Tokenizer
     from onbeat.metrics.tracker import RunListener
     from onbeat.server.telemetry import Telemetry
     from onbeat.text.chat_template import ChatTemplate

@@ -24,7 +24,8 @@ from onbeat.cli.options import add_options, find_group, read_options
 from onbeat.cli.outputs import check_writable, deliver, files_of, progress_bar, shown_settings
 from onbeat.core.errors import counted
 from onbeat.core.options import option
-from onbeat.core.step import BatchShape, StepStats
+from onbeat.core.step import BatchShape
+from onbeat.core.step_stats import StepStats
 from onbeat.metrics.attainment import count_missed
 from onbeat.metrics.jobs import JobSummary, lines_of_jobs
 from onbeat.metrics.record import RequestRecord, write_records

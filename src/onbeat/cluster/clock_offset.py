@@ -7,9 +7,8 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from onbeat.core.protocols import EnginePulse
+from onbeat.core.protocols import EnginePulse, StepOutputs
 from onbeat.core.request import Request, RequestOutput
-from onbeat.core.step import StepOutputs
 from onbeat.engine.messages import FromEngine, Heartbeat, Stepped
 
 _DRIFT = 50e-6

@@ -14,9 +14,8 @@ from typing import Protocol
 
 from onbeat.core.errors import InvalidRequest, OnbeatError
 from onbeat.core.hashing import hash_blocks
-from onbeat.core.protocols import Delivery, StepObserver
+from onbeat.core.protocols import Delivery, StepObserver, StepOutputs
 from onbeat.core.request import Request, RequestOutput
-from onbeat.core.step import StepOutputs
 from onbeat.engine.messages import TOLD_TOKENS
 
 MOST_AT_ONCE = 32

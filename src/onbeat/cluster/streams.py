@@ -12,10 +12,9 @@ from onbeat.cluster.gate import GatePort, id_in_use
 from onbeat.cluster.life import Life
 from onbeat.core import errors
 from onbeat.core.fleet import ReplicaId, ReplicaLoad
-from onbeat.core.protocols import StepObserver
+from onbeat.core.protocols import StepObserver, StepOutputs
 from onbeat.core.request import Placement, Request, RequestOutput, TokenLogprobs, overdue_error
 from onbeat.core.slo import Fate
-from onbeat.core.step import StepOutputs
 from onbeat.engine.messages import Fetched, Rejected, never_fits
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import Aborted, Delivered, FleetEvent, Refuse, Refused, Send

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.kv_windows import KVWindows
+from onbeat.core.request import Adapter
 
 DRAIN_SECONDS = 30.0
 """What runs on a replica that is to end may take so long, unless somebody says otherwise."""
@@ -217,6 +220,94 @@ class ScalingView:
     """Of the time of the replicas, what the load of late would take; None where nothing is known."""
     planned_share: float | None = None
     """Up to which a replica is loaded; None where the policy knows no such share."""
+
+
+class FleetView(Protocol):
+    """What the server shows of a fleet, and what it may ask of one."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no replica has: they wait for one to get ready."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a replica takes requests."""
+
+    @property
+    def seconds_to_ready(self) -> float | None:
+        """Seconds until a replica is expected to be ready; None where none is coming."""
+
+    @property
+    def scaling(self) -> ScalingView | None:
+        """How a fleet that changes its own size stands; None of any other."""
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters that requests may ask for, by their names."""
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
+        """Load a LoRA adapter on every replica.
+
+        Parameters
+        ----------
+        in_place : whether it may take the place of another of its name, which running requests keep.
+
+        Raises
+        ------
+        InvalidRequest : it cannot be loaded, there is no room for it, or its name is in use.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let no further request ask for a LoRA adapter that is loaded; those that have it go on."""
+
+    def replicas(self) -> Sequence[ReplicaView]:
+        """Return how each replica stands, those that have been stopped left out."""
+
+    async def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
+        """Let a replica end without loss.
+
+        Parameters
+        ----------
+        seconds : what runs there may take so long; what is left then goes on elsewhere.
+        restarts : whether it is started again afterwards.
+
+        Raises
+        ------
+        InvalidRequest : there is no such replica, or it neither serves nor starts.
+        """
+
+    async def scale(self, num_replicas: int) -> None:
+        """Start replicas, or let some end without loss, until there are so many.
+
+        A fleet that changes its own size keeps to that number from then on.
+
+        Raises
+        ------
+        InvalidRequest : there cannot be as many.
+        """
+
+    async def autoscale(self, least: int, most: int) -> None:
+        """Let the fleet decide on the number of replicas, between two.
+
+        Raises
+        ------
+        InvalidRequest : it was not started with a policy for that, or no number is between them.
+        """
+
+    async def restart(self, *, keeper: bool = False) -> None:
+        """Start all replicas again, one after another, without loss; each waits for the one before.
+
+        Parameters
+        ----------
+        keeper : whether it is who decides about them that is started again, in their place.
+
+        Raises
+        ------
+        InvalidRequest : the round before is under way, or nobody starts the keeper again.
+        """
+
+    def expect_end(self) -> None:
+        """Hear that the server ends soon: replicas that are told to end as well stay until then."""
 
 
 MOST_BACKLOG_ENTRIES = 16

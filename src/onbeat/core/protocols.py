@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView, ScalingView
-from onbeat.core.request import Adapter, Pooling, Request, RequestOutput, SamplingParams
-from onbeat.core.step import StepOutputs
+from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
+from onbeat.core.request import Pooling, Request, RequestOutput, SamplingParams
+from onbeat.core.step_stats import StepStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,17 @@ class EnginePulse:
     """Seconds of late in which it wanted to run and others had the processors, as its host sees it."""
 
 
+@dataclass(slots=True)
+class StepOutputs:
+    """Everything that one step sends back to the clients, in one message."""
+
+    now: float
+    outputs: list[RequestOutput]
+    stats: StepStats | None = None
+    load: ReplicaLoad | None = None
+    """How the engine stands then; None where nobody asked for it."""
+
+
 class StepObserver(Protocol):
     """Sees every message of the engine before the request streams do (metrics, timeline)."""
 
@@ -113,132 +124,3 @@ class EngineClient(Protocol):
         EngineDead : the engine process ended.
         EngineError : this request failed inside the engine.
         """
-
-
-class FleetView(Protocol):
-    """What the server shows of a fleet, and what it may ask of one."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that no replica has: they wait for one to get ready."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a replica takes requests."""
-
-    @property
-    def seconds_to_ready(self) -> float | None:
-        """Seconds until a replica is expected to be ready; None where none is coming."""
-
-    @property
-    def scaling(self) -> ScalingView | None:
-        """How a fleet that changes its own size stands; None of any other."""
-
-    @property
-    def adapters(self) -> Mapping[str, Adapter]:
-        """The LoRA adapters that requests may ask for, by their names."""
-
-    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
-        """Load a LoRA adapter on every replica.
-
-        Parameters
-        ----------
-        in_place : whether it may take the place of another of its name, which running requests keep.
-
-        Raises
-        ------
-        InvalidRequest : it cannot be loaded, there is no room for it, or its name is in use.
-        """
-
-    async def unload_adapter(self, name: str) -> None:
-        """Let no further request ask for a LoRA adapter that is loaded; those that have it go on."""
-
-    def replicas(self) -> Sequence[ReplicaView]:
-        """Return how each replica stands, those that have been stopped left out."""
-
-    async def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
-        """Let a replica end without loss.
-
-        Parameters
-        ----------
-        seconds : what runs there may take so long; what is left then goes on elsewhere.
-        restarts : whether it is started again afterwards.
-
-        Raises
-        ------
-        InvalidRequest : there is no such replica, or it neither serves nor starts.
-        """
-
-    async def scale(self, num_replicas: int) -> None:
-        """Start replicas, or let some end without loss, until there are so many.
-
-        A fleet that changes its own size keeps to that number from then on.
-
-        Raises
-        ------
-        InvalidRequest : there cannot be as many.
-        """
-
-    async def autoscale(self, least: int, most: int) -> None:
-        """Let the fleet decide on the number of replicas, between two.
-
-        Raises
-        ------
-        InvalidRequest : it was not started with a policy for that, or no number is between them.
-        """
-
-    async def restart(self, *, keeper: bool = False) -> None:
-        """Start all replicas again, one after another, without loss; each waits for the one before.
-
-        Parameters
-        ----------
-        keeper : whether it is who decides about them that is started again, in their place.
-
-        Raises
-        ------
-        InvalidRequest : the round before is under way, or nobody starts the keeper again.
-        """
-
-    def expect_end(self) -> None:
-        """Hear that the server ends soon: replicas that are told to end as well stay until then."""
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back.
-
-    Decoding joins `token_bytes` and reads them as UTF-8, so it can go on token by token.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens after which the model has said all it wants to say."""
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        """Tokens that decoding leaves out with `skip_special_tokens`."""
-
-    @property
-    def strips_leading_space(self) -> bool:
-        """Whether one space at the very start of a decoded text is not part of it."""
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for (special tokens: their name in UTF-8)."""
-
-    def token_entry(self, token_id: int) -> str:
-        """Return a token as the vocabulary spells it, such as `Ġis`; empty where it has no such token."""
-
-    def token_text(self, token_id: int) -> str:
-        """Return a token as shown in logprobs: its bytes as UTF-8, undecodable bytes replaced."""

@@ -12,9 +12,10 @@ from typing import NoReturn
 
 from onbeat.core.errors import EngineDead, InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.fleet import ReplicaLoad
-from onbeat.core.protocols import EnginePulse
+from onbeat.core.protocols import EnginePulse, StepOutputs
 from onbeat.core.request import Request, RequestOutput
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step_stats import StepStats
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.kv_access import BlockMemory, KVLayout

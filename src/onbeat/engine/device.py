@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import resource
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from threading import Thread
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -23,6 +26,7 @@ _ADDRESSES_OF_THREADS = 256 * 2**20
 _NAMES = re.compile(r"cpu|cuda(?::(\d+))?")
 _SIGNS_OF_GPUS = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd")))
 """Of the drivers of NVIDIA, of WSL and of AMD; without one, torch need not be asked."""
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +189,23 @@ def _address_space_left() -> int | None:
         if soft != resource.RLIM_INFINITY:
             left.append(soft - int(num_pages) * resource.getpagesize() - _ADDRESSES_OF_THREADS)
     return max(min(left), 0) if left else None
+
+
+def run_apart(work: Callable[[], ResultT]) -> ResultT:
+    """Return what some work does, which runs in a thread of its own that ends with it.
+
+    OpenMP keeps threads for each thread that has used it. Once all of them outnumber the cores they no longer
+    spin between two parts of a step, and a step may take twice as long: what loads a model must not keep any.
+    """
+    done: Future[ResultT] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = Thread(target=run, name="onbeat-load", daemon=True)
+    thread.start()
+    thread.join()
+    return done.result()

@@ -5,38 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Thread
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from onbeat.core.request import Adapter
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
-from onbeat.scheduler.scheduler_config import SchedulerConfig
-
-if TYPE_CHECKING:
-    from onbeat.engine.forward import Computes
-    from onbeat.engine.guided_draw import Guides
-
-ResultT = TypeVar("ResultT")
-
-
-def run_apart(work: Callable[[], ResultT]) -> ResultT:
-    """Return what some work does, which runs in a thread of its own that ends with it.
-
-    OpenMP keeps threads for each thread that has used it. Once all of them outnumber the cores they no longer
-    spin between two parts of a step, and a step may take twice as long: what loads a model must not keep any.
-    """
-    done: Future[ResultT] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = Thread(target=run, name="onbeat-load", daemon=True)
-    thread.start()
-    thread.join()
-    return done.result()
 
 
 class PendingStep(Protocol):
@@ -67,29 +39,6 @@ class StepRunner(Protocol):
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Run a step, or see to it that it runs; called by one thread."""
-
-
-class Runner(StepRunner, Protocol):
-    """What an engine runs its steps on."""
-
-    limits: SchedulerConfig
-    """What a scheduler may plan; KV blocks have the ids 0 to `limits.num_blocks` - 1."""
-    guides: Guides | None
-    """Where guides of grammars come from; set by whoever builds the engine. None: none is enforced."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether it takes steps while one runs, so that to plan ahead keeps the device busy."""
-
-    @property
-    def forward(self) -> Computes:
-        """What its steps are computed on."""
-
-    def touch_ahead(self) -> bool:
-        """Take a little of the memory that later steps will need; return whether there was any to take."""
-
-    def close(self) -> None:
-        """Let go of what steps ran on; none may run any more."""
 
 
 @runtime_checkable

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, EngineError, InvalidRequest
 from onbeat.core.options import make
-from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import FinishReason, Pooling, Request, RequestOutput, SamplingParams, TokenLogprobs
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.engine.core import EngineCore
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.start import build_engine

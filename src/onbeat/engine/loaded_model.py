@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onbeat.engine.backends.base import Backend
+from onbeat.engine.backends.base import Backend, Runner
 from onbeat.engine.device import device_name
-from onbeat.engine.executor import Runner
 from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, States, region_bytes
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.speculation.build import ProposerBuilder

@@ -19,9 +19,8 @@ from onbeat.core.errors import (
     SLOUnattainable,
 )
 from onbeat.core.handover import MoveTask, TaskAnswer
-from onbeat.core.protocols import EngineInfo, EnginePulse
+from onbeat.core.protocols import EngineInfo, EnginePulse, StepOutputs
 from onbeat.core.request import Adapter, Request, RequestOutput
-from onbeat.core.step import StepOutputs
 from onbeat.engine.kv_access import KVLayout, KVSource
 
 

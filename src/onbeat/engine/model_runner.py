@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from onbeat.core.request import Request, SamplingParams
-from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine.executor import DoneStep, PendingStep
 from onbeat.engine.forward import ChosenTokens, ForwardPass, LaunchesSteps, StepLogits
 from onbeat.engine.guided_draw import Guides, begin_guide, guided_drafts, guided_rows, with_forced
@@ -202,43 +201,6 @@ class ModelRunner:
             self.forward.scrub(self.batch.block_ids(self.batch.slots[request_id]))
         failed = {**(output.failed or {}), **found.failed}
         return output._replace(embeddings=found.done, failed=failed or None)
-
-    def warm_up(self, num_tokens: int = 64) -> None:
-        """Run a chunk and a decode, so that the first request finds kernels and memory prepared.
-
-        With a proposer, the decode has a draft.
-
-        Call before the first step: it writes to the first KV blocks.
-
-        Parameters
-        ----------
-        num_tokens : length of the chunk; less where the KV cache or `max_model_len` is smaller.
-        """
-        block_size = self.batch.block_size
-        num_tokens = min(num_tokens, self.limits.max_model_len - 1, self.limits.num_blocks * block_size - 1)
-        request = Request(
-            request_id="warm-up",
-            prompt_token_ids=(0,) * max(num_tokens, 1),
-            sampling=SamplingParams(temperature=0.0),
-        )
-        num_prompt_tokens = len(request.prompt_token_ids)
-        num_blocks = num_prompt_tokens // block_size + 1
-        admitted = AdmittedRequest(request, (), tuple(range(num_blocks)))
-        num_slots = min(num_blocks * block_size, self.limits.max_model_len)
-        num_drafts = int(self.proposer is not None and num_prompt_tokens + 2 <= num_slots)
-        chunk = ScheduledRequest(request.request_id, 0, num_prompt_tokens, (), samples=True)
-        decode = ScheduledRequest(
-            request.request_id,
-            num_prompt_tokens,
-            1 + num_drafts,
-            (),
-            samples=True,
-            num_draft_tokens=num_drafts,
-        )
-        self.execute(SchedulerOutput(-2, (chunk,), (admitted,), (), BatchShape()))
-        if num_prompt_tokens < self.limits.max_model_len:
-            self.execute(SchedulerOutput(-1, (decode,), (), (), BatchShape()))
-        self._release(request.request_id)
 
     def _change_requests(self, scheduled: SchedulerOutput) -> None:
         """Forget the requests that left, then take in those that came."""

@@ -23,10 +23,9 @@ import zmq
 
 from onbeat.core.errors import EngineDead, OnbeatError, RequestRejected
 from onbeat.core.handover import MoveTask, MoveVerb
-from onbeat.core.protocols import EnginePulse
+from onbeat.core.protocols import EnginePulse, StepOutputs
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.settled_memory import settled_memory
-from onbeat.core.step import StepOutputs
 from onbeat.engine import messages
 from onbeat.engine.core import EngineCore
 from onbeat.engine.grammar_port import CompilingRequests

@@ -18,9 +18,9 @@ from onbeat.engine.backends.base import Backend, CheckpointBackend, Room, Settle
 from onbeat.engine.backends.stand_in import StandInBackend
 from onbeat.engine.backends.table import choose_backend, open_weights, vllm_backend, vllm_commands
 from onbeat.engine.core import EngineCore
-from onbeat.engine.device import detect_device
+from onbeat.engine.device import detect_device, run_apart
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.executor import ThreadExecutor, run_apart
+from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.loaded_model import LoadedModel

@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import median_low
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.step import BatchShape, StepStats
+from onbeat.core.step import BatchShape
+from onbeat.core.step_stats import StepStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.backends.base import CheckpointBackend
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from onbeat.core.fleet import ReplicaId, replica_id
 from onbeat.core.slo import SLOMode
-from onbeat.core.step import StepStats
+from onbeat.core.step_stats import StepStats
 from onbeat.metrics.declare import counter, gauge, histogram, part, shown
 from onbeat.metrics.histogram import (
     ERROR_RATIOS,

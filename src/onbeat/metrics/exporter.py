@@ -17,7 +17,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from onbeat.core.protocols import EngineClient, FleetView
+from onbeat.core.fleet import FleetView
+from onbeat.core.protocols import EngineClient
 from onbeat.files import packaged
 from onbeat.metrics.counts import EngineCounts, RunCounts, ServerCounts
 from onbeat.metrics.declare import VLLM, Labels, Metric, declared, gauge, info, samples

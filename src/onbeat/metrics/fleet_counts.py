@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
-from onbeat.core.protocols import FleetView
+from onbeat.core.fleet import FleetView, ReplicaId, ReplicaView, ScalingView
 from onbeat.metrics.declare import counter, gauge, histogram, part
 from onbeat.metrics.histogram import ERROR_RATIOS, GAP_SECONDS, Histogram
 

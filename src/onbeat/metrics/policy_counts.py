@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from onbeat.core.fleet import ReplicaId
-from onbeat.core.step import DraftStats, SchedulerState, StepStats
+from onbeat.core.step_stats import DraftStats, SchedulerState, StepStats
 from onbeat.metrics.declare import counter, histogram, shown
 from onbeat.metrics.histogram import DRAFT_LENGTHS, GAP_SECONDS, SLACK_SECONDS, Histogram
 

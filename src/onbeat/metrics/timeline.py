@@ -22,7 +22,7 @@ import orjson
 from onbeat.background_file import BackgroundFile
 from onbeat.core.fleet import replica_id
 from onbeat.core.slo import Fate
-from onbeat.core.step import StepStats
+from onbeat.core.step_stats import StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RunListener
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onbeat.core.errors import Overloaded, RequestRejected, SLOUnattainable
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import Fate
-from onbeat.core.step import StepOutputs, StepStats
+from onbeat.core.step_stats import StepStats
 from onbeat.metrics.record import RequestRecord
 
 REFUSALS = ("slo_unattainable", "deadline_exceeded", "queue_too_long", "queue_full", "no_replica")

@@ -15,7 +15,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
 from onbeat.core.errors import ConfigError, OnbeatError
-from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
+from onbeat.core.fleet import FleetView
+from onbeat.core.protocols import EngineClient
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.server import middleware
 from onbeat.server.chat import chat_routes
 from onbeat.server.completions import completion_routes

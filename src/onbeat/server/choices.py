@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from onbeat.core.errors import EngineError, InvalidRequest, Overloaded, SLOUnattainable
-from onbeat.core.protocols import Delivery, Tokenizer
+from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Placement, Request, RequestOutput, TokenLogprobs, overdue_error
 from onbeat.core.slo import Fate
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.metrics.record import RequestRecord
 from onbeat.text.reply.calls import CallStart, ContentText, MarkToken, ReplyEvent
 from onbeat.text.reply.parser import ReplyParser

@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest, counted
-from onbeat.core.protocols import EngineInfo, Tokenizer
+from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import TokenLogprobs
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_report import SLOReport, Usage
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken

@@ -10,8 +10,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from onbeat.core.errors import PromptTooLong, counted
-from onbeat.core.protocols import EngineInfo, Tokenizer
+from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.server.answer import cancelled_on_disconnect
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest

@@ -11,8 +11,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaView, ScalingView
-from onbeat.core.protocols import FleetView
+from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, FleetView, ReplicaView, ScalingView
 from onbeat.server.body import read_body
 from onbeat.server.errors import ApiError
 from onbeat.server.fields import WHOLE, Closed

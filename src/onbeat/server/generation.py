@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import aclosing, contextmanager
 
 from onbeat.core.errors import Overloaded, RequestRejected, SLOUnattainable
-from onbeat.core.protocols import Delivery, EngineClient, Tokenizer
+from onbeat.core.protocols import Delivery, EngineClient
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import ShedMode
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.metrics.tracker import RequestTracker
 from onbeat.server.choices import Choice, ChoiceDelta, ChoiceText, TextOptions, aborted_error
 from onbeat.server.errors import unattainable

@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import Raw, Struct
 
-from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import TokenLogprobs
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.server.choices import ShownToken
 from onbeat.server.pieces import Long, Piece, encode, json_inside, written
 from onbeat.text.stream import TextStream

@@ -12,7 +12,7 @@ import orjson
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong, first_of
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.server.fair_threads import FairThreads
 from onbeat.server.fields import WHOLE, Flag
 

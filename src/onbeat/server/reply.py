@@ -9,8 +9,8 @@ from string import ascii_letters, digits
 from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import Grammar
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.server.choices import TextOptions
 from onbeat.server.errors import unsupported
 from onbeat.server.reply_fields import ToolUse

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 
 from onbeat.core.errors import counted
-from onbeat.core.protocols import FleetView
+from onbeat.core.fleet import FleetView
 from onbeat.core.settled_memory import settled_memory
 from onbeat.server.connection import BodyRoom, BoundedConnection
 from onbeat.server.generation import Lifecycle

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onbeat.core.protocols import EngineClient, EngineInfo, FleetView, Tokenizer
+from onbeat.core.fleet import FleetView
+from onbeat.core.protocols import EngineClient, EngineInfo
 from onbeat.core.request import Adapter
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.server.engine_watch import EngineHealth
 from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator, Lifecycle

@@ -17,7 +17,7 @@ from msgspec import Struct
 from starlette.responses import HTMLResponse, Response
 
 from onbeat.core.errors import EngineDead, Overloaded
-from onbeat.core.protocols import FleetView
+from onbeat.core.fleet import FleetView
 from onbeat.server.errors import engine_hangs
 from onbeat.server.openapi import Routes, error_answers
 from onbeat.server.pieces import json_response

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from onbeat.core.step import StepStats
+from onbeat.core.step_stats import StepStats
 from onbeat.metrics.record import RequestRecord
 
 StepsWanted = Literal["none", "runs", "all"]

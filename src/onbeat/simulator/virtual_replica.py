@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.handover import Detached
-from onbeat.core.step import BatchShape, DraftStats, SchedulerOutput
+from onbeat.core.step import BatchShape, SchedulerOutput
+from onbeat.core.step_stats import DraftStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.shapes import LargestStep, ShapeRange
 from onbeat.scheduler.replica.policies import composition

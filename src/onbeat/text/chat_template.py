@@ -23,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from onbeat.core.errors import ConfigError, InvalidRequest, OnbeatError
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.files import read_text
 from onbeat.text.limited_process import Answer, Ended, LimitedProcess, serve, timer
 

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.tokenizer import Tokenizer
 
 _UTF8_DECODER = codecs.getincrementaldecoder("utf-8")
 

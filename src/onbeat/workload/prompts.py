@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.tokenizer import Tokenizer
 
 LengthSource = Literal["tokenizer", "server", "estimate"]
 

@@ -8,7 +8,7 @@ from onbeat.core.errors import SLOUnattainable
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import Fate, ShedMode
-from onbeat.core.step import SchedulerState
+from onbeat.core.step_stats import SchedulerState
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.scheduler.replica.scheduler import Scheduler

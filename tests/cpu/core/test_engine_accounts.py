@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.scheduler.replica.policies import POLICIES

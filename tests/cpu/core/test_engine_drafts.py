@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import Request, SamplingParams
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import DoneStep, ThreadExecutor
 from onbeat.scheduler.replica.scheduler import Scheduler

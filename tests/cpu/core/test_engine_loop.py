@@ -9,9 +9,8 @@ import zmq
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.core.handover import MoveTask, MoveVerb
-from onbeat.core.protocols import EnginePulse
+from onbeat.core.protocols import EnginePulse, StepOutputs
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
-from onbeat.core.step import StepOutputs
 from onbeat.engine import process
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.link import EngineLink

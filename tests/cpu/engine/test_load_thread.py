@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.device import run_apart
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.executor import run_apart
 from onbeat.engine.loaded_model import LoadedModel
 from onbeat.engine.profiling import measure, profiler
 from onbeat.engine.profiling.measure import StepTimer

@@ -10,6 +10,7 @@ import torch
 
 from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.backends.base import warm_up
 from onbeat.engine.draw import Logits
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner
@@ -195,7 +196,7 @@ def test_values_that_are_not_finite_leave_with_the_failed_request() -> None:
 @pytest.mark.parametrize("max_model_len", [1, 2, 16, 17, 32])
 def test_warm_up_leaves_no_request_behind(max_model_len: int) -> None:
     runner = make_runner(max_model_len=max_model_len, num_blocks=2)
-    runner.warm_up()
+    warm_up(runner)
     assert runner.batch.slots == {}
     assert runner.batch.sampling_rows == {}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.recording.reader import Recording

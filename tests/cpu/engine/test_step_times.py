@@ -16,7 +16,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO
-from onbeat.core.step import BatchShape, StepStats
+from onbeat.core.step import BatchShape
+from onbeat.core.step_stats import StepStats
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.profiling.batches import MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer

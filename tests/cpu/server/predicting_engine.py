@@ -9,10 +9,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from onbeat.core.errors import OnbeatError
-from onbeat.core.protocols import Delivery
+from onbeat.core.protocols import Delivery, StepOutputs
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import Fate
-from onbeat.core.step import StepOutputs
 from tests.fakes_engine import FakeEngine
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.backends.base import warm_up
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import SampledTokens, Sampler
 from onbeat.engine.torch.forward import TorchForward
@@ -106,7 +107,7 @@ def test_a_proposer_hears_who_goes() -> None:
 def test_warm_up_leaves_nothing_with_the_proposer(max_model_len: int) -> None:
     script = ScriptedProposer(lambda row: [0, 0, 0])
     runner = make_runner(script, max_model_len=max_model_len, num_blocks=2)
-    runner.warm_up()
+    warm_up(runner)
     assert runner.batch.slots == {}
     assert len(script.released) == 1
 

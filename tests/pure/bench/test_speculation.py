@@ -13,7 +13,7 @@ from rich.console import Console
 from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
 from onbeat.bench.speculation import Drafts, drafts_of, measured_drafts
-from onbeat.core.step import DraftStats
+from onbeat.core.step_stats import DraftStats
 from onbeat.report.page import write_page
 from onbeat.report.result import Facts, show
 from tests.pure.bench.results import make_records, make_result, result_of

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import orjson
 
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO
-from onbeat.core.step import StepOutputs
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.tracker import RequestTracker

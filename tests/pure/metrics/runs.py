@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import FinishReason, Request, RequestOutput
-from onbeat.core.step import BatchShape, StepOutputs, StepStats
+from onbeat.core.step import BatchShape
+from onbeat.core.step_stats import StepStats
 from onbeat.metrics.tracker import RequestTracker
 
 

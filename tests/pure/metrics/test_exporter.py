@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import FinishReason
-from onbeat.core.step import StepOutputs
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.histogram import Histogram

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, Fate
-from onbeat.core.step import SchedulerState, StepOutputs
+from onbeat.core.step_stats import SchedulerState
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.slo_counts import JUDGED_REQUESTS, MOST_RECENT, OUTCOMES, EndedRequest, SLOCounts

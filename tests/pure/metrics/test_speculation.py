@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import FinishReason
-from onbeat.core.step import DraftStats, StepOutputs
+from onbeat.core.step_stats import DraftStats
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.histogram import Histogram

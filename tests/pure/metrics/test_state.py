@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import onbeat
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.fleet import ReplicaLimits, ReplicaView, ScalingView
-from onbeat.core.step import DraftStats, SchedulerState
+from onbeat.core.step_stats import DraftStats, SchedulerState
 from onbeat.metrics.declare import declared
 from onbeat.metrics.exporter import SHOWN, state_schema
 from tests.pure.metrics.fake_server import FakeServer

@@ -11,9 +11,9 @@ import pytest
 
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import ConfigError, SLOUnattainable
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import Fate
-from onbeat.core.step import StepOutputs
 from onbeat.metrics.timeline import open_timeline
 from onbeat.metrics.tracker import RequestTracker
 from tests.pure.metrics.runs import output, request, run_one, stats, step

@@ -5,9 +5,10 @@ import math
 import pytest
 
 from onbeat.core.errors import InvalidRequest, Overloaded, RequestRejected, SLOUnattainable
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, Fate
-from onbeat.core.step import StepOutputs, StepStats
+from onbeat.core.step_stats import StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RequestTracker, RunListener
 from tests.pure.metrics.runs import output, request, run_one, step

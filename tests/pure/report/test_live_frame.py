@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
-from onbeat.core.step import DraftStats
+from onbeat.core.step_stats import DraftStats
 from onbeat.report.live_frame import LONG_GAPS, live_frame
 from onbeat.report.live_state import State, StateHistory
 from tests.pure.metrics.fake_server import FakeServer

@@ -8,7 +8,8 @@ from random import Random
 from typing import Any
 
 from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
-from onbeat.core.step import BatchShape, DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.core.step import BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.core.step_stats import DraftStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.scheduler import Scheduler

@@ -6,7 +6,7 @@ import pytest
 
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO, Fate, ShedMode
-from onbeat.core.step import SchedulerState
+from onbeat.core.step_stats import SchedulerState
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.tracker import SLOTracker
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state

@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from onbeat.core.step import BatchShape, StepStats
+from onbeat.core.step import BatchShape
+from onbeat.core.step_stats import StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.scheduler.cluster.fleet_config import FleetConfig

@@ -9,13 +9,15 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.request import Pooling
+from onbeat.core.request import Pooling, Request, SamplingParams
+from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import DeviceConfig, device_name, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
-from onbeat.engine.executor import Runner
-from onbeat.engine.forward import ForwardPass
+from onbeat.engine.executor import StepRunner
+from onbeat.engine.forward import Computes, ForwardPass
+from onbeat.engine.guided_draw import Guides
 from onbeat.engine.memory import USUAL_TOKENS, Footprint, free_for, modest_kv_bytes
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
@@ -42,6 +44,29 @@ SettleLimits = Callable[..., scheduler_config.SchedulerConfig]
 
 _MOST_DRAFTS = 32
 """Of a model that keeps states, as many as the native engine takes at once."""
+
+
+class Runner(StepRunner, Protocol):
+    """What an engine runs its steps on."""
+
+    limits: scheduler_config.SchedulerConfig
+    """What a scheduler may plan; KV blocks have the ids 0 to `limits.num_blocks` - 1."""
+    guides: Guides | None
+    """Where guides of grammars come from; set by whoever builds the engine. None: none is enforced."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it takes steps while one runs, so that to plan ahead keeps the device busy."""
+
+    @property
+    def forward(self) -> Computes:
+        """What its steps are computed on."""
+
+    def touch_ahead(self) -> bool:
+        """Take a little of the memory that later steps will need; return whether there was any to take."""
+
+    def close(self) -> None:
+        """Let go of what steps ran on; none may run any more."""
 
 
 class Room(NamedTuple):
@@ -170,7 +195,7 @@ class ForwardBackend(Backend, Protocol):
         proposer = None if propose is None else propose(forward, limits)
         runner = ModelRunner(limits, forward, self.sampler(), proposer)
         say(Detail("warming up"))
-        runner.warm_up()
+        warm_up(runner)
         return runner, limits
 
 
@@ -323,3 +348,27 @@ class CheckpointBackend(ForwardBackend):
         for name in ("enforce_eager", "cuda_graph_pieces"):
             if getattr(config, name):
                 yield f"ignored: --{name.replace('_', '-')} (this engine has no CUDA graphs)"
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run a chunk and a decode, so that the first request finds kernels and memory prepared.
+
+    With a proposer, the decode has a draft. Call before the first step: it writes to the first KV blocks.
+    """
+    block_size, max_model_len = runner.batch.block_size, runner.limits.max_model_len
+    num_tokens = max(min(64, max_model_len - 1, runner.limits.num_blocks * block_size - 1), 1)
+    num_blocks = num_tokens // block_size + 1
+    num_slots = min(num_blocks * block_size, max_model_len)
+    num_drafts = int(runner.proposer is not None and num_tokens + 2 <= num_slots)
+    request = Request(
+        request_id="warm-up",
+        prompt_token_ids=(0,) * num_tokens,
+        sampling=SamplingParams(temperature=0.0),
+    )
+    name, admitted = request.request_id, AdmittedRequest(request, (), tuple(range(num_blocks)))
+    chunk = ScheduledRequest(name, 0, num_tokens, (), samples=True)
+    decode = ScheduledRequest(name, num_tokens, 1 + num_drafts, (), samples=True, num_draft_tokens=num_drafts)
+    runner.execute(SchedulerOutput(-3, (chunk,), (admitted,), (), BatchShape()))
+    if num_tokens < max_model_len:
+        runner.execute(SchedulerOutput(-2, (decode,), (), (), BatchShape()))
+    runner.execute(SchedulerOutput(-1, (), (), (name,), BatchShape()))

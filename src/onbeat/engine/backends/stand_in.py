@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, DoesNotFit
-from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.engine.backends.base import CheckpointBackend, ForwardBackend, Room, SettleLimits
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.draw import Logits

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import Pooling, Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
-from onbeat.engine.backends.base import Backend, CheckpointBackend, Propose, Room, SettleLimits
+from onbeat.engine.backends.base import Backend, CheckpointBackend, Propose, Room, Runner, SettleLimits
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.executor import Runner
 from onbeat.engine.memory import free_for, modest_kv_bytes
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.speculation.same_tokenizer import check_same_tokenizer

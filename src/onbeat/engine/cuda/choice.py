@@ -24,8 +24,9 @@ from onbeat.core.request import TokenLogprobs
 from onbeat.engine.cuda.stream import DeviceStream
 from onbeat.engine.guided_draw import GuideOutcome, allowed_masks, open_guides
 from onbeat.engine.input_batch import IntArray
+from onbeat.engine.logit_edits import logit_edits
 from onbeat.engine.random_stream import uniform
-from onbeat.engine.sampler import BestTokens, logit_edits
+from onbeat.engine.sampler import BestTokens
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.kernels import BestBuffers, DrawParams, GraphKernels
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
-from onbeat.engine.device import wait_for
-from onbeat.engine.executor import PendingStep, Runner, ThreadExecutor, run_apart
+from onbeat.engine.backends.base import Runner
+from onbeat.engine.device import run_apart, wait_for
+from onbeat.engine.executor import PendingStep, ThreadExecutor
 from onbeat.engine.forward import LaunchesSteps, Mark
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner

@@ -18,8 +18,7 @@ from statistics import median
 import numpy as np
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.device import DeviceConfig, free_memory, wait_for
-from onbeat.engine.executor import run_apart
+from onbeat.engine.device import DeviceConfig, free_memory, run_apart, wait_for
 from onbeat.engine.forward import GivesProducts, RowProducts
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.model_runner import ModelRunner

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, ModelLoadError
-from onbeat.engine.backends.base import Backend, CheckpointBackend
+from onbeat.engine.backends.base import Backend, CheckpointBackend, warm_up
 from onbeat.engine.backends.table import choose_backend, open_weights
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
@@ -239,7 +239,7 @@ def _build_draft_model(
 
 def _warm_up(forward: ForwardPass, limits: SchedulerConfig) -> None:
     """Run a chunk and a decode of a draft model, whose KV cache is empty before and after."""
-    ModelRunner(replace(limits, max_num_seqs=1), forward, Sampler(forward.config.vocab_size)).warm_up()
+    warm_up(ModelRunner(replace(limits, max_num_seqs=1), forward, Sampler(forward.config.vocab_size)))
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.hub.files import ModelFiles
 from onbeat.text.tokenizer import load_tokenizer
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from onbeat.core.errors import Overloaded, SLOUnattainable, counted
 from onbeat.core.slo import ShedMode
-from onbeat.core.step import SchedulerState
+from onbeat.core.step_stats import SchedulerState
 from onbeat.scheduler import triage
 from onbeat.scheduler.replica.idle_check import explain, idle_misses, may_be_kept, will_stream
 from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue

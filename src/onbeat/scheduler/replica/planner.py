@@ -12,7 +12,8 @@ from typing import NamedTuple
 from onbeat.core.errors import Overloaded
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import Fate, ShedMode
-from onbeat.core.step import BatchShape, ScheduledRequest, SchedulerState, new_tuple
+from onbeat.core.step import BatchShape, ScheduledRequest, new_tuple
+from onbeat.core.step_stats import SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus

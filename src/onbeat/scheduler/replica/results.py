@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import islice, repeat
 
-from onbeat.core import step as steps
 from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput, TokenLogprobs
-from onbeat.core.step import DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.core.step import NOTHING_GUIDED, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.core.step_stats import DraftStats
 from onbeat.core.step_time import LearnsGuides
 from onbeat.scheduler.replica.guides import learn
 from onbeat.scheduler.replica.planner import Planner, StepInFlight
@@ -100,7 +100,7 @@ class StepResults:
         outputs : gets what each request got.
         now : when the step ended, seconds.
         """
-        guided = result.guided or steps.NOTHING_GUIDED
+        guided = result.guided or NOTHING_GUIDED
         failed = {**(result.failed or {}), **guided.faults}
         is_plain = self.drafting is None and result.logprobs is None and not (failed or guided.completed)
         keeps_deadlines, step_id = self._policy.known.keeps_deadlines, step.step_id

@@ -11,7 +11,8 @@ from math import inf
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, counted
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.request import FinishReason, Request, RequestOutput, WholeRequest
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, SchedulerState, new_tuple
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, new_tuple
+from onbeat.core.step_stats import SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.guides import take_turns, trim_prompts
 from onbeat.scheduler.replica.handover import Handovers
@@ -294,12 +295,8 @@ class Scheduler:
 
         A plan is made first, and then carried out: only then anything changes.
         """
-        has_waiting, in_flight, table, planner = (
-            self.waiting.length > 0,
-            self.in_flight,
-            self.table,
-            self.planner,
-        )
+        in_flight, table, planner = self.in_flight, self.table, self.planner
+        has_waiting = self.waiting.length > 0
         if not (self.running or has_waiting):
             return None
         start = in_flight.last_plan = max(now, in_flight.busy_until) if in_flight else now

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from onbeat.core.step import SchedulerOutput, StepStats
+from onbeat.core.step import SchedulerOutput
+from onbeat.core.step_stats import StepStats
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 

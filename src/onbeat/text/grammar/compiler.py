@@ -19,8 +19,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import Grammar
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.text.grammar.guide import Guide, TokenRules, in_words
 
 MOST_PROTOTYPES = 128

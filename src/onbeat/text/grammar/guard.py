@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 from msgspec import convert, msgpack
 
 from onbeat.core.errors import Overloaded
-from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import Grammar
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary, ignored_keywords, refusal
 from onbeat.text.grammar.guide import GrammarTooComplex, Guide
 from onbeat.text.grammar.limits import TooComplex, check_limits, check_size

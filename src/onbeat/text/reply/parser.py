@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.text.reply.body import SPACE, Body, end_of_space
 from onbeat.text.reply.calls import Calls, ContentText, MarkToken, ReasoningText, ReplyEvent, Tools
 from onbeat.text.reply.families import ReasoningMarks, ReplyFamily

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any
 
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.tokenizer import Tokenizer
 from onbeat.text.reply.calls import (
     CallEnd,
     CallStart,

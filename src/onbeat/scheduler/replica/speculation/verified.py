@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import repeat
 
 from onbeat.core.request import RequestOutput
-from onbeat.core.step import DraftStats, ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step_stats import DraftStats
 
 
 def draft_stats(
