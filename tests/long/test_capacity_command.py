@@ -136,7 +136,7 @@ def saved(tmp_path: Path) -> Any:
 
 
 def test_is_a_command() -> None:
-    assert COMMANDS["capacity"].module == "onbeat.cli.capacity"
+    assert "capacity" in COMMANDS
     assert INFEASIBLE == 3
 
 

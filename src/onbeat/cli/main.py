@@ -8,42 +8,25 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from types import ModuleType
-from typing import NamedTuple
 
 from onbeat.cli.args import BAD_INPUT, FAILED, INFEASIBLE, INTERRUPTED, Parser, parse, print_error
 from onbeat.core.errors import ConfigError, DoesNotFit, OnbeatError, RequestRejected
 from onbeat.output import unblocked_output
 from onbeat.version import __version__
 
-
-class Command(NamedTuple):
-    """What `--help` says of a sub-command, and the module with its `add_arguments` and `run`."""
-
-    module: str
-    help: str
-
-
 COMMANDS = {
-    "serve": Command("onbeat.cli.serve", "serve a model behind an OpenAI-compatible API"),
-    "top": Command("onbeat.cli.top", "watch a running server: queues, classes, steps and plans"),
-    "bench": Command("onbeat.cli.bench", "load any OpenAI-compatible server and report its latency"),
-    "simulate": Command("onbeat.cli.simulate", "run the scheduler on virtual hardware under a virtual clock"),
-    "profile": Command(
-        "onbeat.cli.profile", "measure a model's step times on this machine, and fit what predicts them"
-    ),
-    "capacity": Command(
-        "onbeat.cli.capacity", "find the highest request rate that keeps an objective, without the hardware"
-    ),
-    "plan": Command(
-        "onbeat.cli.plan", "find the cheapest fleet of GPUs that keeps an objective, without the hardware"
-    ),
-    "replay": Command(
-        "onbeat.cli.replay", "repeat a recorded run's decisions, and compare its latencies with a simulation"
-    ),
-    "vllm": Command("onbeat.cli.vllm", "serve with vLLM under onbeat's scheduler, or record such a server"),
-    "models": Command("onbeat.cli.models", "list the models that onbeat knows by name, or fetch one"),
+    "serve": "serve a model behind an OpenAI-compatible API",
+    "top": "watch a running server: queues, classes, steps and plans",
+    "bench": "load any OpenAI-compatible server and report its latency",
+    "simulate": "run the scheduler on virtual hardware under a virtual clock",
+    "profile": "measure a model's step times on this machine, and fit what predicts them",
+    "capacity": "find the highest request rate that keeps an objective, without the hardware",
+    "plan": "find the cheapest fleet of GPUs that keeps an objective, without the hardware",
+    "replay": "repeat a recorded run's decisions, and compare its latencies with a simulation",
+    "vllm": "serve with vLLM under onbeat's scheduler, or record such a server",
+    "models": "list the models that onbeat knows by name, or fetch one",
 }
+"""What `--help` says of each sub-command. The module of that name has its `add_arguments` and `run`."""
 
 SEARCHES = frozenset({"capacity", "plan"})
 """Commands whose answer may be that nothing of what was named will do."""
@@ -60,10 +43,10 @@ def build_parser(argv: Collection[str] = tuple(COMMANDS)) -> Parser:
     parser = Parser(prog="onbeat", description="Serve large language models to a latency objective.")
     parser.add_argument("--version", action="version", version=f"onbeat {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for name, (module_name, help_text) in COMMANDS.items():
+    for name, help_text in COMMANDS.items():
         command = commands.add_parser(name, help=help_text, description=help_text)
         if name in argv:
-            module = _load(module_name)
+            module = importlib.import_module(f"onbeat.cli.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser
@@ -99,10 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return FAILED
         else:
             return code
-
-
-def _load(name: str) -> ModuleType:
-    return importlib.import_module(name)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class PlanOptions:
         check(self, PlanOptions)
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
     add_config_flag(parser)
     for title in ("plan", "study", "model and devices", "data set"):  # so they stand in --help
@@ -265,9 +265,6 @@ _SERVE_FORMATS: dict[str, dict[str, Any]] = {
 """Number formats of weights that a server runs, and its flags for them."""
 _OWN = frozenset({"request_rate", "num_prompts", "seed", "tokenizer", "rate_scale", "max_concurrency"})
 """Settings of the load that a load test has of its own, or that the plan has been told otherwise."""
-
-
-add_arguments = add_plan_arguments
 
 
 def run(args: argparse.Namespace) -> int:

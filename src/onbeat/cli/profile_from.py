@@ -6,7 +6,6 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from onbeat.perfmodel.step_log import StepOrigin, StepStream, StepTimes, step_ti
 from onbeat.report.result import Column, Lines, Result, Section, Table, show
 from onbeat.report.units import exact_percent
 from onbeat.simulator.replay.model import read_steps
-from onbeat.version import __version__
 
 _recorded = partial(option, group="steps of another engine")
 
@@ -189,8 +187,6 @@ def _profile(
         )
     return profiles.Profile(
         key=key,
-        onbeat_version=__version__,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
         steps=found.steps,
         fitted=found.fitted,
         server=profiles.ServerTerms(

@@ -91,9 +91,9 @@ def vllm_arguments(args: argparse.Namespace, address: str) -> list[str]:
     _refuse_conflicts(passed_on)
     additional, rest = _additional_config(passed_on)
     own = {
-        "ttft_ms": _milliseconds(args.slo_ttft_ms),
-        "tbt_ms": _milliseconds(args.slo_tbt_ms),
-        "e2e_ms": _milliseconds(args.slo_e2e_ms),
+        "ttft_ms": args.slo_ttft_ms,
+        "tbt_ms": args.slo_tbt_ms,
+        "e2e_ms": args.slo_e2e_ms,
         "class": args.slo_class,
         "shed": args.shed,
         "mode": args.slo_mode,
@@ -111,10 +111,6 @@ def vllm_arguments(args: argparse.Namespace, address: str) -> list[str]:
         *("serve", args.model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE),
         *("--additional-config", config, *rest),
     ]
-
-
-def _milliseconds(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _refuse_conflicts(passed_on: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.shapes import FIELDS, MeasuredStep
 from onbeat.typed import Count, NotNegative, Positive, Table, convert
+from onbeat.version import __version__
 
 REMEDY = "Run `onbeat profile MODEL` on this machine again"
 
@@ -83,8 +85,8 @@ class Profile:
     """Everything that `onbeat profile` found out."""
 
     key: ProfileKey
-    onbeat_version: str
-    created: str
+    onbeat_version: str = __version__
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     """Time of day, ISO 8601 with a zone."""
     steps: Sequence[MeasuredStep]
     fitted: FittedModel

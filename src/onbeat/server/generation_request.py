@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -208,9 +207,9 @@ class GenerationRequest(EngineFields, StructureFields):
         return (self.asked_max_tokens or self.default_max_tokens) is not None or bool(self.ignore_eos)
 
     @property
-    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Alternatives of each token whose log-probabilities are wanted; None where not even its own is."""
+        return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -218,9 +217,9 @@ class GenerationRequest(EngineFields, StructureFields):
         return self.prompt_logprobs
 
     @property
-    @abstractmethod
     def continues_prompt(self) -> bool:
         """Whether the answer goes on where the prompt ends, and is no text of its own."""
+        return False
 
     @property
     def text_options(self) -> TextOptions:

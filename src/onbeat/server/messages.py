@@ -57,14 +57,6 @@ class CountTokensRequest(GenerationRequest):
     """`user_id` is the tenant where nothing else says it; `slo_ttft_ms` and the like state objectives."""
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @property
-    def num_logprobs(self) -> int | None:
-        return None
-
-    @property
-    def continues_prompt(self) -> bool:
-        return False
-
     def chat_fields(self, messages: PlacedMessages) -> dict[str, Any]:
         """Return the fields of the chat that it stands for, but for its messages and what both have.
 

@@ -82,10 +82,6 @@ class ResponseRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.wants_logprobs else None
 
     @property
-    def continues_prompt(self) -> bool:
-        return False
-
-    @property
     def wants_logprobs(self) -> bool:
         return _LOGPROBS in (self.include or ())
 

@@ -14,7 +14,6 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -33,7 +32,6 @@ from onbeat.perfmodel.precision import precision_by_weights
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.shapes import MeasuredStep, shape_matrix
 from onbeat.server.objectives import RequestObjectives
-from onbeat.version import __version__
 from onbeat.vllm.objectives import as_extra_args
 from onbeat.vllm.plugin_config import PluginConfig
 from onbeat.vllm.steps import EngineSteps, TakenStep
@@ -142,8 +140,6 @@ class KeptSteps:
         fitted = _fit(steps, "what was measured at the start")
         profile = profiles.Profile(
             key=self.key,
-            onbeat_version=__version__,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
             steps=steps,
             fitted=fitted,
             server=profiles.ServerTerms(steps_ahead=int(self.settings["steps_ahead"] or 0)),

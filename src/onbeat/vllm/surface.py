@@ -36,7 +36,6 @@ class VLLMKVView:
     ----------
     num_tables : see `KVView`; all groups of a block count as one.
     promised : blocks that running prompts have yet to be given.
-    has_prefix_cache : whether vLLM looks for prompts in it.
 
     Raises
     ------
@@ -48,7 +47,6 @@ class VLLMKVView:
     def __init__(self, surface: Surface, requests: dict[str, EngineRequest]) -> None:
         self._manager = manager = surface.scheduler.kv_cache_manager
         self._blocks = manager.block_pool
-        self.has_prefix_cache = bool(getattr(manager, "enable_caching", False))
         self._requests = requests
         groups = list(manager.coordinator.single_type_managers)
         sizes = {int(group.block_size) for group in groups}

@@ -22,7 +22,7 @@ def ended(
 
 
 def held(pool: BlockPool, name: int, num_blocks: int) -> int:
-    return sum(pool.find(name * 1000 + place) is not None for place in range(num_blocks))
+    return sum(pool.id_of_hash.get(name * 1000 + place) is not None for place in range(num_blocks))
 
 
 def test_kept_blocks_outlast_others_that_were_used_later() -> None:
@@ -44,7 +44,7 @@ def test_they_are_free_space_all_the_same_and_a_tail_goes_before_its_head() -> N
     assert (pool.num_free_blocks, pool.num_kept_blocks) == (20, 6)
     assert pool.num_idle(kept) == 6
     pool.allocate(18)
-    assert [pool.find(1000 + place) is not None for place in range(6)] == [True] * 2 + [False] * 4
+    assert [pool.id_of_hash.get(1000 + place) is not None for place in range(6)] == [True] * 2 + [False] * 4
     pool.check_invariants()
 
 
@@ -99,7 +99,7 @@ def test_no_block_is_lost(calls: list[tuple[int, int, int]]) -> None:
     pool = BlockPool(30)
     for now, (name, size, kept_for) in enumerate(calls):
         pool.expire(float(now))
-        known = [pool.find(name * 1000 + place) for place in range(size)]
+        known = [pool.id_of_hash.get(name * 1000 + place) for place in range(size)]
         cached = [each for each in known[: [*known, None].index(None)] if each is not None]
         pool.hold(cached)
         block_ids = cached + pool.allocate(size - len(cached))

@@ -18,6 +18,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.correction import OnlineCorrection
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import SpeculationConfig
@@ -25,7 +26,6 @@ from onbeat.simulator.replay import forecast as replay_forecast
 from onbeat.simulator.replay.decisions import Replay, scheduler_config
 from onbeat.simulator.replay.forecast import (
     RecordedStepTimes,
-    StepCycle,
     forecast_with_model,
     forecast_with_recorded_times,
     step_cycles,
@@ -191,7 +191,7 @@ def test_cycles_go_from_end_to_end_or_from_an_idle_plan() -> None:
 
 
 def test_recorded_times_are_played_in_order() -> None:
-    times = RecordedStepTimes([StepCycle(step.shape, step.end) for step in STEPS])
+    times = RecordedStepTimes([MeasuredStep(step.shape, step.end) for step in STEPS])
     assert [times.step_time(step.shape) for step in STEPS] == [11.0, 12.0, 21.0]
     assert times.num_matched == times.num_asked == 3
     assert times.step_time(BatchShape()) == 21.0, "beyond the record the last one stays"
@@ -199,13 +199,13 @@ def test_recorded_times_are_played_in_order() -> None:
 
 
 def test_another_batch_takes_the_next_time_and_the_very_batch_its_own() -> None:
-    times = RecordedStepTimes([StepCycle(step.shape, step.end) for step in STEPS])
+    times = RecordedStepTimes([MeasuredStep(step.shape, step.end) for step in STEPS])
     assert times.step_time(BatchShape()) == 11.0
     assert times.step_time(STEPS[2].shape) == 21.0
 
 
 def test_recorded_times_answer_nothing_else() -> None:
-    times = RecordedStepTimes([StepCycle(STEPS[0].shape, 1.0)])
+    times = RecordedStepTimes([MeasuredStep(STEPS[0].shape, 1.0)])
     with pytest.raises(ConfigError, match="no quantiles"):
         times.step_time(BatchShape(), q=0.9)
     with pytest.raises(ConfigError, match="--profile"):

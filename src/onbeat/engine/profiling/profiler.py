@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from statistics import median
 
@@ -38,7 +37,6 @@ from onbeat.perfmodel.device_spec import ROW_COUNTS, best_rates, product_rates, 
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget, fit_best
 from onbeat.perfmodel.profile import MachineLimits, Profile
 from onbeat.perfmodel.shapes import MeasuredStep
-from onbeat.version import __version__
 
 MIN_RUNS = 3
 """Runs that even a long batch gets where time allows: the median of fewer follows every disturbance."""
@@ -59,7 +57,6 @@ class ProfileSettings:
     num_levels : of the grids of plain batches and of those with drafts, see `corner_batches`.
     num_mixed, num_held_back : mixed batches to fit, and others to test the fit.
     max_context_tokens : of a batch's rows together.
-    seed : of the held-back batches.
     """
 
     seconds: float
@@ -67,7 +64,6 @@ class ProfileSettings:
     num_mixed: int
     num_held_back: int
     max_context_tokens: int
-    seed: int = 0
 
 
 FULL = ProfileSettings(seconds=80.0, num_levels=6, num_mixed=32, num_held_back=24, max_context_tokens=2**15)
@@ -121,8 +117,6 @@ def profile_model(
     )
     profile = Profile(
         key=key,
-        onbeat_version=__version__,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
         steps=(*fitted_steps, *held_back),
         fitted=fit_best(target, fitted_steps, held_back),
         limits=limits,
@@ -173,7 +167,7 @@ def _measure(
     batches = dict.fromkeys(corner_batches(limits, settings.num_levels))
     batches |= dict.fromkeys(verify_batches(limits, settings.num_levels))
     batches |= dict.fromkeys(mixed_batches(limits, settings.num_mixed))
-    to_test = dict.fromkeys(random_batches(limits, settings.num_held_back, settings.seed))
+    to_test = dict.fromkeys(random_batches(limits, settings.num_held_back, seed=0))
     # States have room for as many drafts as were asked for, and no other runner takes those of the timer.
     most_drafts = loaded.limits.most_drafts if loaded.backend.model.state_numbers else MAX_DRAFTS
     most_drafts *= isinstance(loaded.runner, ModelRunner)
@@ -206,7 +200,6 @@ class Campaign:
 
     seconds: float
     max_rounds: int = 15
-    seed: int = 0
 
     def measure(
         self,
@@ -219,7 +212,7 @@ class Campaign:
         Every round goes through the batches in another order, so that neither the batch before nor a slow
         minute of the machine is always the same batch's lot.
         """
-        rng = np.random.default_rng(self.seed)
+        rng = np.random.default_rng(0)
         times: list[list[float]] = [[] for _ in batches]
         start = time.perf_counter()
         fair_share = self.seconds / max(len(batches), 1)

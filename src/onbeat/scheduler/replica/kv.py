@@ -62,10 +62,6 @@ class BlockPool:
         """Most blocks in use at once so far, when some were allocated."""
         return self.num_blocks - self._fewest_free
 
-    def find(self, block_hash: ContentName) -> int | None:
-        """Return the block that holds this content, if any."""
-        return self.id_of_hash.get(block_hash)
-
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """Count the blocks that `hold` would take out of the free space."""
         idle_ids, kept = self._idle_ids, self._kept_until
@@ -460,7 +456,7 @@ class KVCacheManager:
 
     def _pages_of(self, block_hash: BlockHash) -> list[int]:
         """Return the cached blocks of all groups for a block of tokens; none unless all are there."""
-        found = [self.pool.find((group, block_hash)) for group in range(self._num_groups)]
+        found = [self.pool.id_of_hash.get((group, block_hash)) for group in range(self._num_groups)]
         return [page_id for page_id in found if page_id is not None] if None not in found else []
 
     def _num_with_window(self, state: RequestState, num_blocks: int) -> int:
@@ -501,7 +497,7 @@ class KVCacheManager:
     def distrust(self, state: RequestState) -> None:
         """Let nobody go on from what a request has computed."""
         names = [(group, each) for each in state.block_hashes for group in range(self._num_groups)]
-        page_ids = [page_id for name in names if (page_id := self.pool.find(name)) is not None]
+        page_ids = [page_id for name in names if (page_id := self.pool.id_of_hash.get(name)) is not None]
         self.pool.hold(page_ids)  # those that its windows have passed lie idle
         self.pool.unregister([*state.held_ids, *page_ids])
         self.pool.release(page_ids)

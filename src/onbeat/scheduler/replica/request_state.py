@@ -252,11 +252,8 @@ class RequestState:
 
     def last_output(self, finish_reason: FinishReason) -> RequestOutput:
         """Return the output that ends the request without another token."""
-        output = self.output([], finish_reason, self.num_tokens)
-        output.num_drafted_tokens, output.num_accepted_tokens = (
-            self.draft.num_drafted,
-            self.draft.num_accepted,
-        )
+        output, draft = self.output([], finish_reason, self.num_tokens), self.draft
+        output.num_drafted_tokens, output.num_accepted_tokens = draft.num_drafted, draft.num_accepted
         return output
 
     def _cut_at_end(self, sampled_ids: list[int]) -> tuple[list[int], int | None]:
@@ -267,11 +264,6 @@ class RequestState:
             if index >= first_stop and token_id in self.stop_token_ids:
                 return sampled_ids[: index + 1], token_id
         return sampled_ids, None
-
-    def pad(self) -> None:
-        """Repeat the last known token from now on, whatever a step in flight has planned beyond it."""
-        self.num_in_flight_tokens = self.num_in_flight_drafts = 0
-        self.num_computed_tokens = self.num_tokens - 1
 
     def token_slice(self, start: int, stop: int) -> Sequence[int]:
         """Return the known tokens of these positions."""

@@ -111,9 +111,13 @@ class RequestTable:
         return AdmittedRequest(state.request, outputs, block_ids, snapshot)
 
     def pad(self, state: RequestState) -> None:
-        """Let a request that has all its tokens stay in the batch as a padding row, until it is dropped."""
+        """Let a request that has all its tokens stay in the batch as a padding row, until it is dropped.
+
+        It repeats its last token from now on, whatever a step in flight has planned beyond it.
+        """
         state.status = RequestStatus.PADDING
-        state.pad()
+        state.num_in_flight_tokens = state.num_in_flight_drafts = 0
+        state.num_computed_tokens = state.num_tokens - 1
         self._forget(state)
 
     def drop(self, state: RequestState) -> None:

@@ -16,6 +16,7 @@ from typing import Any, get_args
 from onbeat.core import request as core_request
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable, quoted
 from onbeat.core.handover import Detached
+from onbeat.core.protocols import StepOutputs
 from onbeat.core.slo import SLO
 from onbeat.core.step import GuidedRows, ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
@@ -45,14 +46,6 @@ class Difference:
     what: str
     recorded: str
     replayed: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayedDelivery:
-    """What an `update`, an `abort` or a `schedule` (which gave them up) gave the requests."""
-
-    now: float
-    outputs: Sequence[core_request.RequestOutput]
 
 
 @dataclass(slots=True)
@@ -137,7 +130,7 @@ class Replay:
             pass
         return self.result
 
-    def deliveries(self) -> Iterator[ReplayedDelivery]:
+    def deliveries(self) -> Iterator[StepOutputs]:
         """Feed call after call and yield what requests got; `result` grows meanwhile."""
         feed: dict[type, Callable[[Any], list[core_request.RequestOutput] | None]] = {
             log.AddCall: self._add,
@@ -153,7 +146,7 @@ class Replay:
                 return
             self.result.num_calls += 1
             if outputs:
-                yield ReplayedDelivery(call.now, outputs)
+                yield StepOutputs(call.now, outputs)
         self.result.num_preemptions = self.scheduler.table.num_preemptions
         self.result.num_prefix_hits = self.scheduler.table.num_prefix_hits
 

@@ -14,6 +14,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import collect_samples
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.observer import SimulationObserver
@@ -29,21 +30,13 @@ _WINDOW = 32
 """Steps to look ahead for the one that is asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepCycle:
-    """A step and its share of the host's time."""
-
-    shape: BatchShape
-    seconds: float
-
-
-def step_cycles(steps: Sequence[RecordedStep]) -> list[StepCycle]:
+def step_cycles(steps: Sequence[RecordedStep]) -> list[MeasuredStep]:
     """Return the time of each step, the host's before it included: from end to end, or from an idle plan."""
     cycles = []
     last_end = 0.0
     for step in steps:
         start = step.planned if step.follows_idleness else last_end
-        cycles.append(StepCycle(step.shape, step.end - start))
+        cycles.append(MeasuredStep(step.shape, step.end - start))
         last_end = step.end
     return cycles
 
@@ -68,7 +61,7 @@ class RecordedStepTimes:
     """
 
     def __init__(
-        self, cycles: Sequence[StepCycle], planner: Callable[[], StepTimeModel | None] = lambda: None
+        self, cycles: Sequence[MeasuredStep], planner: Callable[[], StepTimeModel | None] = lambda: None
     ) -> None:
         if not cycles:
             raise ConfigError("the record has no steps; record a run that served a request")
