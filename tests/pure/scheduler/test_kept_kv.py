@@ -31,8 +31,8 @@ def test_kept_blocks_outlast_others_that_were_used_later() -> None:
     for name in range(2, 9):
         ended(pool, name, 6)
     assert held(pool, 1, 5) == 5
-    pool.expire(9.0)
-    assert pool.num_kept_blocks == 0
+    pool.kept.expire(9.0)
+    assert len(pool.kept.until) == 0
     for name in range(9, 13):
         ended(pool, name, 6)
     assert held(pool, 1, 5) == 0
@@ -41,7 +41,7 @@ def test_kept_blocks_outlast_others_that_were_used_later() -> None:
 def test_they_are_free_space_all_the_same_and_a_tail_goes_before_its_head() -> None:
     pool = BlockPool(20)
     kept = ended(pool, 1, 6, kept_until=9.0)
-    assert (pool.num_free_blocks, pool.num_kept_blocks) == (20, 6)
+    assert (pool.num_free_blocks, len(pool.kept.until)) == (20, 6)
     assert pool.num_idle(kept) == 6
     pool.allocate(18)
     assert [pool.id_of_hash.get(1000 + place) is not None for place in range(6)] == [True] * 2 + [False] * 4
@@ -52,26 +52,26 @@ def test_what_is_used_again_is_kept_no_more() -> None:
     pool = BlockPool(20)
     kept = ended(pool, 1, 5, kept_until=9.0)
     pool.hold(kept)
-    assert (pool.num_kept_blocks, pool.num_used_blocks) == (0, 5)
-    pool.expire(99.0)
+    assert (len(pool.kept.until), pool.num_used_blocks) == (0, 5)
+    pool.kept.expire(99.0)
     pool.release(kept)
     pool.check_invariants()
-    assert pool.num_kept_blocks == 0
+    assert len(pool.kept.until) == 0
 
 
 def test_ten_thousand_calls_that_nobody_follows_keep_within_the_bound_and_leave_nothing() -> None:
     pool = BlockPool(1000)
     for name in range(10_000):
         ended_at = 0.01 * name
-        pool.expire(ended_at)
+        pool.kept.expire(ended_at)
         block_ids = pool.allocate(7)
         for place, block_id in enumerate(block_ids):
             pool.register(block_id, name * 1000 + place)
         pool.release(block_ids, ended_at + 60.0)
-        assert pool.num_kept_blocks <= pool.most_kept == 300
-        assert len(pool.kept_ends) <= 2 * pool.most_kept
-    pool.expire(1e9)
-    assert (pool.num_kept_blocks, pool.kept_ends, pool.num_used_blocks) == (0, [], 0)
+        assert len(pool.kept.until) <= pool.kept.most == 300
+        assert len(pool.kept.ends) <= 2 * pool.kept.most
+    pool.kept.expire(1e9)
+    assert (len(pool.kept.until), pool.kept.ends, pool.num_used_blocks) == (0, [], 0)
     pool.check_invariants()
 
 
@@ -79,26 +79,26 @@ def test_tenants_share_what_may_be_kept() -> None:
     pool = BlockPool(200)
     for name in range(20):
         ended(pool, name, 6, kept_until=900.0, tenant="greedy")
-    assert pool.num_kept_blocks == pool.most_kept == 60
+    assert len(pool.kept.until) == pool.kept.most == 60
     for name in range(20, 23):
         ended(pool, name, 6, kept_until=9.0, tenant="other")
-    assert {tenant: len(ids) for tenant, ids in pool._kept_for.items()} == {"greedy": 42, "other": 18}
+    assert {tenant: len(ids) for tenant, ids in pool.kept.of_tenant.items()} == {"greedy": 42, "other": 18}
     for name in range(23, 60):
         ended(pool, name, 6, kept_until=9.0, tenant="other")
         ended(pool, 100 + name, 3, kept_until=9.0, tenant=f"small {name % 2}")
-    assert max(map(len, pool._kept_for.values())) <= 21
-    assert len(pool._kept_for) == 4
-    pool.expire(9.0)
-    assert set(pool._kept_for) == {"greedy"}
-    pool.expire(900.0)
-    assert (pool._kept_for, pool.num_kept_blocks) == ({}, 0)
+    assert max(map(len, pool.kept.of_tenant.values())) <= 21
+    assert len(pool.kept.of_tenant) == 4
+    pool.kept.expire(9.0)
+    assert set(pool.kept.of_tenant) == {"greedy"}
+    pool.kept.expire(900.0)
+    assert (pool.kept.of_tenant, len(pool.kept.until)) == ({}, 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.integers(0, 12)), max_size=40))
 def test_no_block_is_lost(calls: list[tuple[int, int, int]]) -> None:
     pool = BlockPool(30)
     for now, (name, size, kept_for) in enumerate(calls):
-        pool.expire(float(now))
+        pool.kept.expire(float(now))
         known = [pool.id_of_hash.get(name * 1000 + place) for place in range(size)]
         cached = [each for each in known[: [*known, None].index(None)] if each is not None]
         pool.hold(cached)

@@ -18,6 +18,7 @@ from onbeat.scheduler.replica.queues import RunningList, WaitingQueue, sort_key
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 from onbeat.scheduler.replica.tracker import SLOTracker
+from onbeat.scheduler.replica.windowed_kv import WindowedKV
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 DECODE = ScheduledRequest("", 0, 1, (), samples=True)
@@ -36,7 +37,7 @@ class RequestTable:
     """
 
     def __init__(self, config: SchedulerConfig, tracker: SLOTracker | None) -> None:
-        self.kv = KVCacheManager(config)
+        self.kv = KVCacheManager(config) if config.num_tables == 1 else WindowedKV(config)
         self.running = RunningList()
         self.waiting = WaitingQueue()
         self.states: dict[str, RequestState] = {}

@@ -316,8 +316,8 @@ class Scheduler:
             table.dequeue_and_preempt(plan)
         if not has_rows:
             return None
-        if self.kv.pool.kept_ends:
-            self.kv.pool.expire(now)
+        if self.kv.pool.kept.ends:
+            self.kv.pool.kept.expire(now)
         step_id = in_flight.num_planned
         shape, rows, states, admitted = table.commit_rows(plan, now=now, step_id=step_id)
         step_rows = tuple(rows)

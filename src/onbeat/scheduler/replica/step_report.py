@@ -55,7 +55,7 @@ class StepReporter:
             num_waiting=len(scheduler.waiting),
             num_blocks=scheduler.config.num_blocks,
             num_used_blocks=-(-scheduler.kv.pool.num_used_blocks // scheduler.kv.num_tables),
-            num_kept_blocks=scheduler.kv.pool.num_kept_blocks // scheduler.kv.num_tables,
+            num_kept_blocks=len(scheduler.kv.pool.kept.until) // scheduler.kv.num_tables,
             num_kept_states=scheduler.kv.snapshots.num_used,
             num_preemptions=planned.num_preemptions,
             num_prefix_queries=planned.num_prefix_queries,
