@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,8 +124,8 @@ def read_text(path: Path, what: str = "", *, hint: str = "") -> str:
         raise _unreadable(path, what, reason + hint) from error
 
 
-def write(path: Path, content: str | bytes, *, append: bool = False) -> None:
-    """Write a file, or add to its end; its folder is made where there is none.
+def write(path: Path, content: str | bytes | Iterable[bytes], *, append: bool = False) -> None:
+    """Write a file, in parts if these are given, or add to its end; its folder is made where there is none.
 
     Raises
     ------
@@ -134,7 +134,8 @@ def write(path: Path, content: str | bytes, *, append: bool = False) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab" if append else "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            content = content.encode() if isinstance(content, str) else content
+            file.writelines([content] if isinstance(content, bytes) else content)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 

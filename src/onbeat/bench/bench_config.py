@@ -20,7 +20,8 @@ from onbeat.bench.payload import DEFAULT_PATHS, Api
 from onbeat.bench.record import SentRequest
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import changed, check, option, part
-from onbeat.core.slo import SLOMode, slo_mode_option
+from onbeat.core.slo import SLOMode
+from onbeat.core.slo_options import slo_mode_option
 from onbeat.files import parse_object
 from onbeat.metrics.summary import METRICS, SummaryOptions
 from onbeat.report.result import ResultOptions

@@ -189,13 +189,10 @@ def _serve(args: argparse.Namespace) -> int:
 def _check(promise: Promise, result: BenchRun) -> int:
     """Say whether a promise was kept; return the exit code."""
     kept = check_promise(result.records, promised=promise.share, mode=promise.mode)
-    console = result_console()
-    console.print(
-        f"{promise.path}, for {promise.fleet}: {kept}", markup=False, highlight=False, soft_wrap=True
-    )
+    told = [f"{promise.path}, for {promise.fleet}: {kept}"]
     if promise.mean_tpot is not None:
-        pace = compare_pace(result.records, promise.mean_tpot)
-        console.print(pace, markup=False, highlight=False, soft_wrap=True)
+        told.append(compare_pace(result.records, promise.mean_tpot))
+    say(result_console(), told)
     return 0 if kept.is_kept else BROKEN
 
 

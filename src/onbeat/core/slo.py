@@ -112,24 +112,3 @@ SLOMode = Literal["stream", "gap"]
 SLO_MODES: tuple[SLOMode, ...] = get_args(SLOMode)
 """What keeping the TBT objective means: `stream`, 99 % of the tokens by their deadlines, so that a stream may
 use the slack that it has; `gap`, the P99 of the request's own gaps between deliveries within it."""
-
-
-def slo_mode_option() -> Any:
-    """Return the field of what keeping the TBT objective means."""
-    return option(
-        "stream",
-        flag="--slo-mode",
-        group=OBJECTIVES,
-        help="what keeps a TBT objective; stream: 99% of the tokens meet their deadlines; gap: the P99 gap "
-        "is within the objective",
-    )
-
-
-def shed_option() -> Any:
-    """Return the field of what becomes of requests that are predicted to be late and do not say."""
-    return option(
-        ShedMode.RELEGATE,
-        group=OBJECTIVES,
-        help="what slo does with a request that it predicts to miss its TTFT objective; off: it takes its "
-        "turn; relegate: it is served as best effort; reject: it gets 429",
-    )

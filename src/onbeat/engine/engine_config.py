@@ -23,7 +23,6 @@ DTYPES: tuple[str, ...] = get_args(DTypeName)
 BackendName = Literal["auto", "native", "cuda", "vllm", "torch"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
-QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 ActivationQuantization = Literal["auto", "none", "int8"]
 LORA_FORM = "NAME=PATH"
 InstructionSet = Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portable"]

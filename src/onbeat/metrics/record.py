@@ -5,18 +5,17 @@ Request records as JSON lines: one request a line, times in seconds.
 
 from __future__ import annotations
 
-import gzip
+import zlib
 from array import array
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import orjson
 
-from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, Fate
+from onbeat.files import write
 
 
 def record_as_dict(record: RequestRecord) -> dict[str, Any]:
@@ -53,18 +52,15 @@ def write_records(path: Path, records: Iterable[RequestRecord]) -> None:
     ------
     ConfigError : the file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            file: BinaryIO = stack.enter_context(path.open("wb"))
-            if path.suffix == ".gz":
-                file = stack.enter_context(
-                    cast(BinaryIO, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1, mtime=0))
-                )
-            for record in records:
-                file.write(orjson.dumps(record_as_dict(record)) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    lines = (orjson.dumps(record_as_dict(record)) + b"\n" for record in records)
+    write(path, _packed(lines) if path.suffix == ".gz" else lines)
+
+
+def _packed(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield a gzip file that holds them."""
+    packer = zlib.compressobj(1, wbits=31)
+    yield from map(packer.compress, parts)
+    yield packer.flush()
 
 
 @dataclass(slots=True, kw_only=True)

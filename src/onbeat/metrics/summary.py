@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO, SLOMode, slo_mode_option
+from onbeat.core.slo import SLO, SLOMode
+from onbeat.core.slo_options import slo_mode_option
 from onbeat.metrics.attainment import Attainment, JudgedRequests, has_objectives, judge
 from onbeat.metrics.breakdown import Breakdown, break_down
 from onbeat.metrics.distribution import Array, Distribution, describe, percentile

@@ -12,6 +12,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits
 from onbeat.core.kv_windows import KVWindows
 from onbeat.core.options import check, option
+from onbeat.core.slo_options import slo_mode_option
 
 SERVING_POLICIES = ("static", "orca", "prefill-first", "sarathi", "slo")
 BASELINES = ("hybrid-only", "chunk-only", "edf")
@@ -123,7 +124,7 @@ class SchedulerLimits:
         help="longest predicted wait of best effort; beyond it a request gets 503 with Retry-After; 0 or "
         f"none: no limit (default: {slo.DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
     )
-    slo_mode: slo.SLOMode = slo.slo_mode_option()
+    slo_mode: slo.SLOMode = slo_mode_option()
     shed_order: slo.ShedOrder = option(
         slo.DEFAULT_SHED_ORDER,
         group=slo.OBJECTIVES,

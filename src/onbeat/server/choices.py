@@ -129,9 +129,7 @@ class ChoiceText:
     def __init__(self, choice: Choice, tokenizer: Tokenizer, options: TextOptions) -> None:
         self._choice = choice
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._include_stop = options.include_stop
-        self._lists_end = options.lists_end
-        self._drops_answer = options.drops_answer
+        self._options = options
         self._text_start = options.text_starts[choice.prompt_index] if options.text_starts else 0
         self._reader = None if options.new_reader is None else options.new_reader()
         self._stream = TextStream(
@@ -166,7 +164,7 @@ class ChoiceText:
             choice.num_cached_tokens = output.num_cached_tokens
         choice.placement = output.placement or choice.placement
         choice.embedding = output.embedding
-        if self._drops_answer:
+        if self._options.drops_answer:
             choice.finish_reason = FinishReason.LENGTH
             return ChoiceDelta(choice, "", [], [], choice.finish_reason.value)
         num_before = choice.num_output_tokens
@@ -176,7 +174,7 @@ class ChoiceText:
         if output.stop_token_id is not None:
             if output.stop_token_id not in self._eos:
                 choice.stop_reason = output.stop_token_id
-            if not self._include_stop:
+            if not self._options.include_stop:
                 token_ids, end_id = token_ids[:-1], output.stop_token_id
         delta = self._delta(token_ids, output.logprobs, end_id)
         self.num_new_tokens = choice.num_output_tokens - num_before
@@ -208,7 +206,7 @@ class ChoiceText:
         known: Sequence[TokenLogprobs | None] = logprobs or [None] * (len(token_ids) + 1)
         offsets = [self._text_start + offset for offset in piece.token_offsets]
         self._held += map(ShownToken, token_ids, offsets, known)
-        if end_id is not None and self._lists_end:
+        if end_id is not None and self._options.lists_end:
             end = self._text_start + self._stream.num_chars
             self._held.append(ShownToken(end_id, end, known[-1]))
         if piece.stop_string is not None or is_complete:

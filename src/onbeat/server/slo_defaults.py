@@ -17,7 +17,8 @@ from msgspec import Meta
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
-from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES, ShedMode, SLOMode, shed_option, slo_mode_option
+from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES, ShedMode, SLOMode
+from onbeat.core.slo_options import shed_option, slo_mode_option
 from onbeat.typed import Number, Size, Table
 from onbeat.workload.slo_config import ClassEntry, read_classes
 

@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple, get_args
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.options import check, option, part
-from onbeat.core.slo import ShedMode, shed_option
+from onbeat.core.slo import ShedMode
+from onbeat.core.slo_options import shed_option
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.membership import FleetRules

@@ -111,16 +111,12 @@ class MoveAgent(Generic[LentT]):
         """Move -> what is to be answered once what is lent may be copied."""
         self._to_stop: set[str] = set()
         """Requests that are to stand still after their first token."""
-        self._leavers: dict[str, _Leaver[LentT]] = {}
+        self.leavers: dict[str, _Leaver[LentT]] = {}
+        """Requests that leave the batch, or have left it."""
         self._adopted: dict[str, str] = {}
         """Move -> request."""
         self._awaited: dict[str, MoveTask[LentT]] = {}
         """Request whose prompt is being computed -> what is asked for once there is more of it."""
-
-    @property
-    def leavers(self) -> list[str]:
-        """Requests that leave the batch, or have left it."""
-        return list(self._leavers)
 
     def take(self, task: MoveTask[LentT]) -> list[str]:
         """Do a step of a move; return the requests that are to be dropped."""
@@ -155,7 +151,7 @@ class MoveAgent(Generic[LentT]):
         if is_finished:
             return False
         assert self._port is not None
-        self._leavers[request_id] = _Leaver()
+        self.leavers[request_id] = _Leaver()
         self._port.detach(request_id)
         return True
 
@@ -184,13 +180,13 @@ class MoveAgent(Generic[LentT]):
         gone: list[tuple[str, Departure[LentT]]] = []
         for departure in port.take_departures():
             request_id = departure.request_id
-            leaver = self._leavers.pop(request_id, None) or _Leaver()
+            leaver = self.leavers.pop(request_id, None) or _Leaver()
             if leaver.move:
                 gone.append((leaver.move, departure))
             elif leaver.is_to_stay:
                 port.reattach(request_id)
             else:
-                leaver.departure, self._leavers[request_id] = departure, leaver
+                leaver.departure, self.leavers[request_id] = departure, leaver
         for move, departure in gone:
             self._answer_freeze(port, move, departure)
         for task in list(self._awaited.values()):
@@ -241,25 +237,25 @@ class MoveAgent(Generic[LentT]):
         """Take a request out of the batch for a move, unless it leaves or has left already."""
         request_id = task.request_id
         self._awaited.pop(request_id, None)
-        leaver = self._leavers.get(request_id)
+        leaver = self.leavers.get(request_id)
         if leaver is None:
-            self._leavers[request_id] = _Leaver(move=task.move)
+            self.leavers[request_id] = _Leaver(move=task.move)
             port.detach(request_id)
         elif leaver.departure is None:
             leaver.move = task.move
         else:
-            del self._leavers[request_id]
+            del self.leavers[request_id]
             self._answer_freeze(port, task.move, leaver.departure)
         self._look_at_batch(port)
 
     def _put_back(self, request_id: str) -> None:
         """Let a request not stand still any more; one that has left is put back by whoever says this."""
         self._awaited.pop(request_id, None)
-        leaver = self._leavers.get(request_id)
+        leaver = self.leavers.get(request_id)
         if leaver is not None and leaver.departure is None:
             leaver.is_to_stay = True
         elif leaver is not None:
-            del self._leavers[request_id]
+            del self.leavers[request_id]
 
     def _adopt(self, port: KVPort[LentT], task: MoveTask[LentT]) -> None:
         assert task.request is not None
