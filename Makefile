@@ -119,5 +119,5 @@ clean: ## Remove the environment and everything generated
 .venv/.dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing onbeat, and what the tests and checks need, into .venv"
 	$(INSTALL) --no-compile -e '.[torch,plan,otel,dev]'
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # as with pip, files of other Pythons are left out
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib src || true # as with pip, files of other Pythons are left out
 	@touch .venv/.serve $@

@@ -97,7 +97,8 @@ def replicas(server: ServerProgram) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+# A fleet of one goes on likewise in tests/fleet, and comes back with the real program below.
+@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_streams_of_a_killed_engine_go_on(smollm2_gguf: Path, num_replicas: int) -> None:
     flags = (*STAND_IN_FLAGS, "--tokenizer", smollm2_gguf, "--replicas", str(num_replicas))
     with serving("Llama-3.1-8B", *flags) as server:
