@@ -15,6 +15,7 @@ import onbeat
 from onbeat import LLM, SamplingParams
 from onbeat.core.errors import ConfigError, EngineError, InvalidRequest, ModelLoadError, PromptTooLong
 from onbeat.core.request import FinishReason
+from onbeat.engine.profiling import profiler
 from tests.cpu.e2e.program import ServerProgram
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.fakes_engine import BOS, LeadingSpaceTokenizer
@@ -22,6 +23,15 @@ from tests.fakes_engine import BOS, LeadingSpaceTokenizer
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = ["The capital of France is", "Once upon a time", "def add(a, b):", "1, 2, 3, 4,"]
 TINY: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "threads": 1, "max_model_len": 512}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hasty_limits() -> Iterator[None]:
+    """What the machine reaches is measured in each start; nobody here asks how well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiler, "_ROWS_SECONDS", 0.0)
+        patch.setattr(profiler, "_READ_BYTES", 2**22)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +258,25 @@ def test_dummy_weights_of_every_family(tmp_path: Path, changes: dict[str, Any]) 
     assert tokens[0] != tokens[2]
 
 
-@pytest.mark.parametrize(("backend", "block_bytes"), [("torch", 4096), ("native", 8192)])
-@pytest.mark.parametrize("policy", ["static", "orca", "prefill-first", "sarathi"])
+NATIVE, TORCH = ("native", 8192), ("torch", 4096)
+"""Backends, and the bytes of a block."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "backend", "block_bytes"),
+    [
+        *(("static", *TORCH), ("orca", *NATIVE), ("prefill-first", *NATIVE), ("sarathi", *TORCH)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("static", *NATIVE),
+                ("orca", *TORCH),
+                ("prefill-first", *TORCH),
+                ("sarathi", *NATIVE),
+            )
+        ),
+    ],
+)
 def test_planning_ahead_gives_the_same_tokens(
     tiny_directory: Path, request: pytest.FixtureRequest, policy: str, backend: str, block_bytes: int
 ) -> None:

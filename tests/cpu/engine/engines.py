@@ -113,3 +113,18 @@ in_turns = pytest.mark.parametrize(
 def is_due(engine: TinyEngine, case: int, turn: int) -> bool:
     """Return whether the case of this number is of the engine at this turn."""
     return ((TorchEngine, CudaEngine, NativeEngine).index(type(engine)) + case) % NUM_TURNS == turn
+
+
+in_halves = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+"""The first half of all cases is not slow."""
+
+
+def is_in_half(engine: TinyEngine, case: int, half: int) -> bool:
+    """Return whether a case is of this half: all of the quick native engine are of the first.
+
+    Of the other engines each case of one is in the first half, and that of the other in the second. With a
+    number that is a sum over what the case consists of, each two of these meet in the first half.
+    """
+    if isinstance(engine, NativeEngine):
+        return half == 0
+    return (case + isinstance(engine, CudaEngine)) % 2 == half

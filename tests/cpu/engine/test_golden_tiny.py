@@ -12,7 +12,7 @@ import torch
 
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.torch.forward import TorchForward
-from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
+from tests.cpu.engine.engines import TinyEngine, in_halves, in_turns, is_due, is_in_half
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import KIN, ON_TORCH, random_prompt, tiny_model
 from tests.many_cases import each_case
@@ -24,6 +24,8 @@ MAX_TOKENS = 10
 
 
 every_family = each_case("name", ON_TORCH)
+CUTS = [(1000, 16), (1, 16), (7, 32), (64, 16)]
+"""Tokens of a prompt in a step, and of a block."""
 
 
 def assert_equals_reference(driver: StepDriver, engine: TinyEngine, name: str) -> None:
@@ -34,11 +36,14 @@ def assert_equals_reference(driver: StepDriver, engine: TinyEngine, name: str) -
         engine.check_logits(torch.stack(live.logits)[:num_comparable], expected[:num_comparable])
 
 
-@pytest.mark.parametrize(("chunk", "block_size"), [(1000, 16), (1, 16), (7, 32), (64, 16)])
+@pytest.mark.parametrize(("chunk", "block_size"), CUTS)
+@in_halves
 @every_family
 def test_tokens_and_logits_equal_the_reference(
-    engine: TinyEngine, name: str, chunk: int, block_size: int
+    engine: TinyEngine, name: str, chunk: int, block_size: int, half: int
 ) -> None:
+    if not is_in_half(engine, list(ON_TORCH).index(name) + CUTS.index((chunk, block_size)), half):
+        return
     driver = StepDriver(engine.make_forward(name), block_size=block_size)
     for length in PROMPT_LENGTHS[: 6 if chunk == 1 else None]:  # a step for each token of the longest
         driver.add(random_prompt(length), MAX_TOKENS)
@@ -46,8 +51,11 @@ def test_tokens_and_logits_equal_the_reference(
     assert_equals_reference(driver, engine, name)
 
 
+@in_halves
 @every_family
-def test_single_requests_equal_the_reference(engine: TinyEngine, name: str) -> None:
+def test_single_requests_equal_the_reference(engine: TinyEngine, name: str, half: int) -> None:
+    if not is_in_half(engine, list(ON_TORCH).index(name), half):
+        return
     driver = StepDriver(engine.make_forward(name))
     for length in PROMPT_LENGTHS:
         driver.add(random_prompt(length), MAX_TOKENS)

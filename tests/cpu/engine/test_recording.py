@@ -90,9 +90,16 @@ def run_mixed(core: EngineCore, seed: int) -> None:
                     del open_ids[output.request_id]
 
 
-@pytest.mark.parametrize("window_tokens", [None, 8])
 @pytest.mark.parametrize(
-    ("policy", "depth"), [("sarathi", 1), ("sarathi", 2), ("prefill-first", 1), ("static", 2)]
+    ("policy", "depth", "window_tokens"),
+    [
+        *(("sarathi", 1, 8), ("sarathi", 2, None), ("prefill-first", 1, None), ("static", 2, 8)),
+        # A window at the other depth, and none: each part of these is in a case above.
+        pytest.param("sarathi", 1, None, marks=pytest.mark.slow),
+        pytest.param("sarathi", 2, 8, marks=pytest.mark.slow),
+        pytest.param("prefill-first", 1, 8, marks=pytest.mark.slow),
+        pytest.param("static", 2, None, marks=pytest.mark.slow),
+    ],
 )
 def test_a_long_run_replays_identically(
     tmp_path: Path, policy: str, depth: int, window_tokens: int | None

@@ -14,7 +14,7 @@ from onbeat.core.request import Request
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.speculation.build import NoDrafts
 from onbeat.scheduler.scheduler_config import DraftLength
-from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine
+from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine, in_halves, is_in_half
 from tests.cpu.engine.forwards import MOST_DRAFTS, on_native
 from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
@@ -68,9 +68,12 @@ def answer(name: str, prompt: Sequence[int]) -> tuple[list[int], torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@in_halves
 @every_family
-def test_tokens_are_the_references(engine: TinyEngine, name: str, way: str) -> None:
+def test_tokens_are_the_references(engine: TinyEngine, name: str, way: str, half: int) -> None:
     """Drafts are right in runs of any length, across blocks' ends; second turns go on from kept states."""
+    if not is_in_half(engine, list(STATEFUL).index(name) + list(WAYS).index(way), half):
+        return
     first = [make_request(f"r{index}", prompt, NUM_TOKENS) for index, prompt in enumerate(PROMPTS)]
     second = [
         make_request(
@@ -154,9 +157,14 @@ def test_what_follows_the_same_tokens_is_drafted(engine: TinyEngine) -> None:
         Setting(num_drafts=7, depth=2, num_blocks=16, max_num_seqs=16, is_cached=False),
     ],
 )
+@in_halves
 @every_family
-def test_such_models_draft_for_one_another(engine: TinyEngine, name: str, setting: Setting) -> None:
+def test_such_models_draft_for_one_another(
+    engine: TinyEngine, name: str, setting: Setting, half: int
+) -> None:
     """A draft model takes in no draft before it is known to be right; one that agrees is always right."""
+    if not is_in_half(engine, list(STATEFUL).index(name) + (setting.num_drafts == 7), half):
+        return
     requests = prompts((30, 31, 28, 61, 60, 29, 44))
     forward = make_near(engine, name)
     plain = serve(forward, None, requests, setting)

@@ -118,7 +118,7 @@ def test_every_backend(backend: str, request: pytest.FixtureRequest) -> None:
     check_moves(make_forward, make_requests(temperature=0.8, presence_penalty=0.3))
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", ["torch", "native", pytest.param("torch-all", marks=pytest.mark.slow)])
 @each_case("name", STATEFUL)
 def test_states_go_with_their_streams(name: str, backend: str, request: pytest.FixtureRequest) -> None:
     """Also those of prompts of which only a part is computed; and with one place for states that come."""
@@ -128,7 +128,10 @@ def test_states_go_with_their_streams(name: str, backend: str, request: pytest.F
         make_forward = on_native(library, StateCheckpoint(hf_tiny_model(name, torch.float64)))
     requests = make_requests(temperature=0.8, repetition_penalty=1.1)
     drafts: dict[str, Any] = {"speculation": fixed(3), "make_proposer": lambda: ngram(3)}
-    for num_snapshots, num_blocks, more in ((8, 128, {}), (1, 24, {}), (4, 48, drafts)):
+    ways: list[tuple[int, int, dict[str, Any]]] = [(8, 128, {}), (1, 24, {}), (4, 48, drafts)]
+    if backend == "torch":  # in turn: the native engine, which is quick, has all of every model
+        del ways[list(STATEFUL).index(name) % 3]
+    for num_snapshots, num_blocks, more in ways:
         streams = check_moves(
             make_forward,
             requests,
@@ -142,8 +145,16 @@ def test_states_go_with_their_streams(name: str, backend: str, request: pytest.F
         assert streams.num_in_prompt
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if not POLICIES[name].holds_finished])
-@pytest.mark.parametrize("overlapped", [False, True], ids=["one-step", "overlapped"])
+@pytest.mark.parametrize(
+    ("policy", "overlapped"),
+    [
+        # The other half is cut and resumed (`test_resumed_streams`).
+        pytest.param(name, is_overlapped, marks=[pytest.mark.slow] * ((number + is_overlapped) % 2))
+        for number, name in enumerate(POLICIES)
+        for is_overlapped in (False, True)
+        if not POLICIES[name].holds_finished
+    ],
+)
 def test_every_policy(policy: str, overlapped: bool) -> None:
     requests = make_requests(temperature=0.8, frequency_penalty=0.4)
     check_moves(exact(), requests, overlapped=overlapped, policy=policy, **budget(policy))

@@ -94,8 +94,15 @@ def test_every_way_to_sample(sampling: str) -> None:
     resume_everywhere(exact(), make_requests(**SAMPLINGS[sampling]))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("overlapped", [False, True], ids=["one-step", "overlapped"])
+@pytest.mark.parametrize(
+    ("policy", "overlapped"),
+    [
+        # Of the other half streams are moved (`test_moved_streams`), if the policy gives any away.
+        pytest.param(name, is_overlapped, marks=[pytest.mark.slow] * ((number + is_overlapped + 1) % 2))
+        for number, name in enumerate(POLICIES)
+        for is_overlapped in (False, True)
+    ],
+)
 def test_every_policy(policy: str, overlapped: bool) -> None:
     limits = {"policy": policy, "overlapped": overlapped, **budget(policy)}
     resume_everywhere(exact(), make_requests(temperature=0.8, frequency_penalty=0.4), **limits)

@@ -9,11 +9,11 @@ import torch
 
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.scheduler.replica.policies import POLICIES
-from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine
+from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine, in_halves, is_in_half
 from tests.cpu.engine.forwards import on_native
 from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.step_driver import StepDriver
-from tests.cpu.engine.test_golden_tiny import MAX_TOKENS, PROMPT_LENGTHS, assert_equals_reference
+from tests.cpu.engine.test_golden_tiny import CUTS, MAX_TOKENS, PROMPT_LENGTHS, assert_equals_reference
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import Setting, run_engine
 from tests.many_cases import each_case
@@ -31,7 +31,7 @@ def engine(request: pytest.FixtureRequest) -> TinyEngine:
     return RoundedTorchEngine()
 
 
-@pytest.mark.parametrize(("chunk", "block_size"), [(1000, 16), (1, 16), (7, 32), (64, 16)])
+@pytest.mark.parametrize(("chunk", "block_size"), CUTS)
 @every_family
 def test_tokens_and_logits_equal_the_reference(engine: TinyEngine, name: str, chunk: int, block_size: int):
     driver = StepDriver(engine.make_forward(name), block_size=block_size)
@@ -76,10 +76,14 @@ def test_mixed_steps_and_preemptions_equal_the_reference(engine: TinyEngine, nam
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_blocks", [400, 18])
+@in_halves
 @every_family
 def test_every_policy_gives_the_references_tokens(
-    engine: TinyEngine, name: str, policy: str, num_blocks: int
+    engine: TinyEngine, name: str, policy: str, num_blocks: int, half: int
 ):
+    case = list(STATEFUL).index(name) + list(POLICIES).index(policy) + (num_blocks < 400)
+    if not is_in_half(engine, case, half):
+        return
     prompts = [random_prompt(length) for length in SHORT_OF_MEMORY]
     budget = None if POLICIES[policy].whole_prompts else 24
     setting = Setting(policy=policy, budget=budget, num_blocks=num_blocks, arrivals=2, is_cached=False)
@@ -90,9 +94,14 @@ def test_every_policy_gives_the_references_tokens(
 
 
 @pytest.mark.parametrize(("num_snapshots", "policy"), [(32, "slo"), (3, "sarathi")])
+@in_halves
 @every_family
-def test_prefix_hits_go_on_from_kept_states(engine: TinyEngine, name: str, num_snapshots: int, policy: str):
+def test_prefix_hits_go_on_from_kept_states(
+    engine: TinyEngine, name: str, num_snapshots: int, policy: str, half: int
+):
     """Turns of a chat, and prompts of which the third and later ones find what the first two share."""
+    if not is_in_half(engine, list(STATEFUL).index(name) + (policy == "slo"), half):
+        return
     chat = random_prompt(200)
     shared = [[*random_prompt(90), *random_prompt(end)] for end in (30, 31, 32, 33)]
     prompts = [chat[:40], chat[:75], chat[:75], chat, *shared]

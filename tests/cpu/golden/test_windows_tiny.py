@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onbeat.scheduler.replica.policies import POLICIES
-from tests.cpu.engine.engines import NativeEngine, TinyEngine, TorchEngine
+from tests.cpu.engine.engines import NativeEngine, TinyEngine, TorchEngine, in_halves, is_in_half
 from tests.cpu.engine.gemma4_models import WINDOWED as GEMMA4_WINDOWED
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
 from tests.cpu.golden.engine_run import Setting, run_engine
@@ -35,11 +35,14 @@ def windows_of(name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_blocks", [400, 17])
+@in_halves
 @every_family
 def test_every_policy_gives_the_references_tokens(
-    engine: TinyEngine, name: str, policy: str, num_blocks: int
+    engine: TinyEngine, name: str, policy: str, num_blocks: int, half: int
 ) -> None:
     """Chunks shorter and longer than a window, steps of chunks and decodes, preemptions, shared prefixes."""
+    if not is_in_half(engine, WINDOWED.index(name) + (policy == "slo") + (num_blocks < 400), half):
+        return
     is_other = name in GEMMA4_WINDOWED or isinstance(engine, TorchEngine)
     if is_other and policy not in ("slo", "sarathi"):
         pytest.skip("other policies make no other steps")

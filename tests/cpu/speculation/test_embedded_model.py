@@ -57,8 +57,14 @@ def expected(make_forward: MakeForward, requests: list[Request]) -> Run:
     return run(make_forward, asking)
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["one-step", "overlapped"])
-@pytest.mark.parametrize("num_drafts", [3, 8])
+@pytest.mark.parametrize(
+    ("num_drafts", "overlapped"),
+    [
+        *((3, False), (8, True)),
+        pytest.param(3, True, marks=pytest.mark.slow),
+        pytest.param(8, False, marks=pytest.mark.slow),
+    ],
+)
 def test_greedy_tokens(
     make_forward: MakeForward, requests: list[Request], expected: Run, num_drafts: int, overlapped: bool
 ) -> None:
