@@ -29,7 +29,6 @@ from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 
 _NORMAL = NormalDist()
-_SCALE = 2.0**-53
 
 
 @dataclass(slots=True)
@@ -379,7 +378,7 @@ class StepNoise:
         """
         digest = blake2b(step.to_bytes(8, "little"), digest_size=8, key=self._key).digest()
         # 53 bits, moved off 0 and 1, where the normal distribution has no value.
-        uniform = ((int.from_bytes(digest, "little") >> 11) + 0.5) * _SCALE
+        uniform = ((int.from_bytes(digest, "little") >> 11) + 0.5) * 2.0**-53
         return exp(self._log_mean + self._sigma * _NORMAL.inv_cdf(uniform))
 
 

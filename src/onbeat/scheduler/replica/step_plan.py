@@ -288,7 +288,8 @@ class StepPlan:
 
     def num_growing(self, states: Iterable[RequestState]) -> int:
         """Return the blocks that those of these need whose next token has no slot yet."""
-        return self.kv.num_tables * sum(map(needs_block, states))
+        num_growing = sum([state.num_computed_tokens >= state.num_allocated_tokens for state in states])
+        return num_growing * self.kv.num_tables
 
     def take_block(self) -> bool:
         """Set a block aside for a request that grows; False where none is left."""

@@ -69,8 +69,7 @@ class WindowedKV(KVCacheManager):
 
     def grow(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
         """Extend the block tables to hold `num_tokens`; return the new ids of the first."""
-        new_block_ids = super().grow(state, num_tokens)
-        if new_block_ids:
+        if new_block_ids := super().grow(state, num_tokens):
             self.slide(state)
         return new_block_ids
 
