@@ -161,12 +161,12 @@ class Gate:
         if request.slo is not None:
             # An engine does not know what deliveries wait here: for it the request came sooner.
             request = replace(request, arrival=request.arrival - self.hand_out.lag)
-        size = self._keeper.hashed_block_size
-        block_hashes = await prompt_hashes(request, size) if size else ()
+        block_hashes = await prompt_hashes(request, size) if (size := self._keeper.hashed_block_size) else ()
         if request_id in self._open:
             raise id_in_use(request_id)
         stream = self._open[request_id] = ClientStream(request_id, request.caller)
         finished = False
+        item: Delivery | OnbeatError | None = None
         try:
             self._keeper.ask(request, block_hashes)
             while not finished:
@@ -184,6 +184,7 @@ class Gate:
                 self._keeper.abort(request_id)
             stream.waiting.clear()
             del self._open[request_id]
+            item = None  # an error refers to this frame: both would stay until somebody looks for garbage
 
     def _take_fetched(self) -> dict[str, int]:
         """Return what replicas have yet to be told, of all streams: so the next time is not soon."""

@@ -228,10 +228,10 @@ class GateClient:
         OnbeatError : as the keeper does.
         """
         number = next(self._numbers)
-        granted = asyncio.get_running_loop().create_future()
-        wish, _ = self._wishes[number] = messages.Wish(number, verb, arguments), granted
+        wish = messages.Wish(number, verb, arguments)
+        self._wishes[number] = wish, asyncio.get_running_loop().create_future()
         self._say(wish)
-        return await granted
+        return await self._wishes[number][1]  # in no name of this frame: its error refers to the frame
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
         await self.wish("load_adapter", name=name, path=path, in_place=in_place)

@@ -166,15 +166,14 @@ class EngineCore:
                 reason="no_replica",
             )
         now = self._clock()
-        refusal = None
         try:
             self.scheduler.add(request, now)
         except (Overloaded, SLOUnattainable) as error:
-            refusal = error
+            if self._recorder is not None:
+                self._recorder.add(request, now, refusal=error)
+            raise
         if self._recorder is not None:
-            self._recorder.add(request, now, refusal=refusal)
-        if refusal is not None:
-            raise refusal
+            self._recorder.add(request, now, refusal=None)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests; their blocks are free for the next step. Steps may be under way."""

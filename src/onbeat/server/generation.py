@@ -223,6 +223,7 @@ async def _merged(
 
     beginning = asyncio.create_task(begin_all())
     num_running = len(streams)
+    item: _Turn | Exception | None = None
     try:
         while num_running:
             item = await queue.get()
@@ -234,6 +235,10 @@ async def _merged(
                 yield item
     finally:
         await _end_all([beginning, *tasks])
+        # an error refers to the frames that it came through: it and they would be garbage to be looked for
+        item = None
+        while not queue.empty():
+            queue.get_nowait()
 
 
 async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -255,10 +260,9 @@ async def _pump(stream: AsyncGenerator[_Turn, None], queue: asyncio.Queue[_Turn 
         async with aclosing(stream):
             async for turn in stream:
                 await queue.put(turn)
+        await queue.put(None)
     except Exception as error:
         await queue.put(error)
-    else:
-        await queue.put(None)
 
 
 async def _a_few_at_a_time(sizes: Sequence[int]) -> AsyncIterator[int]:
@@ -283,9 +287,6 @@ async def _held_until_all_begin(
     begun: set[int] = set()
     async with aclosing(turns):
         async for turn in turns:
-            if len(begun) == num_choices:
-                yield turn
-                continue
             held.append(turn)
             begun.add(turn[0].index)
             if len(begun) == num_choices:
