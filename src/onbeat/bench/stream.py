@@ -92,9 +92,7 @@ class StreamError(Exception):
 
     def __init__(self, cause: str, detail: str, *, code: str | None = None) -> None:
         super().__init__(detail)
-        self.cause = cause
-        self.detail = detail
-        self.code = code
+        self.cause, self.detail, self.code = cause, detail, code
 
 
 class AnswerStream:

@@ -68,8 +68,7 @@ class SpeculativeOperations:
     """
 
     def __init__(self, target: BatchOperations, draft: BatchOperations) -> None:
-        self._target = target
-        self._draft = draft
+        self._target, self._draft = target, draft
 
     def flops(self, shape: BatchShape) -> float:
         """Return the operations of both models."""

@@ -161,9 +161,7 @@ class AcceptanceRate:
 
     def __init__(self, initial: float, *, step: int, kept: float) -> None:
         self._num_accepted = initial * LEAST_TRIES
-        self._num_tried = LEAST_TRIES
-        self._step = step
-        self._kept = kept
+        self._num_tried, self._step, self._kept = LEAST_TRIES, step, kept
 
     @property
     def value(self) -> float:
@@ -381,9 +379,7 @@ class StepCost:
         self, shape: BatchShape, model: StepTimeModel, *, limit: float = inf, quantile: float | None = None
     ) -> None:
         self._shape, self._trial = shape, shape.copy()
-        self._model = model
-        self._limit = limit
-        self._quantile = quantile
+        self._model, self._limit, self._quantile = model, limit, quantile
         self._known: dict[Verified, float] = {}
         self.plain = model.step_time(shape)
 
@@ -506,9 +502,7 @@ class GoodputDrafts(Drafting):
         self, config: SpeculationConfig, model: StepTimeModel, *, quantile: float | None = None
     ) -> None:
         super().__init__(config)
-        self._model = model
-        self._quantile = quantile
-        self._without = 0.0
+        self._model, self._quantile, self._without = model, quantile, 0.0
         """Predicted seconds of the steps since the last drafts, of those that could have had some."""
 
     def plan(self, plan: StepPlan) -> None:
