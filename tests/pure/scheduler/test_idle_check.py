@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.idle_check import IdleCheck
+from onbeat.scheduler.replica.idle_check import IdleCheck, ShortSteps
+from onbeat.scheduler.replica.slo.cost_model import CostModel
+from onbeat.scheduler.replica.slo.view import MOST_JOBS
+from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
 from tests.told import numbers
 
 
@@ -102,3 +107,64 @@ def test_it_speaks_exactly_when_an_objective_is_missed(
 @pytest.mark.parametrize("classes", [{}, {"c": SLO()}])
 def test_without_objectives_none_is_missed(classes: dict[str, SLO]) -> None:
     assert idle_misses(LinearStepTime(100.0, 1.0), classes) == []
+
+
+class TestShortSteps:
+    """A third of the requests want a token in 10 ms, so that steps have 1 ms for prompts, a fifth of what
+    these need. The others would all be in time in steps of 0.2 s."""
+
+    FAST, SLOW = SLO(ttft=0.5, tbt=0.01), SLO(ttft=2.0, tbt=0.2)
+
+    @pytest.fixture(autouse=True)
+    def begin(self) -> None:
+        self.cost_model = CostModel(FakeStepTime(fixed=8e-3), None)
+        self.short_steps = ShortSteps(self.cost_model, lambda state: state.request.weight)
+        self.now = 0.0
+
+    def send(
+        self,
+        *,
+        rate: float = 10.0,
+        num: int = MOST_JOBS,
+        slos: Sequence[SLO] = (FAST, SLOW, SLOW),
+        fast_weight: float = 1.0,
+        is_kept: bool = False,
+        num_late: int = 1,
+    ) -> float:
+        """Send requests; return the shortest objective that is worth keeping then."""
+        for index in range(num):
+            self.now += 1 / rate
+            slo = slos[index % len(slos)]
+            weight = fast_weight if slo is self.FAST else 1.0
+            state = make_state(make_request("r", 500, 20, arrival=self.now, slo=slo, weight=weight))
+            waiting = SimpleNamespace(best_effort=SimpleNamespace(num_requests=num_late))
+            plan: Any = SimpleNamespace(now=self.now, running=[], max_num_seqs=256, waiting=waiting)
+            self.short_steps.on_arrival(state, plan)
+            if is_kept:
+                state.slo.note_delivery(self.now)
+        return self.cost_model.least_tbt
+
+    def test_are_given_up_where_they_keep_out_more_than_they_are_worth(self) -> None:
+        assert self.send(num=MOST_JOBS - 1) == 0, "too few have come to say"
+        assert self.send(num=1) == 0.2
+        self.cost_model.take()
+        assert self.cost_model.shortest_tbt == 0.2
+
+    @pytest.mark.parametrize(
+        "load",
+        [
+            {"is_kept": True},
+            {"num_late": 0},
+            {"rate": 1.0},
+            {"fast_weight": 8.0},
+            {"slos": (*[FAST] * 5, SLOW)},
+            {"slos": (FAST,)},
+        ],
+    )
+    def test_stay_where_they_are_worth_it(self, load) -> None:
+        """They are kept; nobody is late; there is time for all; they weigh more, or are most; or are all."""
+        assert self.send(**load) == 0
+
+    def test_come_back_once_there_is_time_for_them(self) -> None:
+        assert self.send() == 0.2
+        assert self.send(rate=1.0, num_late=0) == 0

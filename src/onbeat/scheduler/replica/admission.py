@@ -153,7 +153,7 @@ class Admission:
         ----------
         plan : the queues as they are, at the time when the next step may start.
         """
-        view = RunningView(plan.running, plan.now, self._cost_model.alone_seconds)
+        view = RunningView(plan.running, plan.now, self._cost_model.shortest_tbt)
         waiting = plan.waiting
         return SchedulerState(
             num_best_effort=waiting.best_effort.num_requests
@@ -267,7 +267,7 @@ class Admission:
         deadline = state.slo.ttft_deadline
         if deadline == inf:
             return inf, False
-        view = RunningView(plan.running, start, cost_model.alone_seconds)
+        view = RunningView(plan.running, start, cost_model.shortest_tbt)
         jobs, _ = prefill_jobs(plan, start, view.prefills, cost_model)
         seconds = cost_model.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
         own = triage.DueWork(deadline, seconds, state)
@@ -339,7 +339,7 @@ class Admission:
 
     def _slows_streams(self, state: RequestState, plan: StepPlan) -> bool:
         """Whether one more stream breaks the tightest TBT objective."""
-        view = RunningView(plan.running, plan.now, self._cost_model.alone_seconds)
+        view = RunningView(plan.running, plan.now, self._cost_model.shortest_tbt)
         tightest = min(view.tightest, state.slo.tbt_objective)
         if tightest == inf or not (view.streams and will_stream(state)):
             return False

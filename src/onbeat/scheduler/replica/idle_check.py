@@ -1,22 +1,25 @@
 """Which objectives a machine cannot meet even when it has nothing else to do: of classes, and of an arrival.
 
-Waiting does not help with these: clients hear what would.
+Waiting does not help with these: clients hear what would. And which of them cost more than they are worth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, inf, log10
+from math import ceil, floor, hypot, inf, log10
 from typing import NamedTuple
 
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler import triage
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.deadlines import LATE_TOKENS_IN, TOLERANCE
+from onbeat.scheduler.replica.slo.deadlines import LATE_TOKENS_IN, TOLERANCE, SLOState
+from onbeat.scheduler.replica.slo.view import MOST_JOBS, decode_shape
+from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.triage import DueWork, finish_seconds, select_feasible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +138,7 @@ def idle_misses(state: RequestState, cost_model: CostModel) -> list[IdleMiss]:
     objective = slo.ttft_deadline - state.request.arrival
     if objective < inf:
         work = cost_model.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
-        first = triage.finish_seconds(cost_model.prefill_share(BatchShape(), inf, objective), work, work)
+        first = finish_seconds(cost_model.prefill_share(BatchShape(), inf, objective), work, work)
         if first > objective:
             by_ttft = stated.ttft is not None and stated.ttft <= objective * (1 + 1e-9)
             name, value = ("TTFT", stated.ttft) if by_ttft or stated.e2e is None else ("E2E", stated.e2e)
@@ -183,3 +186,82 @@ def num_late_at(pace: float, tbt: float, slack: float, num_more: int) -> int:
     num_more : tokens behind the first.
     """
     return max(0, num_more - floor((slack + TOLERANCE) / (pace - tbt))) if pace > tbt else 0
+
+
+class _Asked(NamedTuple):
+    """What a request asked for, and what became of it."""
+
+    arrival: float
+    seconds: float
+    """Of prefill work."""
+    worth: float
+    num_tokens: float
+    """That its answer was expected to have."""
+    slo: SLOState
+
+
+class ShortSteps:
+    """Gives TBT objectives up that are worth less than the prompts which their short steps keep out.
+
+    While some wait that cannot be in time, what has been kept of the last arrivals is held against what steps
+    for another objective would serve of them, though they spend no slack. Streams with a shorter one than the
+    best bind no step, until that is worth it. A change has to gain more than chance does.
+
+    Parameters
+    ----------
+    cost_model : plans with the shortest objective that is worth it.
+    worth : of keeping a request's objective.
+    """
+
+    def __init__(self, cost_model: CostModel, worth: Callable[[RequestState], float]) -> None:
+        self._cost_model, self._worth = cost_model, worth
+        self._asked: deque[_Asked] = deque(maxlen=MOST_JOBS)
+
+    def on_arrival(self, state: RequestState, plan: StepPlan) -> None:
+        """Learn what an arrival asks for.
+
+        Parameters
+        ----------
+        plan : the queues as they are, at the time of the arrival.
+        """
+        cost_model, slo, asked, num_hit = self._cost_model, state.slo, self._asked, state.num_hit_tokens
+        if slo.tbt_objective >= cost_model.alone_seconds:
+            seconds = cost_model.seconds(state.num_tokens - num_hit, num_hit)
+            asked.append(_Asked(plan.now, seconds, self._worth(state), slo.num_left, slo))
+        is_short = plan.waiting.best_effort.num_requests or cost_model.least_tbt
+        if is_short and len(asked) == MOST_JOBS and plan.now > asked[0].arrival:
+            self._weigh(plan)
+
+    def _weigh(self, plan: StepPlan) -> None:
+        cost_model, asked = self._cost_model, self._asked
+        tightest, *longer = sorted({each.slo.tbt_objective for each in asked})
+        kept = sum([each.worth for each in asked if _is_kept(each.slo, plan.now)])
+        chance = hypot(*[each.worth for each in asked])  # by which as many arrivals differ from the next
+        most = sum([each.worth for each in asked if each.slo.tbt_objective > tightest])
+        if kept + chance >= most and not cost_model.least_tbt:
+            return  # no longer steps serve more
+        served = {tbt: self._served(tbt, plan) for tbt in (tightest, *longer)}
+        present = cost_model.least_tbt if cost_model.least_tbt in longer else tightest
+        served[present] = max(served[present], kept) + chance
+        best = max(served, key=served.__getitem__)  # of equal ones the tightest
+        cost_model.least_tbt = best if best > tightest else 0.0
+
+    def _served(self, tbt: float, plan: StepPlan) -> float:
+        """Return the worth of the last arrivals that steps of a TBT objective would serve, as a fluid."""
+        asked, running = self._asked, decode_shape(plan.running)
+        span = plan.now - asked[0].arrival
+        # As many streams run as come while each of them gets its tokens.
+        num = ceil(min(tbt * sum([each.num_tokens for each in asked]) / span, plan.max_num_seqs))
+        context = running.decode_context_tokens * num // max(running.num_decodes, 1)
+        decodes = BatchShape.of_decodes(num, context)
+        share = self._cost_model.prefill_share(decodes, max(tbt, self._cost_model.of(decodes)), inf).share
+        jobs = [DueWork(span, each.seconds, each) for each in asked if each.slo.tbt_objective >= tbt]
+        kept, _ = select_feasible(
+            jobs, start=0.0, share=share, cost=lambda job: job.seconds / job.state.worth
+        )
+        return sum([job.state.worth for job in kept])
+
+
+def _is_kept(slo: SLOState, now: float) -> bool:
+    """Whether an objective is kept so far; one that was refused counts until its first token is due."""
+    return not slo.is_best_effort and (slo.last_delivery > -inf or slo.ttft_deadline > now)

@@ -63,7 +63,7 @@ class LoadReporter:
         running, waiting, kv = table.running, table.waiting, table.kv
         num_decodes = num_context = 0
         num_free = kv.pool.num_free_blocks
-        tightest, shortest = inf, 0.0 if cost_model is None else cost_model.alone_seconds
+        tightest, shortest = inf, 0.0 if cost_model is None else cost_model.shortest_tbt
         prefills: list[RequestState] = []
         for state in running:
             if state.is_paused:

@@ -14,6 +14,7 @@ from operator import itemgetter
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.idle_check import ShortSteps
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CERTAIN, CostModel
@@ -174,9 +175,8 @@ class StepRules:
 
     def is_overdue(self, state: RequestState, now: float) -> bool:
         """Whether a waiting request was taken, but has had to let others go first ever since."""
-        if now - _waits_since(state) <= OVERDUE * self.longest_wait:
-            return False
-        return not (state.has_run or state.num_output_tokens)
+        has_begun = state.has_run or state.num_output_tokens
+        return not has_begun and now - _waits_since(state) > OVERDUE * self.longest_wait
 
     def loss(self, state: RequestState, start: float) -> tuple[float, ...]:
         """Return a key of running requests: the greatest is the first to be preempted.
@@ -200,10 +200,6 @@ def _waits_since(state: RequestState) -> float:
     """Return when its wait as best effort has begun: at its arrival, or when its objective passed."""
     deadline = state.slo.ttft_deadline
     return state.request.arrival if deadline == inf else deadline
-
-
-def _has_sent_nothing(state: RequestState) -> bool:
-    return not state.num_output_tokens
 
 
 MOST_BEST_EFFORT = 32
@@ -294,18 +290,18 @@ class SLOComposer(Composer):
         self.predicted_wait = 0.0
         self.cost_model = CostModel(model, self.quantile, config.max_num_batched_tokens)
         self.rules = make_rules(config, self.cost_model, self.tracker.worth)
+        self._short_steps = ShortSteps(self.cost_model, self.tracker.worth)
 
     def compose(self, plan: StepPlan) -> None:
         """Fill a plan; nothing else changes."""
         rules, cost_model = self.rules, self.cost_model
-        view = RunningView(plan.running, plan.now, cost_model.alone_seconds)
+        view = RunningView(plan.running, plan.now, cost_model.shortest_tbt)
         jobs: list[PromptJob] = []
+        best_effort: list[RequestState] = []
         left_over: list[RequestState] = []
         if view.prefills or plan.waiting.length:
             jobs, plan.infeasible = prefill_jobs(plan, plan.now, view.prefills, cost_model)
             left_over = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
-        best_effort = left_over
-        if plan.infeasible or view.prefills:
             best_effort = _best_effort(plan, view, left_over)
         plan.tightest = view.tightest
         limit, seconds = inf, 0.0
@@ -364,6 +360,7 @@ class SLOComposer(Composer):
             longest_pace = cost_model.idle_seconds(cost_model.efficient_chunk, 0)
             longest_pace += len(plan.running) * cost_model.costs.decode
         begin(max_output_tokens=num_sent + longest, num_left=num_left, longest_pace=longest_pace)
+        self._short_steps.on_arrival(state, plan)
 
     def _share_out(
         self, plan: StepPlan, view: RunningView, jobs: list[PromptJob], limit: float, rest: list[RequestState]
@@ -400,10 +397,10 @@ class SLOComposer(Composer):
         self._decode(plan, view)
         begun = [state for state in rest if state.admitted_step_id >= 0]
         if starved := [state for state in begun if rules.is_starved(state, plan.now)]:
-            first = min(starved, key=_has_sent_nothing)
+            first = max(starved, key=lambda state: state.num_output_tokens > 0)
             rest = [state for state in rest if state is not first]
             # A client that reads waits for what lacks memory; a prompt lacks time, not the kept ones'.
-            ordered.insert(num_kept if _has_sent_nothing(first) else 0, first)
+            ordered.insert(0 if first.num_output_tokens else num_kept, first)
         # Decodes alone may take longer than the limit: prompts then get nothing.
         filler = StepFiller(
             plan, self.cost_model, view.shape, limit=limit, most_chunk_tokens=chunk, ends_by=ends_by

@@ -39,6 +39,8 @@ class CostModel:
     seconds : returns the work of so many tokens after so many cached ones.
     efficient_chunk : the shortest chunk at which a token costs next to the least; longer ones gain nothing.
     alone_seconds : of a step of one decode of a usual context; no step with a token takes less.
+    least_tbt : the shortest TBT objective that is worth keeping, seconds; 0 where all are (`ShortSteps`).
+    shortest_tbt : the shortest that binds steps, as it can be kept, too.
     slowdown : how many times as long such a step takes as it once did, as far as the model knew then.
     num_left : steps until the coefficients are taken again.
     """
@@ -49,6 +51,7 @@ class CostModel:
         self._quantile = quantile
         self._most_step_tokens = most_step_tokens
         self._least_alone = inf
+        self.least_tbt = 0.0
         self._probe = model.times_of if isinstance(model, TimesOfShapes) else self._ask_each
         self.take()
 
@@ -96,6 +99,7 @@ class CostModel:
         )
         self.seconds = self.costs.seconds
         self.alone_seconds = self.costs.decode_base + decode
+        self.shortest_tbt = max(self.alone_seconds, self.least_tbt)
         self._least_alone = min(self._least_alone, self.alone_seconds)
         self.slowdown = self.alone_seconds / self._least_alone
 

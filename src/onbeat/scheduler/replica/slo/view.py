@@ -141,8 +141,6 @@ def prefill_jobs(
     waiting = plan.waiting
     jobs: list[PromptJob] = []
     late: list[RequestState] = []
-    if not (prefills or waiting.length):
-        return jobs, late
     token, pair = cost_model.costs.token, cost_model.costs.pair
     earliest = now + cost_model.costs.step
     states = waiting.first_below(BEST_EFFORT_RANK, MOST_JOBS)
