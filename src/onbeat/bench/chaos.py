@@ -95,7 +95,9 @@ class Chaos:
     ) -> None:
         self._session = session
         self._root, self._url = root, f"{root}/v1/completions"
-        self._model, self._plan, self._tell = model, plan, on_exchange
+        self._model = model
+        self._plan = plan
+        self._tell = on_exchange
         self._random = random.Random(plan.seed)
         self._began = time.monotonic()
         self._is_over = False

@@ -208,7 +208,8 @@ def _count(usage: Mapping[str, Any], name: str) -> int:
 
 
 def _note_failure(record: SentRequest, cause: str, detail: str, *, code: str | None = None) -> None:
-    record.cause, record.detail = cause, detail
+    record.cause = cause
+    record.detail = detail
     if record.status not in {Status.REJECTED, Status.EXPIRED}:
         record.status = CODES.get(code or "", Status.FAILED)
 

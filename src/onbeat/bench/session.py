@@ -191,7 +191,8 @@ class PromptFeed:
         lookahead: int = 4096,
         limit: int | None = None,
     ) -> None:
-        self._workload, self._lookahead = workload, lookahead
+        self._workload = workload
+        self._lookahead = lookahead
         self._indices: Iterator[int] = iter(range(len(workload) if limit is None else limit))
         self._ready: deque[PlannedRequest] = deque()
         self._is_exhausted = False

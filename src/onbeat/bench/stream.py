@@ -92,7 +92,9 @@ class StreamError(Exception):
 
     def __init__(self, cause: str, detail: str, *, code: str | None = None) -> None:
         super().__init__(detail)
-        self.cause, self.detail, self.code = cause, detail, code
+        self.cause = cause
+        self.detail = detail
+        self.code = code
 
 
 class AnswerStream:

@@ -152,7 +152,8 @@ class MetricsExporter(Collector):
         self._info = ServerInfo(
             {"version": __version__, "model": model_name, "policy": policy, "slo_mode": counts.slo.mode}
         )
-        self._proposer, self._aliases = proposer, aliases
+        self._proposer = proposer
+        self._aliases = aliases
         self._model: Labels = (("model_name", model_name), ("engine", "0"))
         self._clock = clock
         self._start, self._started = clock(), time.time()

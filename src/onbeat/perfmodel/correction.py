@@ -270,7 +270,8 @@ class _SlowMean:
     __slots__ = ("_prior", "count", "mean", "value")
 
     def __init__(self, prior: _SlowMean | None = None) -> None:
-        self._prior, self.count = prior, 0
+        self._prior = prior
+        self.count = 0
         """Of the values so far."""
         self.mean = 0.0
         """Of them."""
@@ -342,7 +343,10 @@ class DriftAlarm:
     def __init__(self, *, on: float = 1.3, off: float = 1.15, memory: int = 64) -> None:
         self._on = math.log(on)
         self._off = math.log(off)
-        self._memory, self._mean, self._num_steps, self._is_alarming = memory, 0.0, 0, False
+        self._memory = memory
+        self._mean = 0.0
+        self._num_steps = 0
+        self._is_alarming = False
 
     def observe(self, ratio: float) -> None:
         """Count one step's measured / predicted."""

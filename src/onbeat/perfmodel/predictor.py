@@ -100,7 +100,9 @@ class OnlineQuantile:
         self._window = window
         # Those since the last look, too: the window is cut out and sorted for those who ask, if anybody does.
         self._ratios: deque[float] = deque(maxlen=window + _REFRESH_EVERY)
-        self._ready_after, self._num_left, self._has_looked = ready_after, ready_after, False
+        self._ready_after = ready_after
+        self._num_left = ready_after
+        self._has_looked = False
         self._factors: dict[float, float] = {}
 
     def observe(self, ratio: float) -> None:
@@ -108,7 +110,8 @@ class OnlineQuantile:
         self._ratios.append(ratio)
         self._num_left -= 1
         if self._num_left <= 0:
-            self._num_left, self._has_looked = _REFRESH_EVERY, True
+            self._num_left = _REFRESH_EVERY
+            self._has_looked = True
             self._factors.clear()
 
     def observe_all(self, ratios: Sequence[float]) -> None:
@@ -200,7 +203,8 @@ class Predictor:
         if not isinstance(seconds, StepSeconds):
             seconds = StepSeconds(seconds, partial(seconds_of_each, seconds))
         self._seconds, self._run_seconds = seconds.of_one, seconds.of_run
-        self._residual, self.shape_range = residual, shape_range
+        self._residual = residual
+        self.shape_range = shape_range
         self._inflation = None if shape_range is None else shape_range.inflation
         self._correction = correction
         self._alarm = alarm

@@ -27,7 +27,8 @@ class SpeculativeStepTime:
     __slots__ = ("_draft", "_target")
 
     def __init__(self, target: Predictor, draft: Predictor) -> None:
-        self._target, self._draft = target, draft
+        self._target = target
+        self._draft = draft
 
     def with_learning(self) -> SpeculativeStepTime:
         """Return the same models, but each learns from steps."""

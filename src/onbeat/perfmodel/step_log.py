@@ -251,7 +251,8 @@ class StepOrder:
     """Turns messages and their times into steps, each with its distance from the step before."""
 
     def __init__(self) -> None:
-        self.num_heartbeats, self.num_lost = 0, 0
+        self.num_heartbeats = 0
+        self.num_lost = 0
         self._last: dict[str, tuple[PassMessage, float | None]] = {}
 
     def take(self, message: PassMessage, received: float | None, where: str) -> LoggedStep | None:

@@ -68,7 +68,8 @@ class SpeculativeOperations:
     """
 
     def __init__(self, target: BatchOperations, draft: BatchOperations) -> None:
-        self._target, self._draft = target, draft
+        self._target = target
+        self._draft = draft
 
     def flops(self, shape: BatchShape) -> float:
         """Return the operations of both models."""

@@ -195,7 +195,9 @@ class MissCounter(SimulationObserver):
     wanted_steps: StepsWanted = "none"
 
     def __init__(self, allowances: Sequence[Allowance], num_requests: int, *, batch: int = 32) -> None:
-        self._allowances, self._num_requests, self._batch = allowances, num_requests, batch
+        self._allowances = allowances
+        self._num_requests = num_requests
+        self._batch = batch
         self._counts = [0] * len(allowances)
         self._uncounted: list[RequestRecord] = []
         self._ended: list[RequestRecord] = []

@@ -164,7 +164,9 @@ class MixSearch:
         self._best: PlannedFleet | None = None
         self._left = task.most_candidates
         """Mixes that may still be simulated."""
-        self.is_exhausted, self.infeasible, self.cost_bound = False, "", 0.0
+        self.is_exhausted = False
+        self.infeasible = ""
+        self.cost_bound = 0.0
 
     @property
     def fleets(self) -> list[PlannedFleet]:

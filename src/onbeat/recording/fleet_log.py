@@ -129,7 +129,9 @@ class FleetRecording:
     """
 
     def __init__(self, path: Path, *, allow_partial: bool = False) -> None:
-        self.path, self.is_complete, self._allow_partial = path, False, allow_partial
+        self.path = path
+        self.is_complete = False
+        self._allow_partial = allow_partial
         header = read_header(path)
         if header is None or header.get("file") != FILE_KIND:
             raise ConfigError(f"{path} is not the record of a fleet; give a file that --record has written")

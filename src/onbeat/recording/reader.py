@@ -77,7 +77,10 @@ class Recording:
     """
 
     def __init__(self, path: Path, *, allow_partial: bool = False) -> None:
-        self.path, self.is_complete, self.num_calls, self.num_steps = path, False, 0, 0
+        self.path = path
+        self.is_complete = False
+        self.num_calls = 0
+        self.num_steps = 0
         self._block_hashes: dict[int, list[bytes]] = {}
         self._in_flight: deque[log.ScheduleCall] = deque()
         self._remedy = _HINT

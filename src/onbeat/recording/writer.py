@@ -40,7 +40,8 @@ class HashChain:
     __slots__ = ("_block_size", "_open_ids", "_parent")
 
     def __init__(self, block_size: int, root: bytes) -> None:
-        self._block_size, self._parent = block_size, root
+        self._block_size = block_size
+        self._parent = root
         self._open_ids: list[int] = []
         """Tokens of the last block, which is not full."""
 
@@ -70,7 +71,10 @@ class _OpenRequest:
     __slots__ = ("chain", "has_ended", "is_in_batch", "number")
 
     def __init__(self, number: int, chain: HashChain | None) -> None:
-        self.number, self.chain, self.is_in_batch, self.has_ended = number, chain, False, False
+        self.number = number
+        self.chain = chain
+        self.is_in_batch = False
+        self.has_ended = False
 
 
 def _guarded(
@@ -108,7 +112,9 @@ class RecordWriter:
         self._block_size: int = header.scheduler["block_size"]
         self._logs_hashes: bool = header.scheduler["enable_prefix_caching"]
         self._open: dict[str, _OpenRequest] = {}
-        self._num_requests, self._num_calls, self._is_idle = 0, 0, False
+        self._num_requests = 0
+        self._num_calls = 0
+        self._is_idle = False
         """Whether the last call was one that planned nothing."""
         self._logs_idle_plans = header.step_time is not None
         self._append({"file": log.FILE_KIND, "schema_version": log.SCHEMA_VERSION, **asdict(header)})

@@ -308,13 +308,16 @@ class Migration:
         on_moved: Callable[[RoutedRequest, Replica], None],
         resend: Callable[[RoutedRequest, Replica, Replica, float], None],
     ) -> None:
-        self.members, self._on_moved, self.resend = members, on_moved, resend
+        self.members = members
+        self._on_moved = on_moved
+        self.resend = resend
         self.moves = Moves(members.act, self._on_end, self._on_no_capacity)
         self.waiting: dict[str, tuple[RoutedRequest, Move | None]] = {}
         self.least_left = FEW_TOKENS
         self._rule = MOVE_RULES[members.rules.move_rule](self)
         self.pool_policy = POOL_POLICIES[members.rules.pool_rule](self)
-        self._now, self._is_to_look = 0.0, False
+        self._now = 0.0
+        self._is_to_look = False
         """Whether somebody may be free to move that was not before."""
         self._look_at = inf
         """When to look again at what could not be moved."""

@@ -236,7 +236,9 @@ class Moves:
         on_end: Callable[[Move, MoveEnd], None],
         on_no_capacity: Callable[[Move], None],
     ) -> None:
-        self._act, self._on_end, self._on_no_capacity = act, on_end, on_no_capacity
+        self._act = act
+        self._on_end = on_end
+        self._on_no_capacity = on_no_capacity
         self._by_id: dict[str, Move] = {}
         self._by_request: dict[str, Move] = {}
         """Those that may still succeed."""

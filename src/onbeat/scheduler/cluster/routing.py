@@ -102,7 +102,8 @@ class LeastLoaded:
 
     def peek(self, excluded: Collection[int] = NONE_EXCLUDED) -> int | None:
         """Return the member with the least load; None where there is none that may be chosen."""
-        return next(iter(self.least(1, excluded)), None)
+        found = self.least(1, excluded)
+        return found[0] if found else None
 
     def least(self, number: int, excluded: Collection[int] = NONE_EXCLUDED) -> list[int]:
         """Return up to so many members that may be chosen, those with the least load first."""

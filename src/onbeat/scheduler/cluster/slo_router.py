@@ -90,8 +90,9 @@ class LoadView:
                 self.ends.count(now - self.counted, before, self.num_ended)
             self.num_ended, self.counted = 0, now  # else it is the same whether each step between was told
         self.load, self.reported = load, now
-        # It was sent some that nobody asked a router about.
-        self.num_sent = max(self.num_sent, load.num_taken)
+        self.num_sent = max(
+            self.num_sent, load.num_taken
+        )  # it was sent some that nobody asked a router about
         while self.sent and self.sent[0].number <= load.num_taken:
             self.sent.popleft()
 
@@ -141,7 +142,9 @@ class LoadView:
     def work_left(self, now: float) -> float:
         """Return the seconds of prefill work that it has, roughly: what orders many replicas."""
         load = self.load
-        total = sum([seconds for _, seconds, _ in load.backlog]) + load.best_effort_work
+        total = load.best_effort_work
+        if load.backlog:
+            total = sum([seconds for _, seconds, _ in load.backlog]) + total
         if total:
             total = max(0.0, total - max(0.0, now - self.reported - load.busy) * load.prefill_share)
         return total + sum([each.seconds for each in self.sent]) if self.sent else total
@@ -365,7 +368,8 @@ class SLORouter(routing.Router):
         """Return the replicas to look at."""
         if len(self._members) <= _MOST_HOLDERS + _MOST_IDLE:
             return [number for number in self._members if number not in excluded]
-        allowed = (each for each in holders.longest_first() if each in self._members and each not in excluded)
+        longest_first = holders.longest_first()
+        allowed = (number for number in longest_first if number in self._members and number not in excluded)
         looked_at = list(islice(allowed, _MOST_HOLDERS))
         return looked_at + self._by_work.least(_MOST_IDLE, {*excluded, *looked_at})
 
@@ -417,8 +421,10 @@ class SLORouter(routing.Router):
         view = self._views[number]
         deadline = request.ttft_deadline
         first_token = view.first_token(deadline, request.ttft_objective, bid.seconds, bid.num_blocks, now)
-        wait = view.num_requests / view.limits.max_num_seqs if first_token is None else first_token.seconds
-        if first_token is None:
+        if first_token is not None:
+            wait = first_token.seconds
+        else:
+            wait = view.num_requests / view.limits.max_num_seqs
             wait += view.capacity_wait(deadline, bid.num_blocks, now)
         last_choice = self._last_choices.get(number, -1)
         return _Offer(bid.work + _PRICE * wait, view.num_requests, last_choice, number, bid, first_token)

@@ -161,7 +161,9 @@ class AcceptanceRate:
 
     def __init__(self, initial: float, *, step: int, kept: float) -> None:
         self._num_accepted = initial * LEAST_TRIES
-        self._num_tried, self._step, self._kept = LEAST_TRIES, step, kept
+        self._num_tried = LEAST_TRIES
+        self._step = step
+        self._kept = kept
 
     @property
     def value(self) -> float:
@@ -379,7 +381,9 @@ class StepCost:
         self, shape: BatchShape, model: StepTimeModel, *, limit: float = inf, quantile: float | None = None
     ) -> None:
         self._shape, self._trial = shape, shape.copy()
-        self._model, self._limit, self._quantile = model, limit, quantile
+        self._model = model
+        self._limit = limit
+        self._quantile = quantile
         self._known: dict[Verified, float] = {}
         self.plain = model.step_time(shape)
 
@@ -502,7 +506,9 @@ class GoodputDrafts(Drafting):
         self, config: SpeculationConfig, model: StepTimeModel, *, quantile: float | None = None
     ) -> None:
         super().__init__(config)
-        self._model, self._quantile, self._without = model, quantile, 0.0
+        self._model = model
+        self._quantile = quantile
+        self._without = 0.0
         """Predicted seconds of the steps since the last drafts, of those that could have had some."""
 
     def plan(self, plan: StepPlan) -> None:
