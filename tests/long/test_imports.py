@@ -75,10 +75,9 @@ assert code in (0, None), code
     assert not modules_after(code) & (FRAMEWORKS | slow_to_import)
 
 
-def test_who_looks_after_front_ends_loads_no_framework() -> None:
-    """It answers nothing itself, and neither does the keeper that it forks off."""
-    keeps = ("cli.serve", "cli.front_ends", "cluster.start", "cluster.nurse", "server.listening")
-    assert not modules_after(import_all([f"onbeat.{name}" for name in keeps])) & (FRAMEWORKS | {"llguidance"})
+def test_a_port_is_looked_at_without_a_framework() -> None:
+    early = ("cli.serve", "cluster.start", "cluster.nurse", "server.listening")
+    assert not modules_after(import_all([f"onbeat.{name}" for name in early])) & (FRAMEWORKS | {"llguidance"})
 
 
 def test_an_engine_with_a_profile_does_without_scipy() -> None:

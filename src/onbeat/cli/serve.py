@@ -96,6 +96,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"lora_modules has {taken!r}, which is the model's own name; choose another")
         args.nursed = Nursed()
         if is_split:
+            # Keepers are forked off: what they need is imported before, so that the next one begins at once.
+            from onbeat.server import shared, telemetry  # noqa: F401
+
             engine = share_machine(engine, fleet)
             args.nursed = nurse(args.output)
         set_up_logging(args.log_level)

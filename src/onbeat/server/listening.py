@@ -1,7 +1,7 @@
 """Where a server listens, and what it may open there: known before anything is loaded.
 
-A server opens as many files as its connections need, or says that it may have fewer. Whoever only looks after
-front ends imports this, and none of the frameworks that answer.
+A server opens as many files as its connections need, or says that it may have fewer. What is wrong here is
+said without waiting for the frameworks that answer.
 """
 
 from __future__ import annotations

@@ -161,9 +161,8 @@ def describe(app: FastAPI, routes: Sequence[Routes], *, vocab_size: int, needs_k
         app.openapi_schema = schema
         return schema
 
-    own = Route(str(app.openapi_url), shown, include_in_schema=False)
-    paths = [getattr(route, "path", None) for route in app.routes]
-    app.routes[paths.index(own.path)] = own  # FastAPI's makes it in the event loop
+    own = [getattr(route, "path", None) for route in app.routes].index(app.openapi_url)
+    app.routes[own] = Route(str(app.openapi_url), shown, include_in_schema=False)  # not FastAPI's
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
 
 
