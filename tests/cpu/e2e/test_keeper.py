@@ -46,6 +46,10 @@ def limited(flags: Sequence[str | Path], tmp_path_factory: pytest.TempPathFactor
     limits = ("--slo-classes", classes, "--api-key", KEYS["LIMITED"])
     with serving(*flags, *limits, env={**os.environ, **KEYS}) as program:
         yield program
+        num_before = len(program.lines)
+        program.send_signal(signal.SIGTERM)
+        assert program.exit_code(30) == 0
+        assert not any("Traceback" in line for line in program.lines[num_before:])
 
 
 def ask_with_the_key(server: ServerProgram) -> int:
