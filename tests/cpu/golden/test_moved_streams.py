@@ -69,7 +69,14 @@ def check_moves(
     return streams
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# In the fast tests every third one: all of them move on the native engine, which is quick.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if number % 3 else [])
+        for number, name in enumerate(FAMILIES)
+    ],
+)
 def test_every_family(name: str) -> None:
     check_moves(exact(name), make_requests(temperature=0.8, repetition_penalty=1.1))
 
@@ -85,9 +92,14 @@ def test_every_family_on_the_native_engine(native_library: Any, name: str) -> No
     check_moves(invariant(native_library, name), make_requests(temperature=0.8, repetition_penalty=1.1))
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize(
+    ("backend", "drafts"),
+    [
+        *(("native", False), ("native", True), ("torch", False)),
+        pytest.param("torch", True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", WINDOWED)
-@pytest.mark.parametrize("drafts", [False, True])
 def test_windows_that_give_kv_back(
     name: str, drafts: bool, backend: str, request: pytest.FixtureRequest
 ) -> None:
@@ -131,7 +143,7 @@ def test_states_go_with_their_streams(name: str, backend: str, request: pytest.F
     drafts: dict[str, Any] = {"speculation": fixed(3), "make_proposer": lambda: ngram(3)}
     ways: list[tuple[int, int, dict[str, Any]]] = [(8, 128, {}), (1, 24, {}), (4, 48, drafts)]
     if backend == "torch":  # in turn: the native engine, which is quick, has all of every model
-        del ways[list(STATEFUL).index(name) % 3]
+        ways = [ways[list(STATEFUL).index(name) % 3]]
     for num_snapshots, num_blocks, more in ways:
         streams = check_moves(
             make_forward,
