@@ -209,7 +209,7 @@ def _step_time_name(options: ReplayOptions, header: RecordHeader) -> str:
     if options.step_time or options.model or options.device or header.step_time is None:
         return str(options.step_time or "roofline")
     own = header.step_time.get("target", header.step_time)  # beside that of a draft model
-    return f"{'roofline' if own['fitted'] is None else 'fitted'} (the engine's own)"
+    return f"{'roofline' if own.get('fitted') is None else 'fitted'} (the engine's own)"
 
 
 def _replay_steps(path: Path, options: ReplayOptions) -> Result:

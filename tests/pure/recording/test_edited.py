@@ -12,6 +12,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from tests.examples import examples
 from tests.pure.recording.recorded import start_run
 from tests.pure.recording.test_fleet import recorded as recorded_fleet
 from tests.pure.scheduler.driver import make_config, make_request
+from tests.pure.simulator.test_replay_model import describe
 
 OTHERS: list[Any] = [
     None,
@@ -128,6 +130,16 @@ def test_a_request_that_arrives_twice_is_named(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b"\n".join([*lines[: where + 1], *lines[where:], b""])))
     with pytest.raises(ConfigError, match=rf"line {where + 2}: .*twice"):
         replay_decisions(path)
+
+
+@pytest.mark.parametrize("place", [("scheduler", "block_size"), ("step_time", "fitted")])
+def test_what_a_header_leaves_out_has_its_default(tmp_path: Path, place: tuple[str, str]) -> None:
+    header, *calls = gzip.decompress(recorded()).splitlines()
+    fields = json.loads(header) | {"step_time": describe("bare").as_json()}
+    del fields[place[0]][place[1]]
+    path = tmp_path / "run.gz"
+    path.write_bytes(gzip.compress(b"\n".join([orjson.dumps(fields), *calls, b""])))
+    assert main(["replay", str(path)]) == 0
 
 
 @pytest.mark.parametrize("whole", [["a", "b", 1], ["a", 2, -1], {"a": 1}, 5])

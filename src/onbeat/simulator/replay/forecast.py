@@ -18,6 +18,7 @@ from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.replay.decisions import scheduler_config
 from onbeat.simulator.replay.history import RecordedRequest, RecordedStep, RunHistory, measured_acceptance
 from onbeat.simulator.replay.model import learning_model
 from onbeat.simulator.result import SimulationResult
@@ -212,7 +213,7 @@ class _Run:
                 [max(record.num_output_tokens, not record.is_embedding) for record in self._records]
             ),
             block_ids=tuple(tuple(ids.setdefault(each, len(ids)) for each in hashes) for hashes in blocks),
-            block_size=recording.header.scheduler["block_size"],
+            block_size=scheduler_config(recording.header).block_size,
             ids_cover_output=True,
             classes=classes,
             class_ids=class_ids,

@@ -91,7 +91,7 @@ def recorded_step_time_model(
         if own is not None:
             return own
     speculation = header.scheduler.get("speculation")
-    if speculation is not None and speculation["runs_model"]:
+    if speculation is not None and speculation.get("runs_model"):
         raise ConfigError(
             "the recorded engine ran a draft model, whose time only the record's own step-time model "
             "knows; leave out --step-time, --profile, --model and --device"
