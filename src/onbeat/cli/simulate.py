@@ -267,6 +267,7 @@ def _header(
     result: SimulationResult,
     label: str | None,
 ) -> RunHeader:
+    share = 1.0 if load.jobs is None else len(load.jobs.firsts) / len(load)  # jobs a second, as asked for
     return RunHeader(
         model_id=simulation.target.model.name,
         backend="simulation",
@@ -277,7 +278,8 @@ def _header(
         arrivals="closed loop" if load.arrivals is None else "offered",
         burstiness=None,
         level=Level(
-            request_rate=inf if load.rate is None else load.rate, max_concurrency=settings.max_concurrency
+            request_rate=inf if load.rate is None else load.rate * share,
+            max_concurrency=settings.max_concurrency,
         ),
     )
 
@@ -416,7 +418,8 @@ def _fleet_lines(result: SimulationResult) -> Iterator[str]:
 
 def answer_of(run: SimulatedRun) -> list[str]:
     """Return in a sentence or two how many requests were in time at which load, and what others missed."""
-    score, load = run.summary.score.own, _load(run.header.level)
+    score = run.summary.score.own
+    load = _load(run.header.level, "job" if "jobs" in run.details else "request")
     counts = run.summary.counts
     if not score.num_offered:
         done = [f"{counts.num_completed:,} of {counts.num_offered:,} requests were completed, {load}."]
@@ -436,8 +439,8 @@ def answer_of(run: SimulatedRun) -> list[str]:
     ]
 
 
-def _load(level: Level) -> str:
+def _load(level: Level, of: str) -> str:
     most = "" if level.max_concurrency is None else f"at most {level.max_concurrency:,} open at a time"
     if level.is_closed:
         return most or "all sent at once"
-    return f"at {rate_text(level.request_rate)}" + (f" and {most}" if most else "")
+    return f"at {rate_text(level.request_rate, of=of)}" + (f" and {most}" if most else "")

@@ -43,10 +43,10 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if 10**digits - 0.5 <= value < 1e15 else f"{value:.{digits}g}"
 
 
-def rate_text(rate: float, digits: int = 3) -> str:
-    """Return requests a second with their unit: `1 request/s`, `2.5 requests/s`."""
+def rate_text(rate: float, digits: int = 3, *, of: str = "request") -> str:
+    """Return requests, or others, a second with their unit: `1 request/s`, `2.5 requests/s`."""
     shown = significant(rate, digits)
-    return f"{shown} request{'s' * (shown != '1')}/s"
+    return f"{shown} {of}{'s' * (shown != '1')}/s"
 
 
 def duration(seconds: float | None) -> str:

@@ -89,6 +89,12 @@ def test_says_how_many_had_no_objectives(capsys: pytest.CaptureFixture[str]) -> 
     assert re.fullmatch(r"All 12 requests .* 24 .* [\d.]+ requests/s .*", line.rstrip())
 
 
+def test_the_rate_of_jobs_counts_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    agents = "--dataset-name agents --num-prompts 5 --request-rate 1 --arrivals constant"
+    assert main(["simulate", *agents.split(), "--model", "llama-3.1-8b", "--device", "h100-sxm"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(", at 1 job/s.")
+
+
 def test_the_summary_has_the_keys_of_a_measured_run(tmp_path: Path) -> None:
     found = summary_of(tmp_path, "--slo-ttft-ms", "500", "--slo-tbt-ms", "50")
     assert (found["schema"], found["kind"]) == (2, "simulation")
