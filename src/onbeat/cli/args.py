@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hints import likely_meant
-from onbeat.files import read
+from onbeat.files import packaged, read
 
 T = TypeVar("T")
 
@@ -246,10 +246,10 @@ def unknown_argument_message(parser: argparse.ArgumentParser, argument: str) -> 
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}"
-    shown = (
-        name for name, action in parser._option_string_actions.items() if action.help != argparse.SUPPRESS
-    )
-    near = likely_meant(flag.lstrip("-"), (name[2:] for name in shown if name.startswith("--")))
+    flags = parser._option_string_actions
+    shown = [name[2:] for name in flags if name.startswith("--") and flags[name].help != argparse.SUPPRESS]
+    near = packaged(dict[str, str], "onbeat.cli", "other_names.yaml").get(flag.lstrip("-"))
+    near = near if near in shown else likely_meant(flag.lstrip("-"), shown)
     return f"unknown flag {flag}" + (f"; did you mean --{near}?" if near else "")
 
 

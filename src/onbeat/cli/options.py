@@ -118,7 +118,7 @@ def _converter(setting: Setting) -> Callable[[str], Any]:
 
 def _converter_of_one(setting: Setting) -> Callable[[str], Any]:
     if setting.option.parse is not None:
-        return setting.option.parse
+        return checked(setting.option.parse, setting.option.metavar or setting.name.upper())
     if setting.choices:
         return str
     kind = get_args(setting.kinds[0])[0] if setting.is_list else setting.kinds[0]

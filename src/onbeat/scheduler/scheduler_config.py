@@ -23,13 +23,6 @@ DEFAULT_BLOCK_SIZE = 16
 _option = partial(option, group="scheduler")
 
 
-def _queue_seconds(text: str) -> float:
-    seconds = 0.0 if text == "none" else float(text)
-    if not 0 <= seconds < inf:
-        raise ValueError(text)
-    return seconds
-
-
 DraftLength = Literal["adaptive", "fixed"]
 DRAFT_LENGTHS: tuple[str, ...] = get_args(DraftLength)
 
@@ -118,7 +111,7 @@ class SchedulerLimits:
     max_queue_seconds: float | None = _option(
         None,
         metavar="SECONDS",
-        parse=_queue_seconds,
+        parse=lambda text: 0.0 if text == "none" else float(text),
         at_least=0,
         below=inf,
         help="longest predicted wait of best effort; beyond it a request gets 503 with Retry-After; 0 or "

@@ -114,6 +114,10 @@ def test_help_can_be_shown(command: tuple[str, ...]) -> None:
         (["serve", "--qqq"], "--qqq (see onbeat serve --help)"),
         (["serve", "--max-log", "x"], "flag --max-log"),
         (["serve", "--max-prob-len", "x"], "flag --max-prob-len"),
+        (["serve", "--tp-size=2"], "--tp-size; did you mean --tensor-parallel-size?"),  # SGLang's name
+        (["bench", "serve", "--tp-size=2"], "unknown flag --tp-size (see"),  # which it has by no name
+        (["serve", "--max-queue-seconds", "x"], "--max-queue-seconds: expected SECONDS, got 'x'"),
+        (["bench", "serve", "--num-gpus", "x"], "--num-gpus: expected NUM_GPUS, got 'x'"),
         (["serve", "--slo", "x"], "unknown flag --slo (see"),  # of many flags the beginning
         (["serve", "--slo-nodules", "x"], "flag --slo-nodules"),
         (["serve", "--tensor-parallel", "2"], "mean --tensor-parallel-size?"),
