@@ -156,7 +156,7 @@ def node_cores(cores: Set[int], root: Path = NODES) -> list[frozenset[int]]:
 
 
 def numa_advice(cores: Set[int], num_threads: int, root: Path = NODES) -> str | None:
-    """Return what to say to a process that may run on the cores of several nodes; None where all is well.
+    """Return what to say to a process on the cores of several nodes, or on too few; None where all is well.
 
     One whose threads fit into a node is told, too: the system may put them anywhere.
 
@@ -165,6 +165,8 @@ def numa_advice(cores: Set[int], num_threads: int, root: Path = NODES) -> str | 
     cores, root : as in `node_cores`.
     num_threads : that the process computes with.
     """
+    if num_threads > len(cores):
+        return f"{num_threads} threads wait for each other on {len(cores)} cores; leave --threads out"
     num_nodes = len(node_cores(cores, root))
     if num_nodes == 1 or num_threads == 1:
         return None

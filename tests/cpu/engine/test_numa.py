@@ -50,6 +50,13 @@ def test_threads_on_several_nodes_are_told_what_to_do(two_sockets: Path) -> None
     assert "numactl" in said
 
 
+def test_more_threads_than_cores_are_told_what_to_do(two_sockets: Path) -> None:
+    said = numa_advice(FIRST, 500, two_sockets)
+    assert said is not None
+    assert numbers(said) == [500, len(FIRST)]
+    assert "--threads" in said
+
+
 @pytest.mark.parametrize(("cores", "num_threads"), [(FIRST, 8), (SECOND, 8), (ALL, 1)])
 def test_what_stays_on_a_node_is_told_nothing(
     two_sockets: Path, cores: frozenset[int], num_threads: int
