@@ -183,7 +183,7 @@ class Machine:
 
         async def say_started() -> None:
             if self.nursed.num_before:
-                logger.error("the process before this one was killed; another goes on with what it has left")
+                logger.warning("this keeper follows another, and goes on with what that one has left")
                 await asyncio.sleep(SETTLED_SECONDS)
             else:
                 await front_ends.serving.wait()

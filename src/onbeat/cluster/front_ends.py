@@ -174,6 +174,7 @@ class FrontEnds:
                 logger.error("%s has ended before it served: the others are not replaced", new.name)
                 return
             old = self._places[place]
+            logger.info("%s takes the place of %s", new.name, old.name)
             self._put(place, new)
             old.is_told = True
             if not old.ended.is_set() and old.process.pid is not None:
