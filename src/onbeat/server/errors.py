@@ -160,7 +160,7 @@ def error_reply(error: Exception) -> ErrorReply:
         case HTTPException():
             status, headers = error.status_code, dict(error.headers or {})
             code = HTTPStatus(status).name.lower()
-            message = "this path has no such method" if status == 405 else str(error.detail)
+            message = f"no such method here; try {headers['Allow']}" if status == 405 else str(error.detail)
         case _:
             status, code = 500, "internal_error"
             message = "the server failed on this request"

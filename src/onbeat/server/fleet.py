@@ -77,8 +77,8 @@ def _keyed_routes(config: ServerConfig, **how: Any) -> Routes:
         if not config.fleet_keys:
             raise ApiError(
                 403,
-                "the fleet and its adapters are changed with a key alone, and this server has none; serve "
-                "with --fleet-key KEY, or with --api-key",
+                "a fleet and its adapters are shown and changed with a key alone, and this server has none; "
+                "serve with --fleet-key KEY, or with --api-key",
                 code="forbidden",
             )
         bearer_key(request.headers, config.fleet_keys, name="key of the fleet")

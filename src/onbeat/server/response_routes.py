@@ -243,7 +243,7 @@ def _add_kept(router: Routes, shelf: AnswerShelf) -> None:
     async def read(response_id: str, request: Request) -> Response:
         """Return a response that is kept, or with `stream` its events, as they come."""
         if response_id == "input_tokens":
-            raise HTTPException(405, headers={"allow": "POST"})
+            raise HTTPException(405, headers={"Allow": "POST"})
         owner = owner_of(request.scope)
         kept = await shelf.get(response_id, owner)
         if (number := _first_number(request.query_params)) is None:

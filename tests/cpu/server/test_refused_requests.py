@@ -92,6 +92,7 @@ async def test_unknown_model_path_and_method(served: Served) -> None:
     answer = await served.get(CHAT)
     check(answer, 405, "method_not_allowed")
     assert answer.headers["Allow"] == "POST"
+    assert answer.json["error"]["message"].endswith("POST")
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddingsx", "/v1", "/api/chat", "/v1/completion"])
