@@ -174,10 +174,6 @@ def bounds_white_space() -> bool:
     return tuple(map(int, version("llguidance").split(".")[:2])) >= (1, 9)
 
 
-COMPACT = JsonStyle(white_space=None)
-"""No white space: the fewest tokens."""
-
-
 _ANY_SPELLING = '\n%llguidance {"no_forcing": true}\n'
 """Text that is forced may come in any tokens that spell it. Else the library would allow one spelling alone
 when asked for all tokens, and each of them when asked for one."""

@@ -9,7 +9,6 @@ from onbeat.core.request import Grammar
 from onbeat.text.grammar import source
 from onbeat.text.grammar.limits import TooComplex
 from onbeat.text.grammar.source import (
-    COMPACT,
     JsonStyle,
     choice_grammar,
     embedded_json,
@@ -22,6 +21,7 @@ from onbeat.text.grammar.translate import closed
 
 llguidance = pytest.importorskip("llguidance")
 
+COMPACT = JsonStyle(white_space=None)
 POINT = {
     "type": "object",
     "properties": {"x": {"type": "integer"}},
