@@ -145,7 +145,7 @@ CELLS = {
     Cell("32b-h200", "sharegpt", "e2e-mix", "gap"): 1.9,
     Cell("70b-4xa100", "arxiv", "5s-50ms", "stream"): 1.35,
     Cell("mistral", "wave", "1s-100ms", "stream"): 7.0,
-    Cell("mistral", "agents", "1s-100ms", "stream"): 9.0,
+    Cell("mistral", "agents", "1s-100ms", "stream"): 12.0,
     Cell("moe-h100", "poisson", "tight-mix", "stream"): 17.0,
     Cell("70b-4xa100", "bimodal", "mix", "stream"): 3.0,
 }
