@@ -170,7 +170,8 @@ def _first_number(params: QueryParams) -> int | None:
     ------
     InvalidRequest : a parameter of the query is wrong.
     """
-    stream, after = params.get("stream", "false").lower(), params.get("starting_after")
+    after = params.get("starting_after")
+    stream = params.get("stream", "false" if after is None else "true").lower()
     if stream not in ("true", "false"):
         raise InvalidRequest(f"stream is {quoted(stream)}; it should be true or false", param="stream")
     if after is not None and (stream == "false" or not after.isdecimal() or len(after) > 9):

@@ -221,7 +221,9 @@ async def test_what_is_not_kept_is_not_found(
     assert (previous.status, previous.error["param"]) == (404, "previous_response_id")
 
 
-@pytest.mark.parametrize("query", ["stream=odd", "stream=true&starting_after=-1", "starting_after=3"])
+@pytest.mark.parametrize(
+    "query", ["stream=odd", "stream=true&starting_after=-1", "stream=false&starting_after=3"]
+)
 async def test_a_wrong_query_is_refused(served: Served, query: str) -> None:
     response_id = await begun(served)
     await ended(served, response_id)
@@ -229,6 +231,18 @@ async def test_a_wrong_query_is_refused(served: Served, query: str) -> None:
     assert (answer.status, answer.error["param"]) == (400, query.rpartition("=")[0].rpartition("&")[2])
     beyond = await served.get(f"{RESPONSES}/{response_id}?stream=true&starting_after=900")
     assert (beyond.status, beyond.body) == (200, b"")
+
+
+async def test_a_number_alone_asks_for_events(served: Served) -> None:
+    response_id = await begun(served)
+    await ended(served, response_id)
+    asked = [
+        f"{RESPONSES}/{response_id}?{query}" for query in ("starting_after=3", "stream=true&starting_after=3")
+    ]
+    alone, both = [await served.get(each) for each in asked]
+    assert alone.status == 200
+    assert alone.body == both.body
+    assert b'"sequence_number":4' in alone.body
 
 
 async def test_a_response_belongs_to_the_key_that_asked(engine: FakeEngine) -> None:
