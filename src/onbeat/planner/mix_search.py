@@ -348,7 +348,7 @@ class MixSearch:
     def _note(self, fleet: PlannedFleet) -> PlannedFleet:
         """Say what a simulation showed."""
         num_runs, num_all = len(fleet.runs), len(self._task.runs)
-        some = "" if num_runs == num_all else f" in {num_runs} of {counted(num_all, 'run')}"
+        some = "" if num_runs == num_all else f" so far, in {num_runs} of {counted(num_all, 'run')}"
         verdict = (
             f"keeps the promise{some}" if fleet.is_kept else f"does not keep the promise: {fleet.reason}"
         )

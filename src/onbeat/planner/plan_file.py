@@ -74,7 +74,7 @@ def read_promise(path: Path) -> Promise:
     ------
     ConfigError : the file cannot be read, is no plan, or was changed by hand where it says what was promised.
     """
-    remedy = f"make a plan with onbeat plan --output {path}"
+    remedy = "make a plan with onbeat plan --output FILE.yaml"
     content = read(dict[str, Any], path, "the plan", hint=f"; {remedy}")
     plan = content.get(SECTION)
     if not isinstance(plan, dict) or not plan.get("promise"):

@@ -98,7 +98,7 @@ class RunHeader:
         if level.is_closed:
             return f"{self.arrivals}{limit}"
         kind = "Poisson" if self.arrivals == "gamma" and self.burstiness == 1 else self.arrivals
-        return f"{kind} arrivals at {level.request_rate:g} req/s{limit}"
+        return f"{kind} arrivals at {level.request_rate:.4g} req/s{limit}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

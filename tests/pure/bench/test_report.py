@@ -336,6 +336,7 @@ def test_timeline_shows_waits_streams_and_losses() -> None:
     [
         (BenchLoad(max_concurrency=4), "closed loop of 4"),
         (BenchLoad(request_rate=2.0), "Poisson arrivals at 2 req/s"),
+        (BenchLoad(request_rate=24.43042), "Poisson arrivals at 24.43 req/s"),
         (BenchLoad(request_rate=2.0, burstiness=0.5), "gamma arrivals at 2 req/s"),
         (BenchLoad(request_rate=2.0, max_concurrency=3), "Poisson arrivals at 2 req/s, at most 3 open"),
         (BenchLoad(arrivals="replay"), "replay"),
