@@ -268,6 +268,7 @@ def _header(
     label: str | None,
 ) -> RunHeader:
     share = 1.0 if load.jobs is None else len(load.jobs.firsts) / len(load)  # jobs a second, as asked for
+    rate = inf if load.rate is None else load.rate * share
     return RunHeader(
         model_id=simulation.target.model.name,
         backend="simulation",
@@ -277,10 +278,7 @@ def _header(
         num_prompts=result.num_requests,
         arrivals="closed loop" if load.arrivals is None else "offered",
         burstiness=None,
-        level=Level(
-            request_rate=inf if load.rate is None else load.rate * share,
-            max_concurrency=settings.max_concurrency,
-        ),
+        level=Level(request_rate=rate, max_concurrency=settings.max_concurrency),
     )
 
 
