@@ -15,7 +15,7 @@ from onbeat.planner.objectives import Allowance, Objective, Verdict
 from onbeat.planner.search import Stopped
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.observer import SimulationObserver, StepsWanted
+from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
@@ -192,7 +192,7 @@ class MissCounter(SimulationObserver):
     num_requests : that were offered.
     """
 
-    wanted_steps: StepsWanted = "none"
+    wants_steps = False
 
     def __init__(self, allowances: Sequence[Allowance], num_requests: int, *, batch: int = 32) -> None:
         self._allowances = allowances

@@ -12,12 +12,11 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.request import RequestOutput, overdue_error
 from onbeat.core.slo import Fate
-from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step import BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.replica.speculation.verified import correct_shape
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -128,10 +127,9 @@ class Deliveries:
         found = []
         for output in outputs:
             offered = self._open[output.request_id]
-            record = offered.record
-            record.num_cached_tokens = output.num_cached_tokens
-            if record.scheduled is None:  # where it began; it may end on another replica
-                record.scheduled = output.scheduled_time
+            offered.record.num_cached_tokens = output.num_cached_tokens
+            if offered.record.scheduled is None:  # where it began; it may end on another replica
+                offered.record.scheduled = output.scheduled_time
             found.append(offered)
         return [offered for offered in found if not offered.record.delivery_times]
 
@@ -258,23 +256,9 @@ class VirtualSampler:
             if (known := self._ordinary.get(num_rows)) is None:
                 known = self._ordinary[num_rows] = ModelRunnerOutput([_ORDINARY_ROW] * num_rows)
             return known
-        num_left = self._deliveries.num_left
-        return ModelRunnerOutput(
-            [
-                _LAST_ROW if num_left(row.request_id) == 1 else _ORDINARY_ROW
-                for row in scheduled.rows
-                if row.samples
-            ]
-        )
-
-
-class AskedRow(NamedTuple):
-    """A decode row with drafts."""
-
-    request_id: str
-    num_tokens: int
-    """Known ones, its last included."""
-    num_drafts: int
+        num_left, rows = self._deliveries.num_left, [row for row in scheduled.rows if row.samples]
+        ends = [num_left(row.request_id) == 1 for row in rows]
+        return ModelRunnerOutput([_LAST_ROW if is_last else _ORDINARY_ROW for is_last in ends])
 
 
 class CatchUp:
@@ -297,7 +281,7 @@ class CatchUp:
         for request_id in request_ids:
             self._num_valid.pop(request_id, None)
 
-    def propose(self, rows: Sequence[AskedRow]) -> tuple[list[int], list[tuple[int, int]]]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> tuple[list[int], list[tuple[int, int]]]:
         """Run what rows are behind with, those first that are nearest to their ends.
 
         Returns
@@ -306,13 +290,14 @@ class CatchUp:
         was far behind.
         """
         num_left = self._most
-        num_drafted = [row.num_drafts for row in rows]
+        num_drafted = [row.num_draft_tokens for row in rows]
         chunks = []
-        behind = [row.num_tokens - self._num_valid.get(row.request_id, 0) for row in rows]
+        behind = [row.num_computed_tokens + 1 - self._num_valid.get(row.request_id, 0) for row in rows]
         for place in sorted(range(len(rows)), key=behind.__getitem__):
             row, num_behind = rows[place], behind[place]
+            num_known = row.num_computed_tokens + 1
             if num_behind > self._num_near:
-                start = row.num_tokens - num_behind
+                start = num_known - num_behind
                 num_taken = min(num_behind, num_left)
                 num_left -= num_taken
                 if num_taken:
@@ -321,7 +306,7 @@ class CatchUp:
                     num_drafted[place] = 0
                     self._num_valid[row.request_id] = start + num_taken
                     continue
-            self._num_valid[row.request_id] = row.num_tokens
+            self._num_valid[row.request_id] = num_known
         return num_drafted, chunks
 
     def confirm(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
@@ -385,11 +370,7 @@ class VerifyingSampler(VirtualSampler):
             return found, []
         self._catch_up.forget(scheduled.released_ids)
         self._catch_up.forget(each.request.request_id for each in scheduled.admitted)
-        asked = [
-            AskedRow(row.request_id, row.num_computed_tokens + 1, row.num_draft_tokens)
-            for row in scheduled.rows
-            if row.num_draft_tokens
-        ]
+        asked = [row for row in scheduled.rows if row.num_draft_tokens]
         num_drafted, chunks = self._catch_up.propose(asked)
         return dict(zip(found, num_drafted, strict=True)), chunks
 

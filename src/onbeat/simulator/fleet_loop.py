@@ -7,7 +7,6 @@ from heapq import heappop, heappush
 from math import inf
 
 from onbeat.core.errors import RequestRejected
-from onbeat.core.fleet import ReplicaId, replica_id
 from onbeat.simulator.deliveries import Collector, refuse
 from onbeat.simulator.virtual_clients import Clients, OfferedRequest
 from onbeat.simulator.virtual_replica import VirtualReplica
@@ -162,11 +161,6 @@ class Member:
         """When an end of its step is in the heap."""
         self._planned = -1.0
         """The instant at which it is to plan, or has."""
-
-    @property
-    def name(self) -> ReplicaId:
-        """As a fleet knows it."""
-        return replica_id(self.number)
 
     def call(self, now: float) -> None:
         """Let it plan at this instant, after all else."""

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 from onbeat.core.step_stats import StepStats
 from onbeat.metrics.record import RequestRecord
-
-StepsWanted = Literal["none", "runs", "all"]
 
 
 class SimulationObserver:
     """Hears of steps and requests in the order of virtual time; by itself it does nothing."""
 
-    wanted_steps: StepsWanted = "all"
-    """Of which steps it hears: of none, of all, or of all but with a run of decode steps that differ in token
-    counts alone told as one: from the start of its first to the end of its last, with the shape of the first.
-    The scheduler's state (`StepStats.scheduler`) is told only to those who want all."""
+    wants_steps = True
+    """Whether it hears of steps. Each is planned by itself then, else runs of decode steps at once."""
 
     def on_request(self, record: RequestRecord, /) -> None:
         """Hear of a request that was sent to a replica; the record fills up while it runs."""

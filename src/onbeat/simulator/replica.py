@@ -45,9 +45,7 @@ class SerialReplica(VirtualReplica):
             if isinstance(kind.step_time, RunTimer)
             else partial(seconds_of_each, kind.step_time.step_time)
         )
-        self._may_run_on = self._observer is None or self._observer.wanted_steps != "all"
         self._learns = self.scheduler.step_time_model is not None
-        self._lookahead = 1 if self._is_alone else _LOOKAHEAD
         self._step: StepUnderWay | None = None
         """The step under way, or the first of the run under way."""
         self._shape = BatchShape()
@@ -79,7 +77,7 @@ class SerialReplica(VirtualReplica):
             return
         del ends[bisect_left(ends, now) + 1 :]
         self._num_left = 0
-        self.next_time = ends[-1]
+        self.next_time = ends[-1] if ends else now
         if self._learns:
             self._catch_up(step, now)
 
@@ -90,8 +88,7 @@ class SerialReplica(VirtualReplica):
             self._end_step(step, ends, None)
             self._step, self.next_time = None, inf
         elif num_ended := bisect_right(ends, now):
-            self._advance(step, ends[:num_ended])
-            del ends[:num_ended]
+            self._advance(step, num_ended)
             self._num_told = 0
 
     def end(self, now: float) -> list[OfferedRequest]:
@@ -101,8 +98,16 @@ class SerialReplica(VirtualReplica):
             self.started = []
         if step is None or now < self.next_time or self._num_left:
             return []
+        ends, run = self._ends, step.run
+        # Nobody asks it where in a run some end.
+        if run and run.most and ends and self._is_alone and not self._plans_ahead and run.goes_on(len(ends)):
+            self._count(step, ends)
+            outputs = run.let_end(ends, self._sampler.sample(step.scheduled))
+            ends = self._ends = array("d")
+            if outputs is not None:
+                step.scheduled, self._shape, self._num_left = run.scheduled, step.shape.copy(), run.max_steps
+                return self._deliveries.take(outputs, now) if outputs else []
         self._step, self.next_time = None, inf
-        ends = self._ends
         if self._plans_ahead:
             self._last_step = (ends[-2] if len(ends) > 1 else step.start, ends[-1])
         return self._end_step(step, ends, None if self._is_alone else self.started)
@@ -115,15 +120,17 @@ class SerialReplica(VirtualReplica):
             return []
         self._busy_since = min(self._busy_since, now)
         refused = self._admit(now, came_before=self._last_step[0]) if self._held else []
-        step = self._step = self._plan(now, may_run_on=self._may_run_on and not self._held)
+        step = self._step = self._plan(now, may_run_on=self._observer is None and not self._held)
         if step is None and self._held:
             refused += self._admit(now, came_before=inf)
-            step = self._step = self._plan(now, may_run_on=self._may_run_on)
+            step = self._step = self._plan(now, may_run_on=self._observer is None)
         if step is None:
             self._end_work(now)
         else:
-            self._num_left, self._ends, self._num_told = step.max_steps, array("d"), 0
-            self._shape = step.shape if step.max_steps == 1 else step.shape.copy()
+            self._num_left, self._shape = 1, step.shape
+            if step.run is not None:
+                self._num_left, self._shape = step.run.max_steps, step.shape.copy()
+            self._ends, self._num_told = array("d"), 0
             self._look_ahead(step, now + self._charged, next_arrival)
             self._charged = 0.0
         if self.scheduler.planner.expired:
@@ -156,8 +163,7 @@ class SerialReplica(VirtualReplica):
         num = bisect_right(ends, now, num_told, len(ends) - 1, key=lambda end: end + delay)
         when, busy = ends[num - 1], ends[num] - ends[num - 1]
         if self.scheduler.kv.num_tables > 1:  # what the windows have passed is known once it is given back
-            self._advance(step, ends[:num])
-            del ends[:num]
+            self._advance(step, num)
             return when, self.scheduler.load(when, busy=busy)
         self._num_told = num
         if self._learns and step.run is not None:
@@ -178,6 +184,15 @@ class SerialReplica(VirtualReplica):
             super().withdraw(request_id, now)
         self._held = held
 
+    def _advance(self, step: StepUnderWay, num_steps: int) -> None:
+        """Take the results of the first steps of a run, which goes on."""
+        assert step.run is not None
+        ends = self._ends[:num_steps]
+        del self._ends[:num_steps]
+        self._count(step, ends)
+        step.run.advance(ends)
+        step.start = ends[-1]
+
     def settle(self, now: float) -> None:
         """Deliver what the steps of a run have brought by now."""
         self.interrupt(now)
@@ -195,7 +210,7 @@ class SerialReplica(VirtualReplica):
         bound = run if run is not None and run.limit < inf else None
         is_watched = self._is_watched
         num_at_once = 1 if is_watched else _STEPS_AT_ONCE
-        num_free = num_left - (1 if is_watched else self._lookahead)
+        num_free = num_left - (1 if is_watched or self._is_alone else _LOOKAHEAD)
         times: Sequence[float]
         is_over = False
         while not is_over:

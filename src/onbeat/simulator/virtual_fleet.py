@@ -182,10 +182,10 @@ class VirtualFleet(FrontEnd):
         request_id, record = offered.request.request_id, offered.record
         if not member.is_gone:
             self._moves.on_first_token(member.number, request_id, is_finished=is_finished)
-        num_tokens = len(record.delivery_times)
+        num_tokens, name = len(record.delivery_times), replica_id(member.number)
         num_new, offered.num_told = num_tokens - offered.num_told, num_tokens
         self._dispatcher.dispatch(
-            events.Delivered(member.name, request_id, num_new, record.num_cached_tokens, is_finished), now
+            events.Delivered(name, request_id, num_new, record.num_cached_tokens, is_finished), now
         )
 
     def before_plan(self, member: Member, now: float) -> None:  # noqa: ARG002
@@ -204,7 +204,8 @@ class VirtualFleet(FrontEnd):
     def _tell_refusal(self, member: Member, offered: OfferedRequest, now: float) -> None:
         request_id, refusal = offered.request.request_id, offered.refusal
         retry_after = None if refusal is None else refusal.retry_after
-        self._tell(events.Refused(member.name, request_id, is_for_load=True, retry_after=retry_after), now)
+        name = replica_id(member.number)
+        self._tell(events.Refused(name, request_id, is_for_load=True, retry_after=retry_after), now)
 
     def _change(self, change: FleetChange, now: float) -> None:
         name = replica_id(change.number)
@@ -227,7 +228,7 @@ class VirtualFleet(FrontEnd):
                 self._tell_delivery(member, offered, now)
         self._moves.lose(number)
         self._remove(number, died=True)
-        self._tell(events.Lost(member.name, "killed"), now)
+        self._tell(events.Lost(replica_id(member.number), "killed"), now)
 
     # ---- lives of replicas ----
 
@@ -324,7 +325,7 @@ class VirtualFleet(FrontEnd):
 
         def hear(_then: float) -> None:
             if not member.is_gone:
-                self._dispatcher.dispatch(events.Reported(member.name, load), heard)
+                self._dispatcher.dispatch(events.Reported(replica_id(member.number), load), heard)
 
         if heard <= now:
             hear(now)

@@ -14,7 +14,6 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.handover import Detached
 from onbeat.core.step import BatchShape, SchedulerOutput
-from onbeat.core.step_stats import DraftStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.shapes import LargestStep, ShapeRange
 from onbeat.scheduler.replica.policies import composition
@@ -40,8 +39,6 @@ class StepUnderWay:
     """What the device computes."""
     run: SteadyRun | None
     """What the step may go on as."""
-    max_steps: int
-    """How often it may be run before something has to be told of one of its requests."""
     start: float
     planned: Planned | None
     """What its planning did, if anybody hears of it."""
@@ -93,7 +90,7 @@ class VirtualReplica(ABC):
         """Steps that have ended."""
         self._busy_seconds = 0.0
         observer, self._is_alone, self._is_watched = around
-        self._observer = None if observer is None or observer.wanted_steps == "none" else observer
+        self._observer = observer if observer is not None and observer.wants_steps else None
         self._reporter = None if self._observer is None else StepReporter(self.scheduler)
         self._writes_times = limits.speculation is None
         self._may_stop = config.declared_max_tokens is not None
@@ -240,19 +237,14 @@ class VirtualReplica(ABC):
             shape = self._sampler.begin(scheduled)
         planned = predicted = None
         if self._reporter is not None:
-            planned, predicted = self._reporter.take_planned(), self._predict(scheduled)
-        may_run_on = may_run_on and not shape.num_chunks
-        run = begin_run(self.scheduler, scheduled, ORDINARY) if may_run_on else None
-        max_steps = 1 if run is None else run.max_steps
+            planned, model = self._reporter.take_planned(), self.scheduler.step_time_model
+            predicted = None if model is None else model.step_time(scheduled.shape)
+        run = begin_run(self.scheduler, scheduled, ORDINARY) if may_run_on and not shape.num_chunks else None
         if run is not None and self._may_stop:
             num_left = self._deliveries.num_left
-            max_steps = min(max_steps, *[num_left(row.request_id) for row in scheduled.rows if row.samples])
-        return StepUnderWay(scheduled, shape, run, max_steps, now, planned, predicted)
-
-    def _predict(self, scheduled: SchedulerOutput) -> float | None:
-        """Return what the scheduler's own model expects of a step, seconds."""
-        model = self.scheduler.step_time_model
-        return None if model is None else model.step_time(scheduled.shape)
+            left = [num_left(row.request_id) for row in scheduled.rows if row.samples]
+            run.max_steps = min(run.max_steps, *left)
+        return StepUnderWay(scheduled, shape, run, now, planned, predicted)
 
     def _expire(self, now: float) -> list[OfferedRequest]:
         """Return the requests that the last plan has ended."""
@@ -268,40 +260,28 @@ class VirtualReplica(ABC):
         ends : when each step of the run ended, seconds.
         started : gets the requests that have their first token now; None where nobody is told.
         """
-        scheduled, now = step.scheduled, ends[-1]
-        first_context = self._count(step, ends)
-        if step.run is not None and len(ends) > 1:
-            step.run.advance(ends[:-1])
+        scheduled, run = step.scheduled, step.run
+        if ends:
+            self._count(step, ends)
+        if run is not None and len(ends := run.carried + ends) > 1:
+            run.advance(ends[:-1])
+        now = ends[-1]
         sampled = self._sampler.sample(scheduled)
         outputs = self.scheduler.update(scheduled, sampled, now)
         # The last token of a prompt, alone in its chunk, looks like a decode; it is in no run.
         if started is not None and step.run is None:
             started += self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, now) if outputs else []
-        if self._observer is not None:
-            self._tell(self._observer, step, first_context, ends, self.scheduler.results.drafts)
+        if self._observer is not None and self._reporter is not None and step.planned is not None:
+            stats = self._reporter.stats(scheduled, step.planned, start=step.start, end=now)
+            # Where nothing learns, the device takes what is predicted.
+            stats.predicted_seconds = now - step.start if step.predicted is None else step.predicted
+            stats.drafts, stats.scheduler = self.scheduler.results.drafts, self.scheduler.state()
+            self._observer.on_step(self._index, stats)
         return finished
 
-    def _advance(self, step: StepUnderWay, ends: array[float]) -> None:
-        """Take the results of the first steps of a run, which goes on.
-
-        Parameters
-        ----------
-        ends : when each of them ended, seconds.
-        """
-        assert step.run is not None
-        first_context = self._count(step, ends)
-        step.run.advance(ends)
-        if self._observer is not None:
-            context = step.shape.decode_context_tokens
-            self._tell(self._observer, step, first_context, ends, None)
-            step.shape.decode_context_tokens = context
-            step.planned = Planned()
-            step.predicted = self._predict(step.scheduled)
-        step.start = ends[-1]
-
-    def _count(self, step: StepUnderWay, ends: array[float]) -> int:
-        """Count steps that have ended; return what the decodes of the first of them read."""
+    def _count(self, step: StepUnderWay, ends: array[float]) -> None:
+        """Count steps that have ended."""
         shape, total, num_steps = step.shape, self._work, len(ends)
         first_context, num_rows = shape.decode_context_tokens, shape.num_lm_head_rows
         self._num_steps += num_steps
@@ -321,29 +301,6 @@ class VirtualReplica(ABC):
             total.num_draft_passes += shape.num_draft_passes
             total.num_catch_up_tokens += shape.num_catch_up_tokens
             total.catch_up_pairs += shape.catch_up_pairs
-        return first_context
-
-    def _tell(
-        self,
-        observer: SimulationObserver,
-        step: StepUnderWay,
-        first_context: int,
-        ends: array[float],
-        drafts: DraftStats | None,
-    ) -> None:
-        """Describe a step, or a run by its first, to whoever watches."""
-        assert step.planned is not None
-        assert self._reporter is not None
-        step.shape.decode_context_tokens = first_context
-        stats = self._reporter.stats(step.scheduled, step.planned, start=step.start, end=ends[-1])
-        if step.predicted is None:  # nothing learns, and the device takes what is predicted
-            stats.predicted_seconds = ends[-1] - step.start
-        elif len(ends) == 1:
-            stats.predicted_seconds = step.predicted
-        stats.drafts = drafts
-        if observer.wanted_steps == "all":
-            stats.scheduler = self.scheduler.state()
-        observer.on_step(self._index, stats)
 
     def _end_work(self, now: float) -> None:
         """Count as idle from now on."""

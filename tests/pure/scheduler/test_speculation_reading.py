@@ -9,7 +9,7 @@ import pytest
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
-from onbeat.simulator.deliveries import AskedRow, CatchUp
+from onbeat.simulator.deliveries import CatchUp
 from tests.pure.scheduler.speculating import (
     DraftStepTime,
     TimedSpeculatingDriver,
@@ -64,11 +64,7 @@ class ReadingDriver(TimedSpeculatingDriver):
     def read(self, scheduled: SchedulerOutput) -> None:
         """Let the draft model read, and compare with what was planned."""
         self.catch_up.forget(scheduled.released_ids)
-        asked = [
-            AskedRow(row.request_id, row.num_computed_tokens + 1, row.num_draft_tokens)
-            for row in scheduled.rows
-            if row.num_draft_tokens
-        ]
+        asked = [row for row in scheduled.rows if row.num_draft_tokens]
         num_drafted, chunks = self.catch_up.propose(asked)
         self.through = {row.request_id: num > 0 for row, num in zip(asked, num_drafted, strict=True)}
         expected = BatchShape()

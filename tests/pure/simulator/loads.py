@@ -7,14 +7,15 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from onbeat.core.step import BatchShape
+from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_stats import StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.simulator.observer import SimulationObserver, StepsWanted
+from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
@@ -66,10 +67,23 @@ class StepByStep(SimulationObserver):
         self.finished.append(record)
 
 
-class Watching(StepByStep):
+class HearsOfRequests(StepByStep):
     """An observer that leaves runs of steps together."""
 
-    wanted_steps: StepsWanted = "runs"
+    wants_steps = False
+
+
+def count_plans(monkeypatch) -> list[float]:
+    """Return a list that gets the time of each plan from now on."""
+    plans: list[float] = []
+    schedule = Scheduler.schedule
+
+    def counted(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
+        plans.append(now)
+        return schedule(scheduler, now)
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    return plans
 
 
 def make_load(prompts, outputs, arrivals=None, **columns) -> OfferedLoad:

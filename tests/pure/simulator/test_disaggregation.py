@@ -19,9 +19,9 @@ from onbeat.simulator.simulation_config import FleetChange, FleetTimes, KVLink, 
 from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import (
+    HearsOfRequests,
     ShapeTime,
     StepByStep,
-    Watching,
     fleet_config,
     linear_time,
     make_load,
@@ -303,7 +303,7 @@ class TestInvariants:
         load = random_load(60, rate=2.0, seed=3)
         config = make_config(num_decode=2, pool_rule=rule, decode={"num_blocks": 24})
         single = run(load, config, observer=StepByStep())
-        together = run(load, config, observer=Watching())
+        together = run(load, config, observer=HearsOfRequests())
         assert single.records == together.records == run(load, config).records
 
 

@@ -14,7 +14,7 @@ from onbeat.scheduler.cluster.events import Send
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.virtual_replica import make_scheduler
-from tests.pure.simulator.loads import StepByStep, Watching, linear_time, make_config, random_load
+from tests.pure.simulator.loads import StepByStep, linear_time, make_config, random_load
 
 SECONDS = linear_time().seconds
 
@@ -74,13 +74,6 @@ class TestModelOfItsOwn:
         assert first.predicted_seconds == pytest.approx(SECONDS(first.shape))
         if pipeline == 1:
             assert first.end - first.start != pytest.approx(first.predicted_seconds)
-
-    def test_nobody_predicts_a_run_as_a_whole(self):
-        observer = Watching()
-        simulate(
-            random_load(20, rate=1, seed=1), make_config("clairvoyant"), linear_time(), observer=observer
-        )
-        assert None in {stats.predicted_seconds for _, stats in observer.steps}
 
     def test_a_model_that_cannot_learn_is_refused(self):
         class Rigid:

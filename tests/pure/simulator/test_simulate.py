@@ -20,9 +20,9 @@ from onbeat.simulator.simulate import simulate
 from onbeat.simulator.virtual_clients import Clients, OfferedRequest
 from tests.examples import examples
 from tests.pure.simulator.loads import (
+    HearsOfRequests,
     ShapeTime,
     StepByStep,
-    Watching,
     linear_time,
     make_config,
     make_load,
@@ -141,7 +141,7 @@ def test_a_router_that_looks_at_load_beats_turns():
 
 def test_observers_hear_of_everything_in_order():
     load = random_load(30, rate=40, seed=6)
-    watching, every = Watching(), StepByStep()
+    watching, every = HearsOfRequests(), StepByStep()
     result = simulate(load, make_config(replicas=2), linear_time(), observer=every)
     assert simulate(load, make_config(replicas=2), linear_time(), observer=watching).records == result.records
     assert [record.request_id for record in every.requests] == [str(index) for index in range(30)]
@@ -149,11 +149,8 @@ def test_observers_hear_of_everything_in_order():
     ends = [stats.end for _, stats in every.steps]
     assert ends == sorted(ends)
     assert sum(stats.num_prefix_queries for _, stats in every.steps) == result.total.num_prefix_queries
-    # A run that is told as one step has the shape of its first, and lasts until its last.
-    of_first = {(replica, stats.start): stats for replica, stats in every.steps}
-    for replica, stats in watching.steps:
-        assert stats.shape == of_first[replica, stats.start].shape
-        assert stats.end >= of_first[replica, stats.start].end
+    assert not watching.steps
+    assert watching.finished == every.finished
 
 
 def test_progress_is_rare_and_ends_with_all():

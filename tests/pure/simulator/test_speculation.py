@@ -11,9 +11,10 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
+from onbeat.core.step import ScheduledRequest
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
-from onbeat.simulator.deliveries import AskedRow, CatchUp
+from onbeat.simulator.deliveries import CatchUp
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
@@ -220,20 +221,25 @@ def test_pools_draft_where_they_generate() -> None:
 # --- a draft model's own reading --------------------------------------------------------------------------
 
 
+def asked(request_id: str, num_tokens: int, num_drafts: int) -> ScheduledRequest:
+    """Return a decode row with drafts of a request with so many tokens."""
+    return ScheduledRequest(request_id, num_tokens - 1, 1 + num_drafts, (), True, num_drafts)
+
+
 def test_a_draft_model_reads_a_prompt_in_pieces_before_it_proposes() -> None:
     model = CatchUp(256, num_near=16)
     for start, num_tokens in ((0, 256), (256, 256)):
-        assert model.propose([AskedRow("long", 600, 3)]) == ([0], [(start, num_tokens)])
-    assert model.propose([AskedRow("long", 600, 3)]) == ([3], [(512, 88)])
+        assert model.propose([asked("long", 600, 3)]) == ([0], [(start, num_tokens)])
+    assert model.propose([asked("long", 600, 3)]) == ([3], [(512, 88)])
     model.confirm("long", 3, 1)  # the KV of two of the drafts is there, and one of these became a token
-    assert model.propose([AskedRow("long", 602, 3)]) == ([3], [])
+    assert model.propose([asked("long", 602, 3)]) == ([3], [])
     model.forget(["long"])
-    assert model.propose([AskedRow("long", 602, 3)]) == ([0], [(0, 256)])
+    assert model.propose([asked("long", 602, 3)]) == ([0], [(0, 256)])
 
 
 def test_rows_near_their_ends_come_first_and_are_not_held_back() -> None:
     model = CatchUp(256, num_near=16)
-    rows = [AskedRow("far", 300, 3), AskedRow("near", 16, 2), AskedRow("middle", 200, 1)]
+    rows = [asked("far", 300, 3), asked("near", 16, 2), asked("middle", 200, 1)]
     assert model.propose(rows) == ([0, 2, 1], [(0, 200), (0, 56)])
     assert model.propose(rows) == ([3, 2, 1], [(56, 244)])
 

@@ -15,7 +15,7 @@ from tests.examples import examples
 from tests.pure.simulator.loads import (
     ShapeTime,
     StepByStep,
-    Watching,
+    count_plans,
     linear_time,
     make_config,
     make_load,
@@ -163,11 +163,22 @@ def test_a_choice_between_two_reports_of_a_run_hears_of_the_first():
 
 
 @pytest.mark.parametrize("policy", sorted(name for name in POLICIES if not POLICIES[name].needs_step_time))
-def test_runs_save_most_plans(policy):
+def test_runs_save_most_plans(policy, monkeypatch):
     load = random_load(50, rate=1, seed=1, prompt=30, output=60)
-    watching = Watching()
-    result = simulate(load, make_config(policy), linear_time(), observer=watching)
-    assert len(watching.steps) < result.total.num_steps / 3
+    plans = count_plans(monkeypatch)
+    result = simulate(load, make_config(policy), linear_time())
+    assert len(plans) < result.total.num_steps / 3
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "edf", "prefill-first"])
+def test_a_run_goes_on_without_those_who_end(policy, monkeypatch):
+    """Where nobody waits: the next request comes in the middle, and one at the very end of another."""
+    load = make_load([30] * 7, [10, 20, 30, 40, 50, 60, 90], [0.0] * 6 + [3.0])
+    config, model = make_config(policy), ShapeTime(lambda shape: 0.125)
+    check_runs_equal_single_steps(load, config, model)
+    plans = count_plans(monkeypatch)
+    simulate(load, config, model)
+    assert len(plans) < 12
 
 
 def test_kv_pressure_preempts_in_the_runs_that_are_compared():

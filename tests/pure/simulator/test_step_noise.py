@@ -11,9 +11,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.virtual_replica import StepNoise
 from tests.pure.simulator.loads import (
+    HearsOfRequests,
     ShapeTime,
     StepByStep,
-    Watching,
     linear_time,
     make_config,
     make_load,
@@ -54,7 +54,7 @@ def test_runs_of_steps_equal_single_steps(changes):
     assert (
         single.records
         == simulate(load, config, linear_time()).records
-        == simulate(load, config, linear_time(), observer=Watching()).records
+        == simulate(load, config, linear_time(), observer=HearsOfRequests()).records
     )
     assert single.records != simulate(load, make_config(seed=11, **changes), linear_time()).records
     other_seed = make_config(step_noise=0.2, seed=12, **changes)

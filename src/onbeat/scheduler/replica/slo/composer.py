@@ -347,11 +347,11 @@ class SLOComposer(Composer):
         if not plan.running:
             cost_model.catch_up()
         state.num_hit_tokens = len(plan.kv.match(state)) * plan.kv.block_size
-        limit, num_sent = state.max_total_tokens - state.num_tokens, state.num_output_tokens
         begin = partial(state.slo.begin, request, self.rules.mode, now=plan.now)
         if slo is None:
-            begin(max_output_tokens=num_sent + limit)
+            begin(max_output_tokens=state.max_total_tokens - state.num_prompt_tokens)
             return
+        limit, num_sent = state.max_total_tokens - state.num_tokens, state.num_output_tokens
         lengths = self.tracker.lengths
         longest = lengths.remaining(request.slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
         num_left, longest_pace = None, inf
