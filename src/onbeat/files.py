@@ -51,7 +51,8 @@ def read(kind: type[T], path: Path, what: str = "", *, hint: str = "") -> T:
     except json.JSONDecodeError as error:
         raise _unreadable(path, what, f"not valid JSON ({error})" + hint) from error
     except (yaml.YAMLError, ValueError) as error:  # a ValueError is of a date or a number that is none
-        raise _unreadable(path, what, " ".join(str(error).split()) + hint) from error
+        said = str(error).replace('"<unicode string>", ', "")  # PyYAML's name of a text
+        raise _unreadable(path, what, " ".join(said.split()) + hint) from error
     return convert(kind, content, str(path), hint=hint)
 
 

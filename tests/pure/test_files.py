@@ -47,6 +47,7 @@ def test_yaml_that_is_none_is_told_in_one_line_with_what_else_could_be_meant(tmp
     for content in ("a: [", "!!python/object/apply:os.getcwd []"):
         with pytest.raises(ConfigError, match=r" \S+x\.yaml: .*; or a class\?$") as caught:
             read(Any, write(tmp_path / "x.yaml", content), hint="; or a class?")
+        assert "unicode string" not in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
