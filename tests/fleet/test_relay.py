@@ -138,8 +138,8 @@ async def test_another_clock_changes_nothing(tmp_path: Path, monkeypatch: Any) -
     async with keeper() as (client, host, found):
         status = host._status
 
-        def by_another_clock(gate: Any) -> Any:
-            told = status(gate)
+        def by_another_clock() -> Any:
+            told = status()
             told.made -= 5000.0
             told.pulse = replace(told.pulse, time=told.pulse.time - 5000.0)
             told.clock = "another"

@@ -180,7 +180,7 @@ class FleetClient:
         self._hashes_prompts = hashes_prompts
         self.streams = controller.streams
         self.gate = Gate(self)
-        self.streams.gates.append(self.gate)
+        controller.on_heard = self.gate.hear
         self.counts = self.streams.counts
         self._info: EngineInfo | None = None
         self._folder, self._takes_over = nursed.folder, nursed.num_before > 0

@@ -295,6 +295,8 @@ class FleetController:
         self._look: asyncio.Task[None] | None = None
         self._first_info: EngineInfo | None = None
         self._round: asyncio.Task[None] | None = None
+        self.on_heard: Callable[[float, float], None] = lambda _made, _now: None
+        """Hears when a message of a replica was made, and when it came; there are two a second at least."""
         self.changed = asyncio.Event()
         """Set whenever a replica got ready, was lost or was told to end."""
         self.adapters = FleetAdapters(self.send, self.lives, streams.open, self.changed)
@@ -451,14 +453,14 @@ class FleetController:
     def _on_message(self, life: Life, message: messages.FromEngine) -> None:
         match message:
             case messages.Stepped(outputs):
-                self.streams.hear(outputs.now, life.heard)
+                self.on_heard(outputs.now, life.heard)
                 life.pulse = EnginePulse(outputs.now)
                 if outputs.load is not None:
                     life.load = self.streams.before_report(life.replica, outputs.load)
                     self.tell(events.Reported(life.replica, life.load))
                 self.streams.on_stepped(life, outputs)
             case messages.Heartbeat(pulse, num_taken):
-                self.streams.hear(pulse.time, life.heard)
+                self.on_heard(pulse.time, life.heard)
                 life.pulse, life.num_taken = pulse, num_taken
             case messages.Rejected() as rejected:
                 self.streams.on_rejected(life, rejected)

@@ -50,9 +50,6 @@ class GatePort(Protocol):
     def refuse(self, request_id: str, error: OnbeatError) -> None:
         """Hear that a request has ended by an error."""
 
-    def hear(self, made: float, now: float) -> None:
-        """Hear how long a message of a replica has been on its way; there are two a second at least."""
-
 
 @dataclass(slots=True)
 class ClientStream:
@@ -83,7 +80,8 @@ class HandOut:
         """Callers in the order of their turns, and the streams of each likewise."""
         self._num_put = 0
         self._is_due = False
-        self._due = self._way = self._turn = self._round = 0.0
+        self.way = self._due = self._turn = self._round = 0.0
+        """Seconds that the last message of a replica was on its way, first of these."""
 
     @property
     def lag(self) -> float:
@@ -91,11 +89,11 @@ class HandOut:
 
         The way of the last message of a replica, the last turn that a stream waited for, and the last round.
         """
-        return self._way + self._turn + self._round
+        return self.way + self._turn + self._round
 
     def hear(self, made: float, now: float) -> None:
         """Hear how long a message of a replica has been on its way; there are two a second at least."""
-        self._way = max(now - made, 0.0)
+        self.way = max(now - made, 0.0)
         if not self._is_due:
             self._round = 0.0
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -17,9 +18,9 @@ from onbeat.cluster.gate import Gate
 from onbeat.cluster.streams import not_resumed
 from onbeat.cluster.wire import Line
 from onbeat.core.errors import ConfigError, OnbeatError
-from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
-from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
-from onbeat.core.request import Adapter, Request, RequestOutput
+from onbeat.core.fleet import ReplicaId, ReplicaView
+from onbeat.core.protocols import Delivery, EngineInfo, StepObserver
+from onbeat.core.request import Request, RequestOutput
 from onbeat.engine.messages import AbortRequests, Fetched, Rejected
 from onbeat.metrics.merge import Snapshot
 from onbeat.metrics.slo_counts import EndedRequest
@@ -163,9 +164,7 @@ class GateClient:
 
     # --- what its gate asks for, see `Keeper` -------------------------------------------------------------
 
-    @property
-    def hashed_block_size(self) -> int:
-        return self._status.hashed_block_size
+    hashed_block_size = property(attrgetter("_status.hashed_block_size"))
 
     def ask(self, request: Request, block_hashes: Sequence[bytes]) -> None:
         asked = self._asked[request.request_id] = messages.Ask(request, list(block_hashes))
@@ -180,13 +179,8 @@ class GateClient:
 
     # --- what the server sees of the engine, see `EngineClient` -------------------------------------------
 
-    @property
-    def is_alive(self) -> bool:
-        return self._status.is_alive
-
-    @property
-    def pulse(self) -> EnginePulse:
-        return self._status.pulse
+    is_alive = property(attrgetter("_status.is_alive"))
+    pulse = property(attrgetter("_status.pulse"))
 
     def add_observer(self, observer: StepObserver) -> None:
         """Let one more object see what steps deliver here."""
@@ -197,25 +191,11 @@ class GateClient:
 
     # --- what it shows of the fleet and asks of it, see `FleetView` ---------------------------------------
 
-    @property
-    def num_waiting(self) -> int:
-        return self._status.num_waiting
-
-    @property
-    def is_ready(self) -> bool:
-        return self._status.is_ready
-
-    @property
-    def seconds_to_ready(self) -> float | None:
-        return self._status.seconds_to_ready
-
-    @property
-    def scaling(self) -> ScalingView | None:
-        return self._status.scaling
-
-    @property
-    def adapters(self) -> Mapping[str, Adapter]:
-        return self._status.adapters
+    num_waiting = property(attrgetter("_status.num_waiting"))
+    is_ready = property(attrgetter("_status.is_ready"))
+    seconds_to_ready = property(attrgetter("_status.seconds_to_ready"))
+    scaling = property(attrgetter("_status.scaling"))
+    adapters = property(attrgetter("_status.adapters"))
 
     def replicas(self) -> Sequence[ReplicaView]:
         return self._status.replicas

@@ -98,7 +98,6 @@ class RemoteGate:
     heard : when it said anything last.
     requests : the ids of those that it asked for, which have not ended.
     num_open : those whose ends it has yet to count.
-    way : seconds that the last message of a replica was on its way here.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class RemoteGate:
         self.heard = time.monotonic()
         self.requests: set[str] = set()
         self.num_open = 0
-        self.way = 0.0
 
     def deliver(self, now: float, outputs: list[RequestOutput], replica: int) -> None:
         self.send(messages.Delivered(now, outputs, replica))
@@ -119,9 +117,6 @@ class RemoteGate:
     def refuse(self, request_id: str, error: OnbeatError) -> None:
         self.send(Rejected.by(request_id, error))
         self.requests.discard(request_id)
-
-    def hear(self, made: float, now: float) -> None:
-        self.way = max(now - made, 0.0)
 
 
 class GateHost:
@@ -248,9 +243,8 @@ class GateHost:
             self._lose(other, "it has connected again", has_ended=False)
         is_far = wire is not self._wires[0]
         send = partial(wire.send, name)
-        self._gates[name] = gate = RemoteGate(own, send, self._make_desk(), is_far=is_far)
-        self._client.streams.gates.append(gate)
-        send(self._status(gate))
+        self._gates[name] = RemoteGate(own, send, self._make_desk(), is_far=is_far)
+        send(self._status())
         if not is_far:
             self._ends.watch(name, message.process_id)
 
@@ -260,7 +254,6 @@ class GateHost:
         if (gate := self._gates.pop(name, None)) is None:
             return
         self._greeted.discard(name)
-        self._client.streams.gates.remove(gate)
         if has_ended:  # else it goes on with what it has counted
             self._counts.end(gate.name, gate.num_open)
         gate.desk.close()
@@ -282,18 +275,19 @@ class GateHost:
             error = Rejected.by("", refusal)
         if self._gates.get(name) is gate:
             if wish.verb in FLEET_VERBS:
-                gate.send(self._status(gate))
+                gate.send(self._status())
             gate.send(messages.Granted(wish.number, error, answer))
 
     async def _tell_status(self) -> None:
         while True:
             await asyncio.sleep(STATUS_SECONDS)
+            status = self._status()
             for name, gate in list(self._gates.items()):
-                gate.send(self._status(gate))
+                gate.send(status)
                 if gate.is_far and time.monotonic() - gate.heard > SILENT_SECONDS:
                     self._lose(name, f"it has said nothing for {SILENT_SECONDS:.0f} s", has_ended=False)
 
-    def _status(self, gate: RemoteGate) -> messages.Status:
+    def _status(self) -> messages.Status:
         client = self._client
         return messages.Status(
             is_alive=client.is_alive,
@@ -305,7 +299,7 @@ class GateHost:
             adapters=dict(client.adapters),
             replicas=list(client.replicas()),
             hashed_block_size=client.hashed_block_size,
-            way=gate.way,
+            way=client.gate.hand_out.way,
             made=time.monotonic(),
             clock=self._clock,
         )

@@ -203,7 +203,6 @@ class Streams:
 
     Attributes
     ----------
-    gates : who asks for requests.
     open : the requests that have not ended, by id.
     counts : what the fleet does with requests, for metrics.
     """
@@ -214,7 +213,6 @@ class Streams:
         self.open: dict[str, OpenRequest] = {}
         self.by_name: dict[str, OpenRequest] = {}
         """Requests by the names under which replicas have them."""
-        self.gates: list[GatePort] = []
         self.counts = FleetCounts()
 
     def begin(self, request: Request, gate: GatePort) -> None:
@@ -244,11 +242,6 @@ class Streams:
             if open_request is not None and open_request.replica is not None:
                 told[open_request.replica].num_tokens[open_request.name] = num_tokens
         return told
-
-    def hear(self, made: float, now: float) -> None:
-        """Hear how long a message of a replica has been on its way."""
-        for gate in self.gates:
-            gate.hear(made, now)
 
     def before_send(self, action: Send, now: float) -> None:
         """Hear where a request goes now."""

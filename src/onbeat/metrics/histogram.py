@@ -1,8 +1,8 @@
-"""A histogram that costs a bisection per value: a server may observe ten thousand gaps a second."""
+"""A histogram that costs an appended value: a server may observe ten thousand gaps a second."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate
@@ -39,46 +39,66 @@ SLACK_SECONDS = (
 """Below 0 is late."""
 
 
+AT_ONCE = 256
+"""Values that wait to be counted: together they take a third of the time that each would take alone."""
+
+
 class Histogram:
     """Counts of values per bucket, as Prometheus defines them. One event loop writes and reads them.
+
+    Values are counted when somebody reads, or when there are `AT_ONCE`.
 
     Parameters
     ----------
     bounds : upper bounds of the buckets, ascending, each inclusive; one more bucket takes the rest.
     """
 
-    __slots__ = ("_counts", "bounds", "sum")
+    __slots__ = ("_counted", "_new", "_sum", "bounds")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
-        self.sum = 0.0
-        self._counts = [0] * (len(self.bounds) + 1)
+        self._sum = 0.0
+        self._counted = [0] * (len(self.bounds) + 1)
+        self._new: list[float] = []
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        self._counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def observe_times(self, value: float, times: int) -> None:
-        """Count one value so many times."""
-        self._counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
+        self._new.append(value)
+        if len(self._new) >= AT_ONCE:
+            self._settle()
 
     def observe_many(self, values: Iterable[float]) -> None:
-        """Count values, for the price of sorting them."""
-        ordered = sorted(values)
-        self.sum += sum(ordered)
-        below = 0
-        for bucket, bound in enumerate(self.bounds):
-            up_to = bisect_right(ordered, bound, below)
-            self._counts[bucket] += up_to - below
-            below = up_to
-        self._counts[-1] += len(ordered) - below
+        """Count values."""
+        self._new += values
+        if len(self._new) >= AT_ONCE:
+            self._settle()
 
     def add(self, counts: Sequence[int], total: float) -> None:
         """Count what another histogram of the same bounds has: values in each bucket, and their sum."""
-        self._counts = [own + other for own, other in zip(self._counts, counts, strict=True)]
-        self.sum += total
+        self._counted = [own + other for own, other in zip(self._counted, counts, strict=True)]
+        self._sum += total
+
+    def _settle(self) -> None:
+        """Count the values that wait for it."""
+        ordered = sorted(self._new)
+        self._new.clear()
+        self._sum += sum(ordered)
+        below = 0
+        for bucket, bound in enumerate(self.bounds):
+            up_to = bisect_right(ordered, bound, below)
+            self._counted[bucket] += up_to - below
+            below = up_to
+        self._counted[-1] += len(ordered) - below
+
+    @property
+    def _counts(self) -> list[int]:
+        self._settle()
+        return self._counted
+
+    @property
+    def sum(self) -> float:
+        """Of the values."""
+        return self._sum + sum(self._new)
 
     @property
     def count(self) -> int:

@@ -136,7 +136,7 @@ class SpeculationCounts:
         """Count a step."""
         for length, num_rows in enumerate(drafts.lengths):
             if num_rows:
-                self.length.observe_times(length, num_rows)
+                self.length.observe_many([length] * num_rows)
         for position, count in enumerate(drafts.drafted_at):
             self.drafted_at[position] += count
             self.accepted_at[position] += 0

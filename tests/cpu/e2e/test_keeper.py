@@ -78,7 +78,7 @@ def replace_keeper(server: ServerProgram, end: Callable[[int], object]) -> None:
     [keeper] = server.keepers
     num_lines = len(server.lines)
     end(keeper)
-    wait_for(lambda: any("another goes on" in line for line in server.lines[num_lines:]), 30)
+    wait_for(lambda: any("this keeper follows another" in line for line in server.lines[num_lines:]), 30)
     [other] = server.keepers
     assert other != keeper
 

@@ -15,7 +15,7 @@ from onbeat.core.request import FinishReason
 from onbeat.core.step_stats import DraftStats
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
-from onbeat.metrics.histogram import Histogram
+from onbeat.metrics.histogram import AT_ONCE, Histogram
 from onbeat.metrics.timeline import open_timeline
 from onbeat.metrics.tracker import RequestTracker
 from tests.pure.metrics.runs import output, request, stats, step
@@ -83,11 +83,20 @@ def test_vllms_names_count_the_same() -> None:
 def test_a_value_counts_as_often_as_it_was_seen(values: list[tuple[float, int]]) -> None:
     at_once, one_by_one = Histogram((0, 1, 2, 4, 8)), Histogram((0, 1, 2, 4, 8))
     for value, times in values:
-        at_once.observe_times(value, times)
+        at_once.observe_many([value] * times)
         for _ in range(times):
             one_by_one.observe(value)
+            assert one_by_one.count == one_by_one.cumulative()[-1][1]  # whoever reads sees it
     assert at_once.cumulative() == one_by_one.cumulative()
     assert at_once.sum == pytest.approx(one_by_one.sum)
+
+
+def test_what_waits_to_be_counted_does_not_grow() -> None:
+    histogram = Histogram((1.0,))
+    for _ in range(5000):
+        histogram.observe(0.5)
+    assert len(histogram._new) < AT_ONCE
+    assert histogram.as_dict() == {"bounds": (1.0,), "counts": [5000, 0], "sum": 2500.0}
 
 
 def test_tokens_behind_the_end_of_an_answer_are_not_the_requests() -> None:
