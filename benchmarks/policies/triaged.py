@@ -150,7 +150,10 @@ class SlidingWindow(TriagedBudget):
     """
 
     def room(self, plan: StepPlan, decodes: list[RequestState], shape: BatchShape) -> tuple[float, int]:
-        due = [state.slo.deadline_after(state.num_certain_tokens, plan.now) for state in decodes]
+        due = [
+            state.slo.deadline_after(state.num_in_flight_tokens - state.num_in_flight_drafts, plan.now)
+            for state in decodes
+        ]
         first = min(due, default=inf) - plan.now
         if first == inf:
             return inf, plan.num_tokens_left

@@ -52,7 +52,9 @@ class BackgroundFile:
     ) -> None:
         try:
             # The thread opens nothing: who records into a missing directory hears of it at once.
-            self._file: BinaryIO = os.fdopen(open_private(path), "wb", buffering=0)
+            # Tenants, and hashes by which a known prompt can be recognised, are nobody else's business.
+            private = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            self._file: BinaryIO = os.fdopen(private, "wb", buffering=0)
         except OSError as error:
             raise ConfigError(
                 f"cannot write the {what} to {path}: {error.strerror}; choose another file"
@@ -122,9 +124,3 @@ class BackgroundFile:
             self._file.close()
         except OSError as error:
             self.give_up(error)
-
-
-def open_private(path: Path) -> int:
-    """Return the descriptor of a file that is new or emptied; a new one is for this user alone."""
-    # Tenants, and hashes by which a known prompt can be recognised, are nobody else's business.
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

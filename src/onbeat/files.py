@@ -45,7 +45,8 @@ def read(kind: type[T], path: Path, what: str = "", *, hint: str = "") -> T:
     text = read_text(path, what, hint=hint)
     is_json = path.suffix == ".json" or (path.suffix not in _YAML and text.lstrip()[:1] in ("{", "["))
     try:
-        content = json.loads(_without_endless(text)) if is_json else _yaml(text)
+        text = _without_endless(text)
+        content = json.loads(text) if is_json else yaml.load(text, _Loader)
     except RecursionError as error:
         raise _unreadable(path, what, "it is nested too deeply" + hint) from error
     except json.JSONDecodeError as error:
@@ -177,11 +178,6 @@ def parse_object(text: str, what: str, hint: str = "") -> dict[str, Any]:
     ConfigError : it is none; the message begins with `what` and ends with `hint`.
     """
     return decode(dict[str, Any], text, what, hint=hint)
-
-
-def _yaml(text: str) -> Any:
-    """Return the content of a YAML text; no tags that would make objects are taken."""
-    return yaml.load(_without_endless(text), _Loader)
 
 
 class _Loader(yaml.SafeLoader):

@@ -84,7 +84,8 @@ def read_runs(path: Path) -> list[SavedRun]:
                 f"onbeat that wrote it ({document.get('onbeat_version', 'a newer one')}), or run it again"
             )
         own = document.get("runs", [document])
-        if not isinstance(own, list) or not own or not all(map(_is_run, own)):
+        own = own if isinstance(own, list) else []
+        if not own or not all(isinstance(each, dict) and "output_throughput" in each for each in own):
             raise ConfigError(
                 f"{path}: not a result of `bench serve`; save one of it or of `simulate` with --json FILE"
             )
@@ -105,10 +106,6 @@ def _documents(path: Path) -> list[dict[str, Any]]:
         if not documents:
             raise error from None  # the error of the whole says more than that of a line
         return documents
-
-
-def _is_run(run: Any) -> bool:
-    return isinstance(run, dict) and "output_throughput" in run
 
 
 def _saved_run(run: dict[str, Any], where: str) -> SavedRun:

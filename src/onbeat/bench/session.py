@@ -340,11 +340,6 @@ def _output_counter(tokenizer: Tokenizer) -> CountTokens:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _estimate_tokens(text: str) -> int:
-    """Return about how many tokens English text has: one for every four characters."""
-    return max(1, round(len(text) / 4))
-
-
 async def _run(
     bench: BenchConfig,
     run: RunConfig,
@@ -357,7 +352,8 @@ async def _run(
     # Every run of a sweep has its own words: else the second would find the first one's prefixes cached.
     tools = PromptTools(
         writer=PromptWriter(server.pool, f"{load.salt}/{position}"),
-        count_tokens=server.count_tokens or _estimate_tokens,
+        # English text has about one for every four characters.
+        count_tokens=server.count_tokens or (lambda text: max(1, round(len(text) / 4))),
         keeps_text=bench.output.save_detailed,
     )
     progress.on_phase(f"making prompts ({load.dataset_name})")

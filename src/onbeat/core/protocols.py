@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,7 +85,7 @@ class StepOutputs:
     """Everything that one step sends back to the clients, in one message."""
 
     now: float
-    outputs: list[RequestOutput]
+    outputs: Sequence[RequestOutput]
     stats: StepStats | None = None
     load: ReplicaLoad | None = None
     """How the engine stands then; None where nobody asked for it."""

@@ -22,6 +22,7 @@ from onbeat.core.handover import MoveTask, TaskAnswer
 from onbeat.core.protocols import EngineInfo, EnginePulse, StepOutputs
 from onbeat.core.request import Adapter, Request, RequestOutput
 from onbeat.engine.kv_access import KVLayout, KVSource
+from onbeat.scheduler.replica.outputs import Outputs
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
@@ -195,7 +196,8 @@ _MOST_VALUES = 2**14
 
 def in_portions(outputs: StepOutputs) -> Iterator[Stepped]:
     """Yield the messages of a step: log-probabilities of prompts come in parts, before all else of it."""
-    for output in outputs.outputs:
+    of_step = outputs.outputs
+    for output in of_step.others if isinstance(of_step, Outputs) else of_step:
         scores = output.prompt_logprobs or ()
         num = max(_MOST_VALUES // (1 + len(scores[0].top_token_ids)), 1) if scores else 1
         for start in range(0, len(scores), num):
@@ -205,9 +207,15 @@ def in_portions(outputs: StepOutputs) -> Iterator[Stepped]:
     yield _stepped(outputs)
 
 
+_NOTHING_ELSE = _fields_of(RequestOutput("", []))[8:]
+
+
 def _stepped(step: StepOutputs) -> Stepped:
-    outputs = [Output(*_fields_of(output)) for output in step.outputs]
-    return Stepped(_Step(step.now, outputs, step.stats, step.load))
+    outputs = step.outputs
+    if isinstance(outputs, Outputs):
+        outputs = outputs.each(lambda *fields: Output(*fields, *_NOTHING_ELSE))
+    made = [each if isinstance(each, Output) else Output(*_fields_of(each)) for each in outputs]
+    return Stepped(_Step(step.now, made, step.stats, step.load))
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):

@@ -200,7 +200,8 @@ class PlanSearch:
 
         def plan() -> FleetPlan:
             fleets = [*search.fleets, *apart]
-            kept = sorted((fleet for fleet in fleets if self._is_proved(fleet)), key=_cost)
+            proved = [each for each in fleets if each.is_kept and len(each.runs) == len(self.task.runs)]
+            kept = sorted(proved, key=_cost)
             shown = self._at_promise(_worth_showing(kept))
             return FleetPlan(
                 rate=self.task.rate,
@@ -374,10 +375,6 @@ class PlanSearch:
         load, objective = self.task.runs[number], self.task.objective
         task = FleetTask(case=case, load=load, objective=objective, to_the_end=to_the_end)
         return self.pool.begin(run_fleet, task)
-
-    def _is_proved(self, fleet: PlannedFleet) -> bool:
-        """Whether a fleet was simulated in all runs, and kept the promise in each."""
-        return fleet.is_kept and len(fleet.runs) == len(self.task.runs)
 
     def _with_capacities(self, fleet: PlannedFleet) -> PlannedFleet:
         """Search the highest rate of a fleet in each run, from the rate that it is to serve."""

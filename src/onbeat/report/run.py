@@ -172,11 +172,6 @@ AnyRun = Run[ReportedRequest]
 # ---- numbers ----
 
 
-def group_facts(own: GroupSummary) -> list[Fact]:
-    """Return the counts and rates of some requests of a run."""
-    return [*_count_facts(own), *_score_facts(own)]
-
-
 def run_facts(summary: RunSummary) -> list[Fact]:
     """Return the counts and rates of a whole run."""
     return [
@@ -248,7 +243,9 @@ def summary_values(
 
 def class_values(own: ClassSummary) -> dict[str, Any]:
     """Return one class of objectives as a file has it."""
-    facts = {fact.key: fact.value for fact in group_facts(own)} | latency_values(own.latencies)
+    facts = {fact.key: fact.value for fact in [*_count_facts(own), *_score_facts(own)]} | latency_values(
+        own.latencies
+    )
     limits = {name: getattr(own.objectives, name, None) for name in ("ttft", "tbt", "e2e")}
     return facts | {f"slo_{name}_ms": milliseconds(limit) for name, limit in limits.items()}
 

@@ -113,11 +113,9 @@ class FairThreads:
             return None
         num_waiting = Counter(job.caller for job in self._waiting)
 
-        def response_ratio(job: _Job) -> float:
-            # one more, so that of what has not waited the shortest goes first
-            return (self._work_done - job.work_before + 1) / (job.size * num_waiting[job.caller])
-
-        return max(ready, key=response_ratio)
+        # By the response ratio; one more, so that of what has not waited the shortest goes first.
+        done = self._work_done + 1
+        return max(ready, key=lambda job: (done - job.work_before) / (job.size * num_waiting[job.caller]))
 
     def _end(self, job: _Job, doing: asyncio.Future[Any]) -> None:
         self._num_free += 1

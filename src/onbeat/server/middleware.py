@@ -170,7 +170,8 @@ class RequestLog:
                 headers = MutableHeaders(scope=message)
                 headers[_REQUEST_ID] = context.request_id
                 if context.ignored_fields:
-                    headers[errors.IGNORED_FIELDS_HEADER] = ", ".join(map(_printable, context.ignored_fields))
+                    names = [_UNFIT.sub("?", name[:100]) for name in context.ignored_fields]
+                    headers[errors.IGNORED_FIELDS_HEADER] = ", ".join(names)
                 if not headers.get("content-type", "").startswith("text/event-stream"):
                     headers["openai-processing-ms"] = str(round(context.elapsed * 1000))
             await send(message)
@@ -209,11 +210,6 @@ class RequestLog:
             logger.log(
                 logging.DEBUG if is_routine else logging.INFO, "%s", _access_line(scope["method"], context)
             )
-
-
-def _printable(name: str) -> str:
-    """Return the name of a path as a header and a line of the log may hold it."""
-    return _UNFIT.sub("?", name[:100])
 
 
 def _request_id(scope: Scope) -> str:

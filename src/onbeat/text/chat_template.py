@@ -167,7 +167,9 @@ class ChatTemplate:
         RecursionError : messages or variables are nested deeper than the template can follow.
         """
         if not self._knows_developer:
-            messages = [_as_system(message) for message in messages]
+            messages = [
+                {**each, "role": "system"} if each.get("role") == "developer" else each for each in messages
+            ]
         if self._reads_thinking:
             messages = [_with_thinking(message) for message in messages]
         return self._renderer.render(
@@ -201,10 +203,6 @@ def load_chat_template(tokenizer: Tokenizer, override: Path | str | None) -> Cha
         eos_token=tokenizer.token_text(eos[0]) if eos else "",
         renderer=TemplateProcess,
     )
-
-
-def _as_system(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:

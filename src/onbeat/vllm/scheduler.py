@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
@@ -113,10 +113,6 @@ class Plugin:
             if state.slo.is_best_effort:
                 self._tell(steps.table.requests.get(state.request_id), is_relegated=True)
         return impose(plan, steps.table, self.surface, lambda state: steps.slo.rules.loss(state, plan.now))
-
-    def imposing(self, imposed: Imposed) -> AbstractContextManager[None]:
-        """Hold vLLM to a plan for one call of `schedule`."""
-        return imposed.during(self.surface, self.steps.table.kv)
 
     def note_step(self, output: Any, imposed: Imposed | None, now: float) -> None:
         """Count a step that vLLM has planned, and see whether it is the one that it was held to."""
@@ -361,7 +357,7 @@ class SLOSchedulerMixin(_Base):  # type: ignore[misc]
         if imposed is None:
             output = super().schedule(*args, **kwargs)
         else:
-            with plugin.imposing(imposed):
+            with imposed.during(plugin.surface, plugin.steps.table.kv):
                 output = super().schedule(*args, **kwargs)
         plugin.note_step(output, imposed, self.clock())
         return output

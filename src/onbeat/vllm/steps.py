@@ -47,7 +47,7 @@ class EngineTable:
         self.foreign: list[EngineRequest] = []
         """Requests that run and are vLLM's own to plan."""
         self.requests: dict[str, EngineRequest] = {}
-        self.kv = VLLMKVView(surface, self.requests)
+        self.kv: Any = VLLMKVView(surface, self.requests)
         self._held: dict[str, RequestState] = {}
         """Requests that wait for something else: a grammar, or a connector."""
         self._stale: list[RequestState] = []
@@ -159,7 +159,7 @@ class EngineTable:
         """
         if self._held.pop(state.request_id, None) is None:
             self.waiting.remove(state)
-        is_first = not state.has_run
+        is_first = state.admitted_step_id < 0
         state.status, state.admitted_step_id = RequestStatus.RUNNING, 0
         if is_first:
             state.scheduled_time = now
@@ -401,7 +401,7 @@ class EngineSteps:
 
 
 def _limits(surface: Surface, mode: SLOMode) -> SchedulerConfig:
-    """Return vLLM's limits as ours. Blocks are the `KVView`'s: the sizes here bind nobody."""
+    """Return vLLM's limits as ours. Blocks are the `VLLMKVView`'s: the sizes here bind nobody."""
     return SchedulerConfig(
         policy="slo",
         max_num_seqs=surface.max_num_seqs,

@@ -19,7 +19,7 @@ from onbeat.scheduler.replica.request_state import RequestState
 
 
 class VLLMKVView:
-    """A `KVView`, and its own `PoolView`, over vLLM's `KVCacheManager`.
+    """The KV of a `Table`, and its own pool, over vLLM's `KVCacheManager`.
 
     A model with several groups of layers has as many block tables for each request, whose blocks come from
     one pool. A block here is one of each. Layers with a sliding window give blocks back, so that there is
@@ -34,7 +34,7 @@ class VLLMKVView:
 
     Attributes
     ----------
-    num_tables : see `KVView`; all groups of a block count as one.
+    num_tables : see `KVCacheManager`; all groups of a block count as one.
     promised : blocks that running prompts have yet to be given.
 
     Raises

@@ -219,7 +219,7 @@ class CudaForward(ForwardPass):
         self.options = options
         self._graphs = graphs
         self._multiply = multiply or partial(torch_layer.multiply_by, kernels)
-        self._windows = torch_layer.first_of_windows(weights)
+        self._windows = {layer.spec.window: layer.spec for layer in reversed(weights.layers)}
         on_cpu = weights.device.type == "cpu"
         self._stream = stream or (CpuStream() if on_cpu else CudaStream(weights.device))
         keys = options.graph_keys

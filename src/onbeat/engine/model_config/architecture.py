@@ -360,10 +360,6 @@ class ModelConfig:
         """Layers that read others' keys and values; files may have some of their own all the same."""
         return range(self.num_layers - self.num_kv_sharers, self.num_layers)
 
-    def values_are_keys(self, layer_index: int) -> bool:
-        """Whether a layer's values are its keys before norm and rotary embedding."""
-        return self.full_values_are_keys and not self.is_sliding(layer_index)
-
     def mlp_size(self, layer_index: int) -> int:
         """Return the width of a layer's feed-forward, experts apart."""
         return self.intermediate_size * (1 + (self.widens_sharers and layer_index in self.sharing_layers))

@@ -232,11 +232,6 @@ def final_states(weights: TorchWeights, kernels: Kernels, hidden: Hidden) -> Ten
     return x_TD.to(weights.wide_dtype)
 
 
-def first_of_windows(weights: TorchWeights) -> dict[int | None, LayerSpec]:
-    """Return a layer of each window that the model has."""
-    return {layer.spec.window: layer.spec for layer in reversed(weights.layers)}
-
-
 def _finish_branch(kernels: Kernels, weights: TorchWeights, x_TD: Tensor, norm: Norm | None) -> None:
     """Do in place what a family does to what attention or feed-forward adds to the residual."""
     if norm is not None:

@@ -192,7 +192,7 @@ def projections(config: ModelConfig, index: int) -> tuple[list[str], str]:
     if config.is_linear(index):
         names = [f"{prefix}.linear_attn.{name}" for name in input_projections(config)]
         return names, f"{prefix}.linear_attn.out_proj"
-    parts = "qkk" if config.values_are_keys(index) else "qkv"
+    parts = "qkk" if config.full_values_are_keys and not config.is_sliding(index) else "qkv"
     if config.kv_layer(index) != index:
         parts = "q"
     return [f"{prefix}.self_attn.{part}_proj" for part in parts], f"{prefix}.self_attn.o_proj"

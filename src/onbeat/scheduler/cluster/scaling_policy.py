@@ -185,7 +185,7 @@ class OfferedWork:
             return
         num_prompt = request.num_prompt_tokens
         self._prompt.add(num_prompt)
-        second = self._second(now)
+        second = self.second(now)
         second.num_requests += 1
         if request.slo is not None and request.slo.tbt is not None:
             second.paces[round(log(request.slo.tbt) / _PACE_RATIO)] += 1
@@ -193,10 +193,6 @@ class OfferedWork:
             prefill = self.prefill(num_prompt)
             second.prefill += prefill
             second.squares += (prefill + self._output.value * self.decode) ** 2
-
-    def on_miss(self, now: float) -> None:
-        """Count a request that is not in time, or is predicted not to be."""
-        self._second(now).num_missed += 1
 
     def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Learn what the prefix cache held of a prompt."""
@@ -303,7 +299,7 @@ class OfferedWork:
             num_replicas += 1
         return num_replicas
 
-    def _second(self, now: float) -> _Second:
+    def second(self, now: float) -> _Second:
         when = int(now)
         if not self._seconds or self._seconds[-1].when < when:
             self._seconds.append(_Second(when))
@@ -453,7 +449,7 @@ class ObjectiveScaling(ScalingPolicy):
         work, request_id = self._work, request.request_id
         if request_id not in self._late and work.costs is not None and not work.is_hopeless(request):
             self._late.add(request_id)
-            work.on_miss(now)
+            work.second(now).num_missed += 1
 
 
 class _RecentPeak:

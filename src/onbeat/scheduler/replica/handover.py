@@ -148,7 +148,7 @@ class Handovers:
             state is None
             or state.status is not RequestStatus.RUNNING
             or state.scores_prompt
-            or self._table.has_no_slot(state)
+            or (self._table.kv.keeps_states and state.request_id in self._table.unannounced)
         ):
             self._answers.append((request_id, None))
             return

@@ -235,7 +235,9 @@ class ShortSteps:
     def _weigh(self, plan: StepPlan) -> None:
         cost_model, asked = self._cost_model, self._asked
         tightest, *longer = sorted({each.slo.tbt_objective for each in asked})
-        kept = sum([each.worth for each in asked if _is_kept(each.slo, plan.now)])
+        # One that was refused counts until its first token is due.
+        due = [each for each in asked if each.slo.last_delivery > -inf or each.slo.ttft_deadline > plan.now]
+        kept = sum([each.worth for each in due if not each.slo.is_best_effort])
         chance = hypot(*[each.worth for each in asked])  # by which as many arrivals differ from the next
         most = sum([each.worth for each in asked if each.slo.tbt_objective > tightest])
         if kept + chance >= most and not cost_model.least_tbt:
@@ -260,8 +262,3 @@ class ShortSteps:
             jobs, start=0.0, share=share, cost=lambda job: job.seconds / job.state.worth
         )
         return sum([job.state.worth for job in kept])
-
-
-def _is_kept(slo: SLOState, now: float) -> bool:
-    """Whether an objective is kept so far; one that was refused counts until its first token is due."""
-    return not slo.is_best_effort and (slo.last_delivery > -inf or slo.ttft_deadline > now)

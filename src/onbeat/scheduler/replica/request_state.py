@@ -75,7 +75,7 @@ class RequestState:
         *("num_registered_blocks", "num_shared_blocks", "num_tokens", "num_tokens_to_register"),
         *("output_token_ids", "page_ids", "pause_at", "places_to_keep", "queued_work", "request"),
         *("request_id", "scheduled_time", "scores_prompt", "sits_out", "slo", "sort_key", "status"),
-        *("stop_token_ids", "times", "looks_up"),
+        *("stop_token_ids", "times", "looks_up", "plain_until"),
     )
 
     def __init__(
@@ -125,6 +125,9 @@ class RequestState:
         self.num_registered_blocks = 0
         self.num_tokens_to_register = 0
         """Valid tokens from which on there is another full block to register."""
+        self.plain_until = 0
+        """Known tokens up to which another one neither ends it nor fills a block, stop tokens aside; 0 of one
+        that has none yet, or is not in the batch. Set by `StepResults`, taken back by `RequestTable`."""
         self.num_shared_blocks = 0
         """Of a model that keeps states: those that the prefix cache held, with or without a state."""
         self.places_to_keep: tuple[int, ...] = ()
@@ -146,6 +149,7 @@ class RequestState:
         """Where a simulation has the times of its tokens written, seconds; then those between the first and
         the last have no output."""
         self.admitted_step_id = -1
+        """Not negative of one that has been in a batch, here or before it came."""
         self.scheduled_time = -1.0
         """Seconds; of a stream that came from elsewhere before this clock began, if need be."""
 
@@ -168,11 +172,6 @@ class RequestState:
         return self.num_tokens >= self.pause_at
 
     @property
-    def has_run(self) -> bool:
-        """Whether it has been in a batch, here or before it came."""
-        return self.admitted_step_id >= 0
-
-    @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
@@ -180,11 +179,6 @@ class RequestState:
     def num_wanted_tokens(self) -> int:
         """Tokens, known or in flight, that are not computed yet."""
         return self.num_tokens + self.num_in_flight_tokens - self.num_computed_tokens
-
-    @property
-    def num_certain_tokens(self) -> int:
-        """Tokens in flight that will be delivered whatever becomes of drafts."""
-        return self.num_in_flight_tokens - self.num_in_flight_drafts
 
     # --- progress -------------------------------------------------------------------------------------
 

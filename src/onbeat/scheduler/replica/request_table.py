@@ -63,7 +63,7 @@ class RequestTable:
         """Who left, was preempted (and left, too) and comes no more, until `take_left`."""
         self._preempted_ids: set[str] = set()
         """Requests that ran, wait, and of which the model runner may know more than a new one tells it."""
-        self._unannounced: dict[str, AdmittedRequest] = {}
+        self.unannounced: dict[str, AdmittedRequest] = {}
         """Requests that have joined with their KV, and that no step has told the model runner of."""
 
     # --- moves ----------------------------------------------------------------------------------------
@@ -138,10 +138,6 @@ class RequestTable:
             self.forgotten_ids.append(state.request_id)
         state.status = RequestStatus.FINISHED
 
-    def has_no_slot(self, state: RequestState) -> bool:
-        """Return whether the state of a request has come, and the model runner has not heard of it."""
-        return self.kv.keeps_states and state.request_id in self._unannounced
-
     def take_out(self, state: RequestState) -> None:
         """Take a request out of the batch with all that it holds; whoever asks keeps its slot free.
 
@@ -179,7 +175,7 @@ class RequestTable:
         if not is_back or not self.kv.keeps_states:
             outputs, block_ids = tuple(state.output_token_ids), tuple(state.block_ids)
             admitted = AdmittedRequest(state.request, outputs, block_ids, snapshot)
-            self._unannounced[state.request_id] = admitted
+            self.unannounced[state.request_id] = admitted
             self.kv.tell_pages(state)
 
     # --- the rows of a step: these loops run for each row of each step, and are written flat for it -----
@@ -198,7 +194,7 @@ class RequestTable:
         What the step costs, its rows, the request of each, and whom the model runner must hear of: those who
         join, and those who have joined with their KV since the step before.
         """
-        admitted = self._announced() if self._unannounced else []
+        admitted = self._announced() if self.unannounced else []
         states, kv, running = plan.decodes.copy(), self.kv, RequestStatus.RUNNING
         rows: list[ScheduledRequest] = []
         num_sampling, num_decodes, makes_rows = 0, len(states), self.makes_rows
@@ -244,8 +240,8 @@ class RequestTable:
 
     def _announced(self) -> list[AdmittedRequest]:
         """Return those who have joined with their KV since the step before, of whom it hears now."""
-        admitted = list(self._unannounced.values())
-        self._unannounced.clear()
+        admitted = list(self.unannounced.values())
+        self.unannounced.clear()
         for each in admitted:
             self.kv.snapshots.give_back(each.snapshot)
         return admitted
@@ -316,6 +312,7 @@ class RequestTable:
     def preempt(self, state: RequestState) -> None:
         """Take a request out of the batch; its tokens are computed again later (recompute preemption)."""
         assert state.status is RequestStatus.RUNNING
+        state.plain_until = 0
         state.num_preemptions += 1
         self.num_preemptions += 1
         self.running.remove(state)
@@ -346,6 +343,7 @@ class RequestTable:
     def _forget(self, state: RequestState) -> None:
         """Count a request no more among those that will deliver."""
         del self.states[state.request_id]
+        state.plain_until = 0
         self.num_pooled -= state.request.pooling is not None
         self.num_guided -= state.is_guided
 
@@ -356,7 +354,7 @@ class RequestTable:
 
     def _leave_runner(self, state: RequestState) -> bool:
         """Tell the model runner with the next step to drop a request; return whether it has heard of it."""
-        admitted = self._unannounced.pop(state.request_id, None)
+        admitted = self.unannounced.pop(state.request_id, None)
         if admitted is None:
             self.released_ids.append(state.request_id)
         else:

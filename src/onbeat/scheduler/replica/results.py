@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import islice, repeat
+from collections.abc import Mapping, Sequence
+from itertools import compress, repeat
+from operator import attrgetter
+from typing import NamedTuple
 
 from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput, TokenLogprobs
-from onbeat.core.step import NOTHING_GUIDED, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.core.step import NOTHING_GUIDED, ModelRunnerOutput, ScheduledRequest, SchedulerOutput, new_tuple
 from onbeat.core.step_stats import DraftStats
 from onbeat.core.step_time import LearnsGuides
 from onbeat.scheduler.replica.guides import learn
+from onbeat.scheduler.replica.outputs import Outputs
 from onbeat.scheduler.replica.planner import Planner, StepInFlight
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import DECODE, RequestTable
@@ -21,17 +24,24 @@ SampledRow = tuple[list[int], list[TokenLogprobs] | None, int, int | None]
 """Tokens, their log-probabilities, drafts verified, drafts available."""
 
 
-def sampled_rows(result: ModelRunnerOutput) -> Iterator[SampledRow]:
-    """Return what each row with `samples` gave."""
-    return zip(
-        result.sampled_token_ids,
-        repeat(None) if result.logprobs is None else result.logprobs,
-        repeat(0) if result.num_drafted is None else result.num_drafted,
-        repeat(None) if result.num_available is None else result.num_available,
-        strict=False,  # some repeat for ever
-    )
+class _Taken(NamedTuple):
+    """A step that has come back, and what its rows gave so far."""
+
+    step_id: int
+    result: ModelRunnerOutput
+    now: float
+    """When it ended, seconds."""
+    outputs: list[RequestOutput]
+    """Of more than a plain token."""
+    delivered: Delivered
+    """What of them may be held against deadlines."""
+    streams: list[RequestState]
+    """Who has a plain token."""
+    places: list[int]
+    """How many of these are before each of the outputs."""
 
 
+_samples = attrgetter("samples")
 _ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
 """Of requests that get no more tokens."""
 _SHARED_KV = "the request shares KV with one that has failed in this step; send it again"
@@ -58,7 +68,7 @@ class StepResults:
 
     def take(
         self, step: StepInFlight, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
-    ) -> list[RequestOutput]:
+    ) -> Sequence[RequestOutput]:
         """Return what each request got; see `Scheduler.update`."""
         if result.num_drafted is not None:
             correct_shape(scheduled, result.num_drafted)
@@ -72,96 +82,96 @@ class StepResults:
         self._planner.observe(
             scheduled.shape, step.planned_at, now, has_run=not failed or _has_run(step.states, failed)
         )
-        delivered = self._take_rows(step, scheduled, result, outputs, now)
-        if result.prompt_logprobs is not None:
-            for output in outputs:
-                output.prompt_logprobs = result.prompt_logprobs.get(output.request_id)
-        if self._policy.slo is not None:
-            self._policy.slo.tracker.on_deliveries(delivered, now)
-        elif self._policy.known.keeps_deadlines:
-            for state, _, _ in delivered:
-                state.slo.note_delivery(now)
+        taken = new_tuple(_Taken, (step.step_id, result, now, outputs, [], [], []))
+        self._take_rows(step, scheduled.rows, taken)
+        if self._policy.known.keeps_deadlines:
+            if self._policy.slo is not None:
+                self._policy.slo.tracker.on_deliveries(taken.delivered, now, taken.streams)
+            else:
+                for state in [*taken.streams, *[state for state, _, _ in taken.delivered]]:
+                    state.slo.note_delivery(now)
         if self.drafting is not None:
             self.drafts = draft_stats(scheduled, result, outputs, expected_tokens=step.expected_tokens)
-        return outputs
+        if not taken.streams or taken.streams[0].times is not None:  # a simulation has the times of all
+            return outputs
+        return Outputs(taken.streams, outputs, taken.places)
 
-    def _take_rows(
-        self,
-        step: StepInFlight,
-        scheduled: SchedulerOutput,
-        result: ModelRunnerOutput,
-        outputs: list[RequestOutput],
-        now: float,
-    ) -> Delivered:
-        """Give requests their tokens, and end those that have all; return what may be held against deadlines.
-
-        Parameters
-        ----------
-        outputs : gets what each request got.
-        now : when the step ended, seconds.
-        """
+    def _take_rows(self, step: StepInFlight, rows: tuple[ScheduledRequest, ...], taken: _Taken) -> None:
+        """Give requests their tokens, and end those that have all."""
+        result = taken.result
         guided = result.guided or NOTHING_GUIDED
         failed = {**(result.failed or {}), **guided.faults}
         is_plain = self.drafting is None and result.logprobs is None and not (failed or guided.completed)
-        keeps_deadlines, step_id = self._policy.known.keeps_deadlines, step.step_id
-        delivered: Delivered = []
-        states, rows, num_counted = step.states, scheduled.rows, 0
-        if is_plain and not self._table.makes_rows and (num_plain := rows.count(DECODE)):
-            told = delivered if keeps_deadlines else None
-            left = _count_tokens(states[:num_plain], told, result, step_id, now)
-            num_counted = num_plain - len(left)
-            states, rows = left + states[num_plain:], rows[num_counted:]
-        sampled = islice(sampled_rows(result), num_counted, None) if states else iter(())
-        running = RequestStatus.RUNNING  # to look a member up takes as long as a call
-        for state, row in zip(states, rows, strict=False):
+        if is_plain:
+            plain = step.states
+            if len(result.sampled_token_ids) < len(rows):
+                plain = list(compress(plain, map(_samples, rows)))
+            self._take_plain(plain, taken)
+            if len(plain) == len(rows):
+                return
+        sampled = zip(
+            result.sampled_token_ids,
+            repeat(None) if result.logprobs is None else result.logprobs,
+            repeat(0) if result.num_drafted is None else result.num_drafted,
+            repeat(None) if result.num_available is None else result.num_available,
+            strict=False,  # some repeat for ever
+        )
+        for state, row in zip(step.states, rows, strict=False):
             got = next(sampled) if row.samples else None
+            if state.status in _ENDED or (is_plain and row.samples):
+                continue
+            if (message := failed.get(state.request_id)) is not None:
+                at_fault = state.request_id in guided.faults
+                taken.outputs.append(_fail(state, message, self._table, at_fault=at_fault))
+            else:
+                self._take_row(state, row, got, taken)
+
+    def _take_plain(self, states: list[RequestState], taken: _Taken) -> None:
+        """Give requests a token each, of which most are plain.
+
+        This loop runs for each row of each step, and is written flat for it.
+        """
+        streams, now = taken.streams, taken.now
+        for state, token_ids in zip(states, taken.result.sampled_token_ids, strict=False):
             num_before = state.num_tokens
             if (
-                got is not None
-                and is_plain
-                and state.num_prompt_tokens < num_before < state.max_total_tokens - 1
-                and state.status is running
-                and state.admitted_step_id <= step_id
-                and got[0][0] not in state.stop_token_ids
-            ):  # one token of many, as `_take_row` would take it
-                output, token_ids = None, got[0]
-                state.num_tokens = num_before + 1
-                state.num_in_flight_tokens -= 1
-                state.output_token_ids += token_ids
-                if state.times is None:
-                    output = state.output(token_ids, None, num_before)
-                    outputs.append(output)
-                else:
-                    state.times.append(now)
-                if keeps_deadlines:
-                    delivered.append((state, 1, output))
-                if num_before >= state.num_tokens_to_register:
-                    self._table.kv.register_full_blocks(state, num_before)
-            elif state.status in _ENDED:
+                num_before >= state.plain_until
+                or (state.stop_token_ids and token_ids[0] in state.stop_token_ids)
+            ) and not (
+                num_before > state.num_prompt_tokens and self._goes_on(state, token_ids[0], taken.step_id)
+            ):
+                if state.status not in _ENDED:
+                    self._take_row(state, DECODE, (token_ids, None, 0, None), taken)
                 continue
-            elif (message := failed.get(state.request_id)) is not None:
-                at_fault = state.request_id in guided.faults
-                outputs.append(_fail(state, message, self._table, at_fault=at_fault))
-            else:
-                output = self._take_row(state, row, got, result, step_id, now)
-                if output is None:
-                    continue
-                outputs.append(output)
-                delivered.append((state, len(output.new_token_ids), output))
-        return delivered
+            state.num_tokens = num_before + 1
+            state.num_in_flight_tokens -= 1
+            state.output_token_ids += token_ids
+            streams.append(state)
+            if state.times is not None:
+                state.times.append(now)
+
+    def _goes_on(self, state: RequestState, token_id: int, step_id: int) -> bool:
+        """Whether a sampled token is one of many of a request: neither its first nor its last."""
+        num_before = state.num_tokens
+        if (
+            num_before >= state.max_total_tokens - 1
+            or state.status is not RequestStatus.RUNNING
+            or state.admitted_step_id > step_id
+            or token_id in state.stop_token_ids
+        ):
+            return False
+        if num_before >= state.num_tokens_to_register:
+            self._table.kv.register_full_blocks(state, num_before)
+        state.plain_until = min(state.max_total_tokens - 1, state.num_tokens_to_register)
+        return True
 
     def _take_row(
-        self,
-        state: RequestState,
-        row: ScheduledRequest,
-        got: SampledRow | None,
-        result: ModelRunnerOutput,
-        step_id: int,
-        now: float,
-    ) -> RequestOutput | None:
-        """Give a request what its row brought, and end it if it has all; return its output, if it has one."""
+        self, state: RequestState, row: ScheduledRequest, got: SampledRow | None, taken: _Taken
+    ) -> None:
+        """Give a request what its row brought, and end it if it has all."""
+        result = taken.result
         # Not those of a row planned before a preemption: they belong to others by now.
-        holds_blocks = state.status is RequestStatus.RUNNING and state.admitted_step_id <= step_id
+        holds_blocks = state.status is RequestStatus.RUNNING and state.admitted_step_id <= taken.step_id
         output = None
         if got is not None:
             output = state.deliver(got[0], got[1], row.num_draft_tokens)
@@ -179,9 +189,17 @@ class StepResults:
                 output.embedding = (result.embeddings or {}).get(state.request_id)
         if holds_blocks and num_valid >= state.num_tokens_to_register:
             self._table.kv.register_full_blocks(state, num_valid)
-        if output is not None and output.finish_reason is not None:
-            self._finish(state, now)
-        return output
+        if output is None:
+            return
+        if output.finish_reason is not None:
+            self._finish(state, taken.now)
+        elif holds_blocks and got is not None:
+            state.plain_until = min(state.max_total_tokens - 1, state.num_tokens_to_register)
+        if result.prompt_logprobs is not None:
+            output.prompt_logprobs = result.prompt_logprobs.get(state.request_id)
+        taken.places.append(len(taken.streams))
+        taken.outputs.append(output)
+        taken.delivered.append((state, len(output.new_token_ids), output))
 
     def _note_drafts(
         self,
@@ -218,39 +236,6 @@ class StepResults:
             self._table.pad(state)
         else:
             self._table.drop(state)
-
-
-def _count_tokens(
-    states: list[RequestState], told: Delivered | None, result: ModelRunnerOutput, step_id: int, now: float
-) -> list[RequestState]:
-    """Give requests whose tokens nobody waits for a token each; return those of which more is to be told.
-
-    Parameters
-    ----------
-    told : gets the others; None where nobody holds them against deadlines.
-    result : its tokens end no request.
-    now : when the step ended, seconds.
-    """
-    left: list[RequestState] = []
-    running, token_ids = RequestStatus.RUNNING, result.sampled_token_ids[0]
-    for state in states:
-        num_before = state.num_tokens
-        if (
-            state.num_prompt_tokens < num_before < state.max_total_tokens - 1
-            and num_before < state.num_tokens_to_register
-            and state.status is running
-            and state.admitted_step_id <= step_id
-            and state.times is not None
-        ):
-            state.num_tokens = num_before + 1
-            state.num_in_flight_tokens -= 1
-            state.output_token_ids += token_ids
-            state.times.append(now)
-            if told is not None:
-                told.append((state, 1, None))
-        else:
-            left.append(state)
-    return left
 
 
 def _fail(state: RequestState, message: str, table: RequestTable, *, at_fault: bool = False) -> RequestOutput:

@@ -5,7 +5,7 @@ A replica refuses requests that it can never run, and those that find its queue 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from math import inf
 
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, counted
@@ -341,7 +341,7 @@ class Scheduler:
 
     def update(
         self, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
-    ) -> list[RequestOutput]:
+    ) -> Sequence[RequestOutput]:
         """Take the tokens of the oldest step in flight; return what each request got.
 
         Parameters

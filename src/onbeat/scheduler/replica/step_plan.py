@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Protocol
 
+from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -26,49 +27,6 @@ class PlannedAdmission:
     num_new_tokens: int
 
 
-class PoolView(Protocol):
-    """Blocks: how many there are, and which of them are free or shared."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the cache."""
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that requests could be given now."""
-
-    def num_idle(self, block_ids: Iterable[int]) -> int:
-        """Count the blocks that a request with this prefix would take out of the free space."""
-
-    def exclusive_ids(self, block_ids: Iterable[Any]) -> list[int]:
-        """Return the blocks that preempting a request would free.
-
-        Parameters
-        ----------
-        block_ids : `RequestState.block_ids`.
-        """
-
-
-class KVView(Protocol):
-    """KV memory as a `StepPlan` sees it. Nothing here changes it."""
-
-    @property
-    def pool(self) -> PoolView:
-        """Its blocks."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens a block holds."""
-
-    num_tables: int  # blocks that one more block of tokens takes
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that hold so many tokens."""
-
-    def match(self, state: RequestState) -> list[int]:
-        """Return the longest cached prefix of a waiting request, as block ids."""
-
-
 class Table(Protocol):
     """Where the requests are: `RequestTable`, or what follows the queues of another engine."""
 
@@ -83,7 +41,12 @@ class Table(Protocol):
         """Requests that wait or run and will deliver more, by id."""
 
     @property
-    def kv(self) -> KVView: ...
+    def kv(self) -> KVCacheManager:
+        """KV memory, or what stands for it; a plan changes nothing there.
+
+        It uses `num_tables`, `block_size`, `match` and `num_blocks_for`, and of the `pool` `num_blocks`,
+        `num_free_blocks`, `num_idle` and `exclusive_ids`.
+        """
 
     @property
     def num_slots_kept(self) -> int:

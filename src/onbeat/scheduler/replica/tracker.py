@@ -265,33 +265,39 @@ class SLOTracker:
         self.on_arrival(state)
         self.tenants.on_leave(state.request.tenant)
 
-    def on_deliveries(self, delivered: Delivered, now: float) -> None:
+    def on_deliveries(self, delivered: Delivered, now: float, streams: Sequence[RequestState] = ()) -> None:
         """Count what a step delivered, and tell the callers what has become of their objectives.
 
         Parameters
         ----------
         now : when the step ended, seconds.
+        streams : had one more token each, which was not their first, and hear of it elsewhere.
         """
-        has_tenants = self.has_tenants
+        if self.has_tenants:
+            for state, num_tokens, _ in [*delivered, *[(state, 1, None) for state in streams]]:
+                self.tenants.charge(state.request.tenant, OUTPUT_WEIGHT * num_tokens)
+        for state in streams:
+            slo = state.slo
+            due = slo.next_deadline
+            if slo.is_regular and now <= due + TOLERANCE:
+                slo.last_delivery = now
+                slo.next_deadline = slo.objective_deadline = due + slo.tbt
+            elif due == inf:  # no token of it will ever be due
+                slo.last_delivery = now
+            else:
+                is_paced = slo.end < inf
+                self.num_missed += self.note_paced(state, 1, (now,)) if is_paced else slo.note_delivery(now)
         for state, num_tokens, output in delivered:
             slo = state.slo
             if slo.next_deadline == inf and slo.last_delivery > -inf:
                 slo.last_delivery = now  # no token of it will ever be due, and it had its first one
-            elif slo.is_regular and num_tokens == 1 and now <= slo.next_deadline + TOLERANCE:
-                slo.last_delivery = now
-                slo.next_deadline = slo.objective_deadline = slo.next_deadline + slo.tbt
+            elif slo.end < inf:
+                self.num_missed += self.note_paced(state, num_tokens, (now,))
             else:
-                if slo.end == inf:
-                    has_missed = slo.note_delivery(now, num_tokens)
-                else:
-                    has_missed = self.note_paced(state, num_tokens, (now,))
-                self.num_missed += has_missed
-                if slo.predicted_ttft is not None and output is not None:
-                    output.predicted_ttft, slo.predicted_ttft = slo.predicted_ttft, None  # told once
-            if has_tenants:
-                self.tenants.charge(state.request.tenant, OUTPUT_WEIGHT * num_tokens)
-            if slo.is_best_effort and output is not None:
-                output.fate = Fate.RELEGATED
+                self.num_missed += slo.note_delivery(now, num_tokens)
+            if output is not None:
+                output.predicted_ttft, slo.predicted_ttft = slo.predicted_ttft, None  # told once
+                output.fate = Fate.RELEGATED if slo.is_best_effort else None
 
     def tokens_left(self, state: RequestState, num_more: int = 0) -> int:
         """Return how many tokens a request is expected to have still.

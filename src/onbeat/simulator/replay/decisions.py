@@ -309,7 +309,7 @@ class Replay:
             if output.finish_reason is not None
         }
         self._compare(call.step_id, "requests that ended", recorded, replayed)
-        return outputs
+        return list(outputs)
 
     def _results(self, call: log.UpdateCall, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Make tokens that do what the recorded ones did: as many, and an end where there was one."""
@@ -446,16 +446,13 @@ def replay_fleet(recording: FleetRecording) -> FleetReplay:
         found.num_calls += 1
         found.num_actions += len(replayed)
         found.events[type(event).__name__] += 1
-        found.actions.update(_kind_of(each) for each in replayed)
+        for each in replayed:
+            found.actions[str(each.get("why") or each.get("reason") or each.get("verb") or each["kind"])] += 1
         if replayed != call.actions:
             found.difference = FleetDifference(number, type(event).__name__, call.actions, replayed)
             break
     found.is_complete = recording.is_complete or found.difference is not None
     return found
-
-
-def _kind_of(action: Mapping[str, Any]) -> str:
-    return str(action.get("why") or action.get("reason") or action.get("verb") or action["kind"])
 
 
 def _event(values: Mapping[str, Any], where: str) -> FleetEvent:

@@ -46,10 +46,6 @@ class ReplyFamily:
         """Whether a call may be an object with a name and arguments."""
         return self.form in ("objects", "array", "apart", "any")
 
-    def new_body(self, calls: Calls) -> Body:
-        """Return what reads a region of calls."""
-        return _BODIES[self.form](calls)
-
     @property
     def guided(self) -> ReplyFamily:
         """The family as answers are read that keep to a grammar: they have calls in one way alone."""
@@ -71,7 +67,7 @@ class ReasoningMarks:
 
 
 _BARE_JSON = partial(JsonCalls, needs_arguments=True)
-_BODIES: Mapping[Form, Callable[[Calls], Body]] = {
+BODIES: Mapping[Form, Callable[[Calls], Body]] = {
     **dict.fromkeys(("objects", "array"), JsonCalls),
     **dict.fromkeys(("apart", "any"), _BARE_JSON),
     "named": NamedJson,

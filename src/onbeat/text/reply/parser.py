@@ -10,7 +10,7 @@ from functools import cached_property
 from onbeat.core.tokenizer import Tokenizer
 from onbeat.text.reply.body import SPACE, Body, end_of_space
 from onbeat.text.reply.calls import Calls, ContentText, MarkToken, ReasoningText, ReplyEvent, Tools
-from onbeat.text.reply.families import ReasoningMarks, ReplyFamily
+from onbeat.text.reply.families import BODIES, ReasoningMarks, ReplyFamily
 
 
 class MarkScanner:
@@ -285,7 +285,7 @@ class ReplyParser:
 
     def _begin(self, opening: str) -> None:
         assert self._family is not None, "calls are read"
-        self._body = self._family.new_body(self._calls)
+        self._body = BODIES[self._family.form](self._calls)
         self._closing = self._style.closings.get(opening, "")
         self._opening, self._num_before, self._owed = opening, self._calls.num_begun, ""
         if opening in self._style.inner_marks:  # it is a part of the call

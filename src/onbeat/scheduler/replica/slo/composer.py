@@ -175,7 +175,7 @@ class StepRules:
 
     def is_overdue(self, state: RequestState, now: float) -> bool:
         """Whether a waiting request was taken, but has had to let others go first ever since."""
-        has_begun = state.has_run or state.num_output_tokens
+        has_begun = state.admitted_step_id >= 0 or state.num_output_tokens
         return not has_begun and now - _waits_since(state) > OVERDUE * self.longest_wait
 
     def loss(self, state: RequestState, start: float) -> tuple[float, ...]:
@@ -191,7 +191,7 @@ class StepRules:
         slo, arrival = state.slo, state.request.arrival
         if slo.runs_as_best_effort:
             return (-1.0 if self.is_starved(state, start) else 2.0, 0.0, arrival)
-        deadline = slo.deadline_after(state.num_certain_tokens, start)
+        deadline = slo.deadline_after(state.num_in_flight_tokens - state.num_in_flight_drafts, start)
         slack = deadline - start - self.cost_model.idle_seconds(state.num_tokens, 0)
         return (1.0, slack, arrival) if slack >= 0 else (0.0, -self.worth(state), arrival)
 

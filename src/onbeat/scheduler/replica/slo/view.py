@@ -80,7 +80,7 @@ class RunningView:
             slo = state.slo
             deadline = slo.next_deadline
             if num_in_flight:
-                deadline = slo.deadline_after(state.num_certain_tokens, start)
+                deadline = slo.deadline_after(num_in_flight - state.num_in_flight_drafts, start)
             objective = slo.tbt_objective
             if deadline == inf or (objective < shortest and slo.tbt == objective):
                 best_effort_decodes.append(state)
@@ -89,7 +89,7 @@ class RunningView:
             deadlines.append(deadline)
             if deadline < first:
                 first, self.urgent = deadline, state
-            earliest = min(earliest, deadline) if objective < inf else earliest
+            earliest = deadline if deadline < earliest and objective < inf else earliest
             if slo.tbt < objective:
                 paces.append(slo.tbt)
             if shortest <= objective < tightest:
