@@ -255,8 +255,12 @@ class SimulationConfig(FleetTerms):
     @property
     def is_of_one(self) -> bool:
         """Whether there is never more than one replica, so that nobody chooses."""
+        return self.fleet.autoscale is None and self._most_replicas == 1
+
+    @property
+    def _most_replicas(self) -> int:
         sizes = [change.number for change in self.fleet_changes if change.kind == "scale"]
-        return self.fleet.autoscale is None and max(self.num_replicas, *sizes, 1) == 1
+        return max(self.fleet.most_replicas, *sizes, 1)
 
     @property
     def is_alone(self) -> bool:
@@ -271,6 +275,12 @@ class SimulationConfig(FleetTerms):
     def _check_fleet(self) -> None:
         if self.fleet.disaggregate is not None:
             self._check_pools()
+        for each in self.fleet_changes:
+            if each.kind != "scale" and each.number >= self._most_replicas:
+                raise ConfigError(
+                    f"fleet change {each}: there is no such replica; this fleet has at most "
+                    f"{self._most_replicas}, and the first is 0"
+                )
         comes_and_goes = bool(self.fleet_changes) or self.fleet.autoscale is not None
         if comes_and_goes and any(each.speculation is not None for each in self._schedulers):
             raise ConfigError(
