@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 
 from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
+from onbeat.text.grammar.source import JsonStyle
 
 WORDS = [b'{"', b'":', b'","', b'"}', b"true", b"false", b"null", b"ab", b"12", b"  "]
 EOS = 256 + len(WORDS)
@@ -19,6 +20,8 @@ TINY_TEXTS = [
 ] + WORDS
 """Of 211 tokens, as many as the tiny models have: text of one or two bytes a character."""
 TINY_EOS = 210
+COMPACT = JsonStyle(white_space=None)
+"""No white space: the fewest tokens."""
 
 _FORMATS = jsonschema.FormatChecker(formats=["date", "ipv4", "uuid", "email"])
 

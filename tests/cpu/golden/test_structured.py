@@ -21,14 +21,14 @@ from onbeat.recording.reader import Recording
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.replay.decisions import Replay
-from onbeat.text.grammar.source import COMPACT, choice_grammar, json_grammar
+from onbeat.text.grammar.source import choice_grammar, json_grammar
 from tests.cpu.engine.engines import CudaEngine
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.moving import Pair, make_core, undisturbed
 from tests.cpu.golden.test_resumed_streams import resume_everywhere
 from tests.cpu.speculation.runs import LIMITS, Run, assert_same, fixed, make_request, ngram, run
-from tests.grammars import TINY_EOS, check_valid, make_tiny_compiler, tiny_text
+from tests.grammars import COMPACT, TINY_EOS, check_valid, make_tiny_compiler, tiny_text
 from tests.pure.recording.recorded import make_header
 from tests.schemas import SCHEMAS
 

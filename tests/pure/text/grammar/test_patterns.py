@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.text.grammar.source import COMPACT, json_grammar
+from onbeat.text.grammar.source import json_grammar
 from onbeat.text.grammar.translate import lark_of
-from tests.grammars import make_compiler
+from tests.grammars import COMPACT, make_compiler
 
 COMPILER = make_compiler()
 SPACE = "\t\n\v\f\r \xa0\u1680\u2000\u2007\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"

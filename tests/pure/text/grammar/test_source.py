@@ -18,10 +18,10 @@ from onbeat.text.grammar.source import (
     regex_grammar,
 )
 from onbeat.text.grammar.translate import closed
+from tests.grammars import COMPACT
 
 llguidance = pytest.importorskip("llguidance")
 
-COMPACT = JsonStyle(white_space=None)
 POINT = {
     "type": "object",
     "properties": {"x": {"type": "integer"}},
