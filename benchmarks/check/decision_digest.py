@@ -29,7 +29,7 @@ import argparse
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -99,7 +99,7 @@ class Digest:
         budget = (step.budget, step.budget_request_id)
         self.add(now, step.step_id, rows, admitted, list(step.released_ids), budget)
 
-    def add_outputs(self, now: float, outputs: list[RequestOutput]) -> None:
+    def add_outputs(self, now: float, outputs: Sequence[RequestOutput]) -> None:
         self.num_ended += sum(output.finish_reason is not None for output in outputs)
         self.add(now, [(each.request_id, each.new_token_ids, each.finish_reason) for each in outputs])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from onbeat.core.protocols import StepOutputs
@@ -13,7 +15,7 @@ from tests.pure.scheduler.driver import make_config, make_request
 STOP = 9
 
 
-def steps_of(*, num_steps: int) -> list:
+def steps_of(*, num_steps: int) -> list[Any]:
     """Return what steps gave: requests begin and end in the midst of streams that go on."""
     scheduler = Scheduler(make_config(max_num_batched_tokens=256))
     scheduler.add(make_request("a", 5, 40))
@@ -25,6 +27,7 @@ def steps_of(*, num_steps: int) -> list:
         if step == 8:
             scheduler.add(make_request("late", 5, 40))
         scheduled = scheduler.schedule(float(step))
+        assert scheduled is not None
         sampled = [
             [STOP if step == 12 and row.request_id == "stopped" else 100 * step + place]
             for place, row in enumerate(scheduled.rows)
@@ -34,7 +37,7 @@ def steps_of(*, num_steps: int) -> list:
     return outputs
 
 
-def told(outputs) -> list:
+def told(outputs: Any) -> list[Any]:
     return [
         (
             each.request_id,
@@ -52,7 +55,7 @@ def test_what_is_read_late_is_what_was_read_at_once():
     assert [told(outputs) for outputs in steps_of(num_steps=20)] == at_once
 
 
-def _read_each(num_steps: int) -> list:
+def _read_each(num_steps: int) -> list[Any]:
     """Return the same, each read before the next step is planned."""
     return [list(steps_of(num_steps=num + 1)[num]) for num in range(num_steps)]
 

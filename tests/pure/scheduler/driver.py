@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import fields as fields_of
 from typing import Any
 
@@ -76,7 +77,7 @@ class EngineLoop:
     def collect(self) -> None:
         raise NotImplementedError
 
-    def receive(self, outputs: list[RequestOutput]) -> None:
+    def receive(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             assert output.request_id not in self.finished, "a delivery after the end"
             self.outputs[output.request_id] += output.new_token_ids

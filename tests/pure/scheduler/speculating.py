@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
@@ -257,7 +258,7 @@ class SpeculatingDriver(EngineLoop):
         self.aborted.add(request_id)
         super().abort(request_id)
 
-    def receive(self, outputs: list[RequestOutput]) -> None:
+    def receive(self, outputs: Sequence[RequestOutput]) -> None:
         super().receive(outputs)
         for output in outputs:
             request_id = output.request_id

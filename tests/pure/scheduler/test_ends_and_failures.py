@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from onbeat.core.errors import ConfigError, InvalidRequest, PromptTooLong
@@ -79,7 +81,7 @@ class TestSharersOfAFailedRequest:
         assert {row.request_id: row.num_computed_tokens for row in after.rows}["b"] == 64
         return driver, scheduled, after
 
-    def fail(self, driver: Driver, scheduled: SchedulerOutput) -> list[RequestOutput]:
+    def fail(self, driver: Driver, scheduled: SchedulerOutput) -> Sequence[RequestOutput]:
         result = ModelRunnerOutput([[]], failed={"a": "no number"})
         outputs = driver.scheduler.update(scheduled, result, 9.5)
         driver.scheduler.check_invariants()

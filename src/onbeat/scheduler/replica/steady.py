@@ -183,7 +183,7 @@ class SteadyRun:
         waiting, kept = self._scheduler.waiting, self._scheduler.kv.pool.kept
         return len(self.carried) + num_steps < self.most and not (waiting.length or kept.ends)
 
-    def let_end(self, ends: array[float], result: ModelRunnerOutput) -> list[RequestOutput] | None:
+    def let_end(self, ends: array[float], result: ModelRunnerOutput) -> Sequence[RequestOutput] | None:
         """Carry steps, and end the requests that have all their tokens; the others hear of them later.
 
         Parameters
