@@ -62,6 +62,8 @@ STAGES = ("decode", "prefill", "drain", "take-over", "start", "stop-1", "stop-20
 LONG_PROMPTS: dict[str, Any] = {"prompt_words": 400, "max_tokens": 4}
 """Of the stage `prefill`; elsewhere prompts are short and answers long."""
 WHOLE_AGAIN_SECONDS = 60.0
+NEVER_BEGAN = "EOFError: Ran out of input"
+"""What Python says of a process whose parent is killed in the moment in which it starts it."""
 DOOMED_SECONDS = 5.0
 """Within which a client sees that its front end was killed."""
 
@@ -309,7 +311,9 @@ class Rounds:
     def _look_at_log(self, server: ServerProgram) -> None:
         for number, line in enumerate(server.lines):
             if "Traceback" in line or "do not fit" in line:
-                self.faults.append("log: " + "\n".join(server.lines[max(number - 1, 0) : number + 30]))
+                said = "\n".join(server.lines[max(number - 1, 0) : number + 30])
+                if NEVER_BEGAN not in said:
+                    self.faults.append(f"log: {said}")
 
     async def _round(self, processes: Processes, kinds: Sequence[str]) -> None:
         cell, before = self._now, processes.named()
