@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import re
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 import onbeat
 from onbeat.cluster import life
+from onbeat.cluster.local_launcher import LocalLauncher
+from onbeat.cluster.roster import Roster
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.engine.link import BuildEngine
 from tests.fake_runner import build_fake_engine
@@ -44,6 +48,19 @@ async def test_a_replica_that_is_told_to_end_drains_and_comes_back() -> None:
         assert not is_there(process_id)
         assert client.counts.num_resumed == 0, "what ran there ended there"
         assert client.counts.lost == {}
+
+
+async def test_one_that_is_coming_back_keeps_its_place_for_the_next_keeper(tmp_path: Path) -> None:
+    roster = Roster(tmp_path, os.getpid())
+    async with fleet_of(2, launcher=LocalLauncher(roster=roster)) as client:
+        await client.drain("r1", seconds=1.0, restarts=True)
+        seen = set()
+        while lives_of(client, "r1") < 2:
+            seen.add(tuple(roster.places("r")))
+            await asyncio.sleep(0.001)
+        assert seen == {("r0", "r1")}
+        await client.drain("r1", seconds=1.0, restarts=False)
+        await until(lambda: roster.places("r") == ["r0"])
 
 
 async def test_what_does_not_end_in_time_moves() -> None:

@@ -113,8 +113,13 @@ class Launcher(Protocol):
     def kill(self, replica: ReplicaId, life: int) -> None:
         """End a process at once, however it is; nothing happens where it has ended."""
 
-    async def wait(self, replica: ReplicaId, life: int, *, seconds: float) -> None:
-        """Return once a process has ended; kill it after a while."""
+    async def wait(self, replica: ReplicaId, life: int, *, seconds: float, comes_back: bool) -> None:
+        """Return once a process has ended; kill it after a while.
+
+        Parameters
+        ----------
+        comes_back : whether the replica is to be started again, by whichever keeper there is then.
+        """
 
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         """Return whether a process is stopped (SIGSTOP) or out of reach: it will not speak by itself."""

@@ -130,8 +130,8 @@ class LocalLauncher:
         if (started := self._started.get((replica, life))) is not None:
             started.process.kill()  # a stopped process hears nothing else
 
-    async def wait(self, replica: ReplicaId, life: int, *, seconds: float) -> None:
-        if self._roster is not None:
+    async def wait(self, replica: ReplicaId, life: int, *, seconds: float, comes_back: bool) -> None:
+        if self._roster is not None and not comes_back:
             self._roster.strike(replica)
         started = self._started.get((replica, life))
         if started is None:

@@ -183,9 +183,12 @@ class Processes:
         self._forget(life)
         if life.info is None:
             self._launcher.kill(life.replica, life.number)  # it reads nothing before it is ready
-        waiting = self._launcher.wait(life.replica, life.number, seconds=STOP_SECONDS)
-        task = self._ends[life.replica] = asyncio.create_task(waiting)
+        task = self._ends[life.replica] = asyncio.create_task(self._wait(life))
         task.add_done_callback(lambda _: self._ends.pop(life.replica, None))
+
+    async def _wait(self, life: Life) -> None:
+        comes_back = life.replica in self._starts  # which is known once this runs
+        await self._launcher.wait(life.replica, life.number, seconds=STOP_SECONDS, comes_back=comes_back)
 
     def kill(self, life: Life) -> None:
         """End a process, whatever it does, and let nothing that it still says count."""

@@ -153,7 +153,7 @@ class RayLauncher:
             # An actor that cannot do so is ended itself, and its process notices.
             asyncio.get_running_loop().call_later(END_SECONDS, self._give_up, (replica, life))
 
-    async def wait(self, replica: ReplicaId, life: int, *, seconds: float) -> None:
+    async def wait(self, replica: ReplicaId, life: int, *, seconds: float, comes_back: bool) -> None:  # noqa: ARG002
         started = self._started.get((replica, life))
         if started is None:
             return
