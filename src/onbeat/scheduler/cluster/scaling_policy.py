@@ -300,6 +300,7 @@ class OfferedWork:
         return num_replicas
 
     def second(self, now: float) -> _Second:
+        """Return what is counted in the second of a time, which does not go back."""
         when = int(now)
         if not self._seconds or self._seconds[-1].when < when:
             self._seconds.append(_Second(when))
