@@ -62,6 +62,7 @@ STAGES = ("decode", "prefill", "drain", "take-over", "start", "stop-1", "stop-20
 LONG_PROMPTS: dict[str, Any] = {"prompt_words": 400, "max_tokens": 4}
 """Of the stage `prefill`; elsewhere prompts are short and answers long."""
 WHOLE_AGAIN_SECONDS = 60.0
+REST_SECONDS = 70.0
 NEVER_BEGAN = "EOFError: Ran out of input"
 """What Python says of a process whose parent is killed in the moment in which it starts it."""
 DOOMED_SECONDS = 5.0
@@ -189,17 +190,20 @@ class Processes:
         # three keepers that were killed before they served, one after another, end the server
         if not keeper or self._count_served() == self._num_served:
             return False
-        if self._killed.intersection(self.named().values()) or not all(map(is_running, gates)):
-            return False
         try:
-            if not all(connections(self.server, pid) for pid in gates):
-                return False
             states = [each["state"] for each in (await asyncio.to_thread(self.server.fleet))["replicas"]]
-            if "down" in states:  # it died three times within a minute
+            if "down" in states:  # it died three times within a minute, and keeps its place
                 await asyncio.to_thread(self.server.change_fleet, "scale", replicas=self._num_engines)
+            serve = all(is_running(pid) and connections(self.server, pid) for pid in gates)
         except (httpx.HTTPError, ValueError, OSError):
             return False
-        return states == ["ready"] * self._num_engines
+        is_replaced = not self._killed.intersection(self.named().values())
+        return serve and is_replaced and states == ["ready"] * self._num_engines
+
+    async def rest(self) -> None:
+        """Wait until two engines may die twice: one that dies three times within a minute stays down."""
+        kills = sorted(self._last_kill.get(place, 0.0) for place in self.places("r"))
+        await asyncio.sleep(kills[1] + REST_SECONDS - time.monotonic())
 
     async def wait_until_whole(self, seconds: float = WHOLE_AGAIN_SECONDS) -> bool:
         """Wait until all serve; return whether they do."""
@@ -355,6 +359,8 @@ class Rounds:
             self._now.kills += 1
             await processes.successors({"keeper": keeper})
             await asyncio.sleep(self.dice.uniform(0.0, 1.0))
+        elif self.stage == "start":
+            await processes.rest()
 
 
 class NurseRounds(Rounds):
