@@ -271,7 +271,7 @@ def test_what_goes_by_arrival_is_done_first_although_it_is_due_at_once():
     view.on_report(load(backlog=((0.0, 3.0, 9),), num_waiting=9), 0.0)
     found = view.first_token(1.0, 1.0, 0.1, 0, 0.0)
     assert found is not None
-    assert found.turn == pytest.approx(3.1, rel=0.2)
+    assert found.seconds == pytest.approx(3.1, rel=0.2)
 
 
 def view_of_short_memory(**changes) -> LoadView:
@@ -355,6 +355,14 @@ def test_of_many_replicas_the_holders_and_the_idle_are_looked_at():
     router.on_report(42, load(), 0.0)
     assert place(router, request("idle")) == 42
     assert place(router, request("other"), excluded={42}) != 42
+
+
+def test_a_fleet_that_has_grown_large_knows_who_has_the_least_to_do():
+    router = router_of(*(load(backlog=((0.5, 0.3, 1),)) for _ in range(7)), load())
+    for number in range(8, 20):
+        router.join(number, limits())
+        router.on_report(number, load(backlog=((0.5, 0.3, 1),)), 0.0)
+    assert place(router, request()) == 7
 
 
 def calls_of(num_replicas: int) -> tuple[float, float]:

@@ -28,25 +28,10 @@ _SHORTEST_STEP = 1e-4
 class FirstToken(NamedTuple):
     """When a request would have its first token, seconds from now."""
 
-    turn: float
-    """By the work that is done before."""
-    capacity: float
-    """By when it gets a slot and blocks; 0 where they are free."""
-    is_lost_if_late: bool
-    """Whether capacity that comes too late is of no use: the request is then served behind all others."""
-    left: float
-    """Until it is due."""
-
-    @property
-    def seconds(self) -> float:
-        """Until the first token, late or not."""
-        return max(self.turn, self.capacity)
-
-    @property
-    def likely(self) -> float:
-        """Until the first token, if that comes in time: else it comes at a time that nothing here tells."""
-        capacity = min(self.capacity, max(self.left, 0.0)) if self.is_lost_if_late else self.capacity
-        return max(self.turn, capacity)
+    seconds: float
+    """By the work that is done before, and once it gets a slot and blocks, late or not."""
+    likely: float
+    """If capacity comes in time where a prompt is given up else: that one has it nobody knows when."""
 
 
 class Sent(NamedTuple):
@@ -90,9 +75,8 @@ class LoadView:
                 self.ends.count(now - self.counted, before, self.num_ended)
             self.num_ended, self.counted = 0, now  # else it is the same whether each step between was told
         self.load, self.reported = load, now
-        self.num_sent = max(
-            self.num_sent, load.num_taken
-        )  # it was sent some that nobody asked a router about
+        # It was sent some that nobody asked a router about.
+        self.num_sent = max(self.num_sent, load.num_taken)
         while self.sent and self.sent[0].number <= load.num_taken:
             self.sent.popleft()
 
@@ -200,7 +184,8 @@ class LoadView:
         wait = self.capacity_wait(deadline, num_blocks, now)
         if wait:  # capacity comes free at the end of a step
             wait += 0.5 * shortest + max(triage.finish_seconds(prefill, seconds, seconds), shortest)
-        return FirstToken(turn, wait, self.load.gives_up, deadline - now)
+        in_time = min(wait, max(deadline - now, 0.0)) if self.load.gives_up else wait
+        return FirstToken(max(turn, wait), max(turn, in_time))
 
     def _jobs(self, now: float) -> tuple[list[triage.DueWork[bool]], float]:
         """Return the prompts with deadlines, by deadline, and the work of the others, seconds."""
@@ -355,6 +340,9 @@ class SLORouter(routing.Router):
             )
             self._views[replica] = LoadView(limits)
             self._prefixes.join(replica, limits.num_blocks)
+        if len(self._members) == _MOST_HOLDERS + _MOST_IDLE + 1:  # from now on weights are looked at
+            for each in self._members:
+                self._weigh(each, self._views[each].reported)
 
     def leave(self, replica: int) -> None:
         """Choose a replica no more; what it holds is forgotten."""
@@ -374,7 +362,9 @@ class SLORouter(routing.Router):
         return looked_at + self._by_work.least(_MOST_IDLE, {*excluded, *looked_at})
 
     def _weigh(self, number: int, now: float) -> None:
-        """Note how much a replica has to do."""
+        """Note how much a replica has to do, where not all are looked at."""
+        if len(self._members) <= _MOST_HOLDERS + _MOST_IDLE:
+            return
         view = self._views[number]
         work = view.work_left(now) + _A_REQUEST * view.num_requests
         if work != self._by_work.loads[number]:

@@ -61,14 +61,16 @@ class LoadReporter:
         if cost_model is not None and self._slo is None:
             cost_model.count()
         running, waiting, kv = table.running, table.waiting, table.kv
+        num_waiting = waiting.length
         num_decodes = num_context = 0
         num_free = kv.pool.num_free_blocks
         tightest, shortest = inf, 0.0 if cost_model is None else cost_model.shortest_tbt
         prefills: list[RequestState] = []
         for state in running:
-            if state.is_paused:
+            num_tokens = state.num_tokens
+            if num_tokens >= state.pause_at:
                 continue
-            wanted = state.num_tokens + state.num_in_flight_tokens - state.num_computed_tokens
+            wanted = num_tokens + state.num_in_flight_tokens - state.num_computed_tokens
             num_computed = state.num_computed_tokens + num_behind
             num_lacking = num_computed - state.num_allocated_tokens
             num_free -= -(-num_lacking // kv.block_size) if num_lacking > 0 else 0
@@ -80,17 +82,16 @@ class LoadReporter:
                     tightest = slo.tbt_objective
             elif wanted > 1:
                 prefills.append(state)
-        backlog: tuple[Entry, ...] = ((0.0, 0.0, len(waiting)),) if waiting else ()
+        backlog: tuple[Entry, ...] = ((0.0, 0.0, num_waiting),) if num_waiting else ()
         best_effort, decode_seconds, full_seconds, share = 0.0, 0.0, 0.0, 1.0
         if cost_model is not None:
-            if prefills or waiting:
+            if prefills or num_waiting:
                 backlog, best_effort = self._prompts(cost_model, prefills, now, busy)
             # Of a step without decodes there is nothing to predict; that of one reads the weights as all do.
             decodes = BatchShape.of_decodes(max(num_decodes, 1), max(num_context, 1))
             decode_seconds = cost_model.of(decodes)
-            full_seconds, share = self._full_step(
-                cost_model, decodes if num_decodes else BatchShape(), tightest
-            )
+            streams = decodes if num_decodes else BatchShape()
+            full_seconds, share = self._full_step(cost_model, streams, tightest)
         num_lacking, blocked = 0, ""
         if (head := waiting.peek()) is not None:
             num_lacking = max(0, kv.num_blocks_for(head.num_tokens - head.num_hit_tokens) - num_free)
@@ -101,12 +102,12 @@ class LoadReporter:
             num_taken=num_taken,
             busy=busy,
             num_running=len(running),
-            num_waiting=len(waiting),
+            num_waiting=num_waiting,
             num_kept_slots=table.num_slots_kept,
             num_free_blocks=num_free,
             num_wanted_blocks=num_lacking,
             blocked=blocked,
-            num_queued_blocks=kv.num_blocks_for(num_queued, len(waiting)),
+            num_queued_blocks=kv.num_blocks_for(num_queued, num_waiting),
             num_decodes=num_decodes,
             num_context_tokens=num_context,
             tightest_tbt=tightest,
