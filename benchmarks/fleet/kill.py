@@ -379,7 +379,8 @@ class NurseRounds(Rounds):
     async def _one(self, processes: Processes) -> None:
         server = processes.server
         if self.stage == "start":
-            await asyncio.sleep(self.dice.uniform(0.0, 4.0))
+            await processes.successors({self.dice.choice(("keeper", "r0", "front-end-0")): 0})
+            await asyncio.sleep(self.dice.uniform(0.0, 1.0))
             await self._kill(processes)
             return
         server.wait_until_ready()
