@@ -351,7 +351,6 @@ class FleetClient:
             raise InvalidRequest(
                 f"there is no replica {replica[:40]!r}; there are {', '.join(known) or 'none'}",
                 param="replica",
-                code="invalid_value",
             )
         self.controller.drain(replica, seconds=seconds, restarts=restarts)
 
@@ -359,7 +358,7 @@ class FleetClient:
         try:
             self.controller.check_capacity(num_replicas)
         except ConfigError as error:
-            raise InvalidRequest(str(error), param="replicas", code="invalid_value") from error
+            raise InvalidRequest(str(error), param="replicas") from error
         self.controller.ask(ScaleAsked(num_replicas))
 
     async def autoscale(self, least: int, most: int) -> None:
@@ -368,13 +367,12 @@ class FleetClient:
             raise InvalidRequest(
                 "this fleet does not decide on its size; give replicas, or start it with --autoscale",
                 param="min",
-                code="invalid_value",
             )
         try:
             bounds = ScaleBounds(least, most)
             self.controller.check_capacity(most)
         except ConfigError as error:
-            raise InvalidRequest(str(error), param="min", code="invalid_value") from error
+            raise InvalidRequest(str(error), param="min") from error
         self.controller.ask(ScalingAsked(bounds.least, bounds.most))
 
     async def restart(self, *, keeper: bool = False) -> None:
@@ -386,7 +384,6 @@ class FleetClient:
             raise InvalidRequest(
                 "the keeper is in the process of the only front end; start with --front-ends 2 or more",
                 param="keeper",
-                code="invalid_value",
             )
 
     def expect_end(self) -> None:

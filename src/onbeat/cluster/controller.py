@@ -107,7 +107,6 @@ class FleetAdapters:
                 raise InvalidRequest(
                     f"the LoRA adapter {name!r} is loaded already; unload it first, or send load_inplace",
                     param="lora_name",
-                    code="invalid_value",
                 )
             needed = self._needed(without=name)
             if len(needed) >= most:

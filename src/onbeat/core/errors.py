@@ -21,7 +21,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 
 class OnbeatError(Exception):
@@ -55,16 +55,18 @@ class RequestRejected(OnbeatError):
     ----------
     message : what is wrong, the value, what to do; `{field}` in it stands for `field`.
     param : the request field at fault, as the API spells it.
-    code : short machine-readable code of the API's error body.
+    code : short machine-readable code of the API's error body; None is the `usual_code` of its kind.
     field : the path of a field that another API may call otherwise; None is `param`.
     """
+
+    usual_code: ClassVar[str | None] = None
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, field: str | None = None
     ) -> None:
         super().__init__(message)
         self.param = param
-        self.code = code
+        self.code = code or self.usual_code
         self.field = field
 
     def __str__(self) -> str:
@@ -73,6 +75,8 @@ class RequestRejected(OnbeatError):
 
 class InvalidRequest(RequestRejected):
     """A field or value of the request is wrong. HTTP 400."""
+
+    usual_code = "invalid_value"
 
 
 class PromptTooLong(RequestRejected):

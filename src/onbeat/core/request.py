@@ -99,14 +99,13 @@ class SamplingParams:
                 raise InvalidRequest(
                     f"{name} is {value}; it must be between {low:g} and {high:g}",
                     param=name,
-                    code="invalid_value",
                 )
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
-            raise InvalidRequest(f"{name} is 0; it must be greater than 0", param=name, code="invalid_value")
+            raise InvalidRequest(f"{name} is 0; it must be greater than 0", param=name)
         if self.min_tokens > self.max_tokens:
             text = f"min_tokens ({self.min_tokens}) is above {{field}} ({self.max_tokens})"
-            raise InvalidRequest(text, param="min_tokens", code="invalid_value", field="max_tokens")
+            raise InvalidRequest(text, param="min_tokens", field="max_tokens")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Check that `min_tokens` leaves a token of a vocabulary to sample.
@@ -123,7 +122,6 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, but all {num_allowed} tokens that may be sampled are stop "
                 "tokens; stop at fewer of them, or leave min_tokens out",
                 param="min_tokens",
-                code="invalid_value",
             )
 
 

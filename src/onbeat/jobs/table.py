@@ -388,7 +388,6 @@ class JobTable:
                 "slo.job.e2e_ms or slo.job.deadline_ms in its first call. A job is forgotten "
                 f"{FORGOTTEN_AFTER:.0f} s after its deadline",
                 param="slo.job",
-                code="invalid_value",
             )
         deadline = min(inf if call.deadline is None else call.deadline, now + (call.e2e or inf))
         if deadline <= now:
@@ -396,14 +395,12 @@ class JobTable:
                 f"slo.job.deadline_ms of job {call.job_id[:40]!r} was {now - deadline:.3g} s ago; state a "
                 "time to come, in milliseconds since 1970",
                 param="slo.job.deadline_ms",
-                code="invalid_value",
             )
         if deadline > now + LONGEST_OBJECTIVE:  # a difference may be rounded above the limit that was stated
             raise InvalidRequest(
                 f"slo.job.deadline_ms of job {call.job_id[:40]!r} is {(deadline - now) / 3600:.3g} h away; "
                 "at most 24 h are allowed. It is in milliseconds since 1970",
                 param="slo.job.deadline_ms",
-                code="invalid_value",
             )
         if call.tenant is not None and self._per_tenant[call.tenant] >= MOST_OF_TENANT:
             raise _too_many(f"{MOST_OF_TENANT} jobs of this caller are open")
@@ -478,5 +475,4 @@ def _check_same(job: _Job, call: JobCall) -> None:
                 f"{field_name} of job {call.job_id[:40]!r} is another than that of its first call; state the "
                 "same in each call, or leave it out of later ones",
                 param=field_name,
-                code="invalid_value",
             )

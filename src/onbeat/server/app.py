@@ -151,13 +151,11 @@ def create_app(
         tokenizer_routes(services),
         model_routes(services),
         health_routes(services),
-        *([] if fleet is None else [fleet_routes(fleet, config)]),
-        *(
-            [adapter_routes(fleet, config, services.model_names)]
-            if fleet is not None and info.max_loras
-            else []
-        ),
     ]
+    if fleet is not None:
+        routes.append(fleet_routes(fleet, config))
+        if info.max_loras:
+            routes.append(adapter_routes(fleet, config, services.model_names))
     for router in (*routes, home_routes(), telemetry.routes()):
         app.include_router(router)
     for kind in (OnbeatError, HTTPException):

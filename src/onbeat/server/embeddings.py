@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import orjson
@@ -88,13 +88,10 @@ def check_texts(texts: Sequence[PromptInput], param: str) -> None:
         raise InvalidRequest(
             f"{param} holds {len(texts)} texts; at most {MAX_INPUTS} are taken. Send several requests",
             param=param,
-            code="invalid_value",
         )
     for index, text in enumerate(texts):
         if not text:
-            raise InvalidRequest(
-                f"{param}[{index}] is empty; send some text", param=param, code="invalid_value"
-            )
+            raise InvalidRequest(f"{param}[{index}] is empty; send some text", param=param)
 
 
 async def embed(
@@ -132,7 +129,6 @@ async def embed(
         raise InvalidRequest(
             "slo.job is for calls that generate text; leave it out here, and state slo.e2e_ms",
             param="slo.job",
-            code="invalid_value",
         )
     choices: list[Choice] = []
     try:
@@ -252,15 +248,13 @@ _INPUT_SCHEMA = {
 }
 
 
-def _checked_input(value: Any) -> list[PromptInput] | None:
-    return None if value is None else checked_prompts(value, "input")
-
-
 class EmbeddingRequest(EngineFields, TemplateFields):
     """OpenAI's embeddings, with vLLM's extra fields. Either `input` or `messages`, a chat, is given."""
 
     input: Annotated[
-        list[PromptInput] | None, PlainValidator(_checked_input), WithJsonSchema(_INPUT_SCHEMA)
+        list[PromptInput] | None,
+        PlainValidator(lambda value: None if value is None else checked_prompts(value, "input")),
+        WithJsonSchema(_INPUT_SCHEMA),
     ] = None
     encoding_format: Literal["float", "base64"] | None = None
     """base64 is of the numbers' bytes: of each, the four of a float, little end first."""
@@ -307,7 +301,6 @@ async def _embedded(body: EmbeddingRequest, request: HttpRequest, services: Serv
             f"dimensions is {body.dimensions}; embeddings of this model have {info.embedding_size} numbers. "
             "Ask for at most as many",
             param="dimensions",
-            code="invalid_value",
         )
     if (body.input is None) == (body.messages is None):
         raise InvalidRequest("send either input or messages", param="input")
@@ -470,7 +463,6 @@ def _num_first(sides: dict[str, list[str]]) -> int:
         raise InvalidRequest(
             f"{name} holds {len(first)} texts and {other} {len(second)}; give one, or as many as {other} has",
             param=name,
-            code="invalid_value",
         )
     return len(first)
 

@@ -194,7 +194,6 @@ def _known_class(name: str, param: str, classes: Mapping[str, object]) -> str:
     raise InvalidRequest(
         f"there is no class {name[:100]!r} of objectives; {hint}known are {', '.join(sorted(classes))}",
         param=param,
-        code="invalid_value",
     )
 
 
@@ -219,7 +218,6 @@ def _weight(
             f"{{field}} is {stated:g}; this caller may state at most {most:g}. State less, or have the "
             "server's owner give its API key or its class more (--slo-classes)",
             param="slo.weight",
-            code="invalid_value",
         )
     if stated is None:
         stated = min(usual, most) if of_key.weight is None else of_key.weight
@@ -234,7 +232,6 @@ def _tenant(fields: ObjectiveFields, headers: Headers, caller: Caller, of_key: K
         raise InvalidRequest(
             f"the header {{field}} is {len(tenant)} characters long; at most {LONGEST_TENANT} are allowed",
             param=TENANT_HEADER,
-            code="invalid_value",
         )
     if tenant and (key_digest is None or of_key.names_tenants):
         return tenant

@@ -175,7 +175,6 @@ class Telemetry:
     policy : the scheduler's, as metrics show it.
     proposer : what proposes draft tokens; None where nothing is speculated.
     fleet_counts : what a fleet does with requests, as its client counts it.
-    slo_mode : what keeping a TBT objective means to them.
     shared : what other front ends have a part in; None where there are no others.
 
     Attributes
@@ -195,11 +194,10 @@ class Telemetry:
         *,
         policy: str = "",
         proposer: str | None = None,
-        slo_mode: SLOMode = "stream",
         fleet_counts: FleetCounts | None = None,
         shared: Desk | None = None,
     ) -> None:
-        self.counts = counts = RunCounts(slo_mode)
+        self.counts = counts = RunCounts(config.slo.mode)
         self.grammars = counts.grammars
         self.tracker = RequestTracker([counts, *listeners])
         self.exporter = MetricsExporter(

@@ -90,9 +90,7 @@ def _mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise InvalidRequest(
-            f"{name} is {quoted(value)}; it should be an object", param=name, code="invalid_value"
-        )
+        raise InvalidRequest(f"{name} is {quoted(value)}; it should be an object", param=name)
     return value
 
 
@@ -168,5 +166,4 @@ def refuse_job(job: object | None) -> None:
             "a job is named, but vLLM's server divides no deadlines of jobs; leave slo.job out, and "
             "state slo.e2e_ms",
             param="slo.job",
-            code="invalid_value",
         )

@@ -113,7 +113,6 @@ def check_queue(
                 f"the request has {num_choices} choices; here at most {config.max_num_seqs} run "
                 f"(max_num_seqs) and {max_waiting} wait (max_num_queued_reqs). Ask for fewer at once",
                 param="n",
-                code="invalid_value",
             )
         if num_waiting + num_choices > max_waiting + max(num_places, 0):
             raise Overloaded(

@@ -56,7 +56,7 @@ class _Facts(NamedTuple):
 
 
 def _refuse(why: str) -> InvalidRequest:
-    return InvalidRequest(f"the grammar is not valid GBNF: {why}", code="invalid_value")
+    return InvalidRequest(f"the grammar is not valid GBNF: {why}")
 
 
 class _Reader:
@@ -337,7 +337,7 @@ def lark_of(text: str) -> str:
         return _Writer(_Reader(text).rules).text()
     except RecursionError as error:
         why = "the grammar is not valid GBNF: it is nested too deep"
-        raise InvalidRequest(why, code="invalid_value") from error
+        raise InvalidRequest(why) from error
 
 
 def renamed(text: str, name: str) -> str:
