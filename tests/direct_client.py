@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from onbeat.cluster.client import OwnedFolder, check_length_of_socket_paths
-from onbeat.cluster.local_launcher import sigint_ignored
+from onbeat.cluster.local_launcher import terminal_ignored
 from onbeat.core.errors import (
     ConfigError,
     EngineDead,
@@ -133,7 +133,7 @@ class ProcessEngineClient:
         self._process = multiprocessing.get_context("spawn").Process(
             target=run_engine_process, args=(self._build, link), name="onbeat-engine", daemon=True
         )
-        with sigint_ignored():
+        with terminal_ignored():
             self._process.start()
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_process_end)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import multiprocessing
 import os
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -76,7 +75,6 @@ class Front:
             listeners,
             policy=info.policy,
             proposer=info.speculation,
-            slo_mode=self.config.slo.mode,
             **how,
         )
 
@@ -88,9 +86,9 @@ class Front:
         *,
         on_started: Callable[[str], None],
         text: tuple[Tokenizer, ChatTemplate | None] | None = None,
-        **signals: Sequence[signal.Signals],
+        has_others: bool = False,
     ) -> None:
-        """Answer HTTP until told to end; `text` is what `load_text` returns, `signals` are as in `serve`."""
+        """Answer HTTP until told to end; `text` is from `load_text`, `has_others` as in `serve`."""
         from onbeat.server.app import create_app
         from onbeat.server.run import serve
         from onbeat.server.telemetry import TraceHeaders
@@ -98,7 +96,7 @@ class Front:
         app = create_app(client, *(text or self.load_text()), self.config, telemetry, fleet=client)
         if self.traces_endpoint:
             app.add_middleware(TraceHeaders)
-        await serve(app, self.config, sock, on_started=on_started, **signals)
+        await serve(app, self.config, sock, on_started=on_started, has_others=has_others)
 
     def listeners(self, stack: ExitStack) -> list[RunListener]:
         """Open what wants to hear of a front end's requests."""
@@ -175,7 +173,7 @@ class Machine:
         ------
         EngineDead : front ends end again and again before they serve.
         """
-        from onbeat.server.listening import END_SIGNALS, on_signals, url_of
+        from onbeat.server.listening import END_SIGNALS, on_hangup, on_signals, url_of
 
         def end() -> None:
             on_end()
@@ -192,7 +190,7 @@ class Machine:
 
         started = asyncio.create_task(say_started())
         try:
-            with on_signals(END_SIGNALS, end), on_signals([signal.SIGHUP], front_ends.roll):
+            with on_signals(END_SIGNALS, end), on_hangup(end, front_ends.roll):
                 await front_ends.run()
         finally:
             started.cancel()
@@ -289,8 +287,7 @@ async def _front_end(front: Front, endpoint: str, sock: socket.socket, name: str
                 telemetry,
                 sock,
                 on_started=lambda _: client.say_serving(),
-                ends_on=[signal.SIGTERM],
-                leaves_on=[signal.SIGHUP],
+                has_others=True,
             )
         finally:
             telling.cancel()

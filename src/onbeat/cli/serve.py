@@ -181,13 +181,11 @@ def public_name(config: ServerConfig, files: ModelFiles) -> str:
 
 async def _finishes_before_sigterm(start: Callable[[], Awaitable[None]]) -> bool:
     """Wait for the start; a SIGTERM meanwhile gives it up (Ctrl-C raises KeyboardInterrupt by itself)."""
-    loop = asyncio.get_running_loop()
+    from onbeat.server.listening import on_hangup, on_signals
+
     starting = asyncio.ensure_future(start())
-    loop.add_signal_handler(signal.SIGTERM, starting.cancel)
-    try:
+    with on_signals([signal.SIGTERM], starting.cancel), on_hangup(starting.cancel, lambda: None):
         await asyncio.wait({starting})
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
     if starting.cancelled():
         return False
     await starting  # raises what it raised

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
 
-from onbeat.cluster.local_launcher import sigint_ignored
+from onbeat.cluster.local_launcher import terminal_ignored
 from onbeat.cluster.roster import LeftProcess, Roster
 from onbeat.core.errors import EngineDead
 from onbeat.core.hang import OwnPauses
@@ -124,7 +124,7 @@ class FrontEnds:
     def _start(self, place: int) -> _FrontEnd:
         name = f"{_PLACE}{place}.{secrets.token_hex(4)}"
         process = self._make(name)
-        with sigint_ignored():
+        with terminal_ignored():
             process.start()
         return self._watch(place, _FrontEnd(name, process, time.monotonic()))
 

@@ -98,7 +98,7 @@ class LocalLauncher:
         process = multiprocessing.get_context("spawn").Process(
             target=run_engine_process, args=(spec.build, link), name=f"onbeat-{spec.replica}", daemon=True
         )
-        with sigint_ignored():
+        with terminal_ignored():
             process.start()
         if self._roster is not None:
             self._roster.enter(spec.replica, process.pid, link.identity.decode(), share)
@@ -214,13 +214,17 @@ def share_cores(num_replicas: int, threads: int | None) -> list[tuple[int, ...]]
 
 
 @contextlib.contextmanager
-def sigint_ignored() -> Iterator[None]:
-    """Let a process started in the block ignore Ctrl-C from its first instruction: its parent decides."""
+def terminal_ignored() -> Iterator[None]:
+    """Let a process started in the block ignore a terminal's signals from its first instruction.
+
+    Its parent decides.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may change what a signal does
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGHUP)]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in before:
+            signal.signal(number, handler)

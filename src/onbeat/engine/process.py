@@ -52,22 +52,17 @@ class StepWait:
     ----------
     inbox : where messages come.
     parent : a file descriptor that can be read once the parent process has ended; None without one.
-    on_wake : called every now and then, at least once in `WAKE_SECONDS` of waiting.
 
     Attributes
     ----------
     is_orphaned : whether the parent process was found to have ended; no wait lasts from then on.
+    on_wake : called every now and then, at least once in `WAKE_SECONDS` of waiting.
     """
 
-    def __init__(
-        self,
-        inbox: zmq.Socket[bytes],
-        *,
-        parent: int | None = None,
-        on_wake: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, inbox: zmq.Socket[bytes], *, parent: int | None = None) -> None:
         self.is_orphaned = False
-        self.inbox, self.on_wake = inbox, on_wake
+        self.on_wake: Callable[[], None] = lambda: None
+        self.inbox = inbox
         self._parent = parent
         self._bell, self._button = os.pipe()
         for end in (self._bell, self._button):
@@ -128,9 +123,9 @@ STALL_SECONDS = 0.05
 
 def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
     """Entry point of the process: build the engine, then serve until told to stop or orphaned."""
-    # Ctrl-C and service managers signal the whole group; the parent decides when the engine ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Terminals and service managers signal the whole group; the parent decides when the engine ends.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if link.cores:
         os.sched_setaffinity(0, link.cores)
     if link.cuda_device is not None:

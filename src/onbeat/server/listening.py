@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import resource
 import signal
 import socket
@@ -62,6 +63,8 @@ def with_descriptors(limits: ConnectionLimits, num_replicas: int) -> tuple[Conne
         f"files; --max-connections {limits.max_connections} needs {needed:,}: {_HINT}"
     )
 
+
+Handler = Callable[[], object]
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
@@ -167,13 +170,31 @@ def url_of(config: ServerConfig, sock: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[], None]) -> Iterator[None]:
+def on_signals(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
     """Call `handler` in the event loop on signals while the block runs."""
     loop = asyncio.get_running_loop()
+    before = [signal.getsignal(number) for number in numbers]
     for number in numbers:
         loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in numbers:
+        for number, what in zip(numbers, before, strict=True):
             loop.remove_signal_handler(number)
+            signal.signal(number, what)
+
+
+def on_hangup(end: Handler, otherwise: Handler) -> contextlib.AbstractContextManager[None]:
+    """Let SIGHUP call `otherwise` while the block runs, or `end` if it says that the terminal is gone.
+
+    Under `nohup` it does not say so, nor where there was no terminal.
+    """
+    ends = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return on_signals([signal.SIGHUP], lambda: end() if ends and not _has_terminal() else otherwise())
+
+
+def _has_terminal() -> bool:
+    with contextlib.suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+        return True
+    return False

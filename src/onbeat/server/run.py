@@ -8,7 +8,7 @@ import ctypes
 import logging
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import cast
 
@@ -19,9 +19,9 @@ from starlette.datastructures import State
 from onbeat.core.errors import counted
 from onbeat.core.fleet import FleetView
 from onbeat.core.settled_memory import settled_memory
+from onbeat.server import listening
 from onbeat.server.connection import BodyRoom, BoundedConnection
 from onbeat.server.generation import Lifecycle
-from onbeat.server.listening import BACKLOG, END_SIGNALS, cannot_listen, check_tls, listen, on_signals, url_of
 from onbeat.server.server_config import ServerConfig
 
 logger = logging.getLogger("onbeat.server")
@@ -54,10 +54,9 @@ async def serve(
     sock: socket.socket,
     *,
     on_started: Callable[[str], None],
-    ends_on: Sequence[signal.Signals] = END_SIGNALS,
-    leaves_on: Sequence[signal.Signals] = (),
+    has_others: bool = False,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain.
+    """Serve until SIGTERM or SIGINT, or until the terminal is closed, then drain.
 
     On the first signal `/ready` turns 503, new generations get 503, and running ones finish within
     `config.shutdown_timeout` seconds; those that do not are aborted and say so. A second signal aborts
@@ -69,35 +68,40 @@ async def serve(
     config : the same as the application's.
     sock : from `bind`; closed at the end.
     on_started : called with the server's URL once it takes requests.
-    ends_on : the signals that end it.
-    leaves_on : the signals after which it takes no further connection, since others listen on the same
-        socket, and ends once the requests of those that it has are answered.
+    has_others : whether others listen on the same socket. Then Ctrl-C does not end it, and after SIGHUP it
+        takes no further connection, and ends once the requests of those that it has are answered.
 
     Raises
     ------
     ConfigError : a TLS file is missing or wrong, or the port was taken meanwhile.
     """
-    check_tls(config)
+    listening.check_tls(config)
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # not every libc has it
         mallopt(_M_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES)
-    listen(sock, f"{config.host}:{config.port}")
-    started = partial(on_started, url_of(config, sock))
+    listening.listen(sock, f"{config.host}:{config.port}")
+    started = partial(on_started, listening.url_of(config, sock))
     server = _Server(uvicorn_config(app, config), started, app.state.warm_up)
     stopper = _Stopper(app.state, server, config.shutdown_timeout)
+    ends_on = [signal.SIGTERM] if has_others else listening.END_SIGNALS
     listeners = [sock, *(sock.dup() for _ in range(_LISTENERS - 1))]
     try:
         with (
             settled_memory(),
-            on_signals(ends_on, stopper.on_signal),
-            on_signals(leaves_on, stopper.on_leave),
+            listening.on_signals(ends_on, stopper.on_signal),
+            listening.on_hangup(stopper.on_signal, stopper.on_leave if has_others else _tell_of_hangup),
         ):
             await server.serve(sockets=listeners)
-    except OSError as error:
-        raise cannot_listen(f"{config.host}:{config.port}", error) from error
     finally:
         for each in listeners:
             each.close()
         await stopper.close()
+
+
+def _tell_of_hangup() -> None:
+    logger.warning(
+        "SIGHUP changes nothing: configuration is read at the start. With --front-ends 2 or more it replaces "
+        "front ends one by one; SIGTERM drains the server and ends it"
+    )
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
@@ -111,7 +115,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
             on_refused=app.state.telemetry.exporter.server.count_refused_connection,
             origins=config.allowed_origins,
         ),
-        backlog=BACKLOG,
+        backlog=listening.BACKLOG,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         log_config=None,
@@ -185,8 +189,8 @@ class _Stopper:
 
     def on_leave(self) -> None:
         if self._drain is None:
-            for listening in self._server.servers:
-                listening.close()
+            for each in self._server.servers:
+                each.close()
             self._drain = asyncio.create_task(self._leave())
 
     async def close(self) -> None:

@@ -143,7 +143,8 @@ def serve(open_: Callable[[bytes], tuple[dict[str, Any], Answer | None]], *, max
     max_bytes : most memory beyond what the process takes before the opening is read; `MemoryError` follows.
     """
     max_seconds, niceness = float(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C; the parent decides when this ends
+    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal's; the parent decides when this ends
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a parent that was killed reads no answer
     os.nice(niceness)
     inbox, outbox = sys.stdin.buffer, sys.stdout.buffer

@@ -134,6 +134,16 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> No
         assert await server.exit_code() == 0
 
 
+async def test_a_hangup_without_a_terminal_that_is_gone_breaks_no_stream() -> None:
+    async with server_process(SLOW) as server:
+        running = await server.starts_stream(50)
+        server.send_signal(signal.SIGHUP)
+        assert (await running)[-2]["choices"][0]["finish_reason"] == "length"
+        assert await server.status("/ready") == 200
+        server.send_signal(signal.SIGTERM)
+        assert await server.exit_code() == 0
+
+
 async def test_a_second_signal_ends_running_requests_with_an_error() -> None:
     async with server_process(SLOW) as server:
         running = await server.starts_stream(2000)
