@@ -97,6 +97,8 @@ class FairThreads:
             if job in self._waiting:
                 self._waiting.remove(job)
             raise
+        finally:
+            del done, job  # an error refers to this frame: both would stay until somebody looks for garbage
 
     def _begin(self) -> None:
         while self._num_free and (job := self._next()) is not None:

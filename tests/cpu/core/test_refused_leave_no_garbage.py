@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from onbeat.cluster.gate import Gate, GatePort
-from onbeat.core.errors import OnbeatError, SLOUnattainable
+from onbeat.core.errors import InvalidRequest, OnbeatError, Overloaded, SLOUnattainable
 from onbeat.core.protocols import EngineClient
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, ShedMode
@@ -19,11 +19,14 @@ from onbeat.metrics.tracker import RequestTracker
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.errors import ApiError
+from onbeat.server.fair_threads import FairThreads
 from onbeat.server.generation import Generator
 from tests.cpu.core.shedding import shedding_core
 from tests.fakes_engine import ByteTokenizer
 from tests.fleet.fleets import fleet_of
 from tests.fleet.test_gates import two_gates
+from tests.pure.scheduler.test_queue_bound import flood, make_driver
+from tests.pure.scheduler.timed import make_request
 
 
 def num_errors() -> int:
@@ -117,3 +120,40 @@ def test_of_an_engine() -> None:
             assert all(ask(number) for number in range(3))
     finally:
         core.shutdown()
+
+
+def test_of_a_queue_that_is_full() -> None:
+    driver = make_driver(0.1)
+    while not flood(driver, 2):
+        driver.step()
+
+    def ask(number: int) -> bool:
+        try:
+            driver.scheduler.add(make_request(str(number), 1000, 2, arrival=driver.now), driver.now)
+        except Overloaded:
+            return True
+        return False
+
+    with no_error_left():
+        assert all(ask(number) for number in range(3))
+
+
+async def test_of_a_prompt() -> None:
+    threads = FairThreads("test", num_threads=1)
+
+    def refuse() -> None:
+        raise InvalidRequest("too long")
+
+    async def ask() -> bool:
+        try:
+            await threads.run("a", 1, refuse)
+        except InvalidRequest:
+            return True
+        return False
+
+    try:
+        with no_error_left():
+            assert all([await ask() for _ in range(3)])
+            await asyncio.sleep(0.1)  # a thread lets go of its last work
+    finally:
+        threads.close()

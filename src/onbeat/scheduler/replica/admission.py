@@ -181,10 +181,8 @@ class Admission:
 
     def refusal(self, waiting: WaitingQueue, *, is_protected: bool = False) -> Overloaded | None:
         """Return why another is not taken that would be late; None where it is."""
-        if waiting.length < self._num_slots or self._longest == inf:
-            return None
         wait = self.wait(waiting, is_protected=is_protected)
-        if wait <= self._longest:
+        if waiting.length < self._num_slots or wait <= self._longest:
             return None
         return self._overloaded(
             f"the queue is full: it holds {counted(len(waiting), 'request')}, and one more of best effort "
@@ -225,7 +223,10 @@ class Admission:
         slo.predicted_ttft = None if ttft == inf else ttft
         if refusal is not None and (ttft == inf or (is_protected and ttft > objective)):
             self.num_rejected[refusal.reason] += 1
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # it refers to this frame: both would stay until somebody looks for garbage
         if not rejects:
             return
         if misses := idle_misses(state, self._cost_model):
@@ -254,9 +255,8 @@ class Admission:
 
     def _refuse(self, message: str, ttft: float, *, retry_after: float | None) -> NoReturn:
         self.num_rejected["slo_unattainable"] += 1
-        if retry_after is not None:
-            retry_after = max(retry_after, SHORTEST_RETRY)
-        raise SLOUnattainable(message, predicted_ttft=ttft, retry_after=retry_after)
+        soonest = None if retry_after is None else max(retry_after, SHORTEST_RETRY)
+        raise SLOUnattainable(message, predicted_ttft=ttft, retry_after=soonest)
 
     def _predict(self, state: RequestState, plan: StepPlan, start: float) -> tuple[float, bool]:
         """Return the TTFT of an arrival, and whether prompts behind it that would be in time were late.
