@@ -194,6 +194,8 @@ async def fleet_with_key() -> AsyncIterator[tuple[Served, FleetClient]]:
         ("/fleet/drain", {"replica": "r7"}, "replica"),
         ("/fleet/drain", {"replica": "r0", "timeout": -1}, "timeout"),
         ("/fleet/drain", {}, "replica"),
+        ("/fleet/drain", {"replca": "r0"}, "replca"),
+        ("/fleet/scale", {"replicas": 0}, "replicas"),
         ("/fleet/scale", {"replicas": -1}, "replicas"),
         ("/fleet/scale", {"replicas": 10**6}, "replicas"),
         ("/fleet/scale", {"replicas": "two"}, "replicas"),

@@ -296,6 +296,9 @@ def validated(model: type[_Model], fields: dict[str, Any], ignored: list[str]) -
 
 def _first_error(error: ValidationError, cures: Mapping[str, str]) -> InvalidRequest:
     first, *others = _of_meant_member(error.errors(include_url=False))
+    if first["type"] == "missing":  # a field beside it that is not known may be meant for it
+        unknown = [each for each in others if each["type"] == "extra_forbidden"]
+        first = next((each for each in unknown if each["loc"][:-1] == first["loc"][:-1]), first)
     location = [part[:MAX_QUOTED] if isinstance(part, str) else part for part in first["loc"]]
     param, field = _param(location), _dotted(location)
     if first["type"] == "missing":
@@ -303,7 +306,7 @@ def _first_error(error: ValidationError, cures: Mapping[str, str]) -> InvalidReq
     if first["type"] == "extra_forbidden":
         name, cure = field[:MAX_QUOTED], cures[first["loc"][-1]]
         return InvalidRequest(f"unknown field '{{field}}'; {cure}", param=name, code="unknown_parameter")
-    wrong = partial(InvalidRequest, param=param, code="invalid_value", field=field)
+    wrong = partial(InvalidRequest, param=param, field=field)
     if first["type"] == "value_error":
         return wrong(str(first["ctx"]["error"]))
     given = first["input"]  # an integer that JSON's reader could only keep as a float

@@ -34,9 +34,12 @@ class DrainRequest(Closed):
 
 
 class ScaleRequest(Closed):
-    """How many replicas there are to be: a number, or the bounds of a fleet that decides itself."""
+    """How many replicas there are to be: a number, or the bounds of a fleet that decides itself.
 
-    replicas: Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE] | None = None
+    Without any a server answers nobody, and has nothing that starts one: only bounds may begin at 0.
+    """
+
+    replicas: Annotated[int, Field(ge=1, le=MOST_REPLICAS), WHOLE] | None = None
     min: Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE] | None = None
     max: Annotated[int, Field(ge=1, le=MOST_REPLICAS), WHOLE] | None = None
 
@@ -103,7 +106,6 @@ def adapter_routes(fleet: FleetView, config: ServerConfig, taken: Sequence[str])
             raise InvalidRequest(
                 f"lora_name is {name!r}, which is the model's own name; choose another",
                 param="lora_name",
-                code="invalid_value",
             )
         await fleet.load_adapter(name, body.lora_path, in_place=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

@@ -165,9 +165,23 @@ class AnswerShelf:
             self._answers.end(answer_id)
         self._answers.grow(answer_id, len(events) + len(response))
 
-    async def get(self, answer_id: str, owner: str) -> KeptAnswer:
-        """Return an answer as it stands; raise as `KeptAnswers.find`."""
-        return self._answers.find(answer_id, owner).answer
+    async def get(self, answer_id: str, owner: str, number: int = 0) -> KeptAnswer:
+        """Return an answer as it stands; raise as `KeptAnswers.find`.
+
+        Raises
+        ------
+        ApiError : it has kept events, and no reader of them can ask for a number as the next (400).
+        """
+        kept = self._answers.find(answer_id, owner)
+        if kept.answer.is_background and number > len(kept.events):
+            raise ApiError(
+                400,
+                f"starting_after is {number - 1}, and the last event so far has the number "
+                f"{len(kept.events) - 1}; send the sequence_number of the last event that you have read",
+                param="starting_after",
+                code="invalid_value",
+            )
+        return kept.answer
 
     async def read(self, answer_id: str, owner: str, number: int) -> tuple[bytes, int, bool]:
         """Return some events from a number on, that of the next event, and whether there will be none.

@@ -246,8 +246,9 @@ def _add_kept(router: Routes, shelf: AnswerShelf) -> None:
         if response_id == "input_tokens":
             raise HTTPException(405, headers={"Allow": "POST"})
         owner = owner_of(request.scope)
-        kept = await shelf.get(response_id, owner)
-        if (number := _first_number(request.query_params)) is None:
+        number = _first_number(request.query_params)
+        kept = await shelf.get(response_id, owner, number or 0)
+        if number is None:
             return Response(kept.response, media_type="application/json")
         if not kept.is_background:
             raise InvalidRequest(
