@@ -36,6 +36,10 @@ class Parser(argparse.ArgumentParser):
         defaults: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
         super().__init__(**(defaults | options))
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        found = super()._get_option_tuples(option_string)  # takes `-c` for the beginning of `-cc`, too
+        return [each for each in found if option_string.startswith(each[1])]
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, unknown_value_message(value, action.choices))
@@ -123,11 +127,6 @@ def normalise(argument: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
-def json_flags(parser: argparse.ArgumentParser) -> frozenset[str]:
-    """Return the flags of a command that take a JSON object."""
-    return frozenset(flag for flag, action in parser._option_string_actions.items() if action.metavar == JSON)
-
-
 def repeatable_flags(parser: argparse.ArgumentParser) -> frozenset[str]:
     """Return the flags of a command that are given again for each further value."""
     # argparse has no public name for the kind of action
@@ -174,7 +173,8 @@ def read_config_flags(path: Path, command: argparse.ArgumentParser, given: Colle
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a mapping of flags to values, such as 'max-model-len: 4096'")
     flags: list[str] = []
-    taking_json, repeatable = json_flags(command), repeatable_flags(command)
+    taking_json = [flag for flag, action in command._option_string_actions.items() if action.metavar == JSON]
+    repeatable = repeatable_flags(command)
     if command.get_default(PASSED_ON) is not None and isinstance(content.get("vllm"), dict):
         command.set_defaults(**{PASSED_ON: _as_written(content.pop("vllm"), f"{path}: 'vllm'")})
     for key, value in _ungrouped(content, command):

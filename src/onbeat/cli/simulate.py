@@ -426,7 +426,8 @@ def answer_of(run: SimulatedRun) -> list[str]:
     if num_free := counts.num_offered - score.num_offered:
         load = f"beside {num_free:,} without any, {load} in all"
     if score.num_good == score.num_offered:
-        return [f"All {score.num_offered:,} requests kept their objectives, {load}."]
+        all_of_them = "All {:,} requests kept their" if score.num_offered > 1 else "The only request kept its"
+        return [f"{all_of_them.format(score.num_offered)} objectives, {load}."]
     missed = count_missed(run.records, mode=run.summary.score.slo_mode)
     *most, last = (f"{num:,} {_MISSED[what]}" for what, num in missed.most_common())
     share = score.num_good / score.num_offered * 100

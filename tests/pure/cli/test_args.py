@@ -124,6 +124,8 @@ def test_help_can_be_shown(command: tuple[str, ...]) -> None:
         (["serve", "--max-model", "8"], "unknown flag --max-model"),  # no abbreviations
         (["serve", "a.gguf", "b.gguf"], "unexpected argument 'b.gguf'"),
         (["serve", "-x"], "unknown flag -x"),
+        (["serve", "-c", "3"], "unknown flag -c"),  # of -cc the beginning
+        (["serve", "-p", "3"], "unknown flag -p"),
         (["bench", "serve", "--max-concurency", "8"], "mean --max-concurrency?"),
         (["serve", "--policy", "fifo"], "choice: 'fifo'"),
         (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),

@@ -45,6 +45,10 @@ def test_prints_the_configuration_and_the_tables(capsys: pytest.CaptureFixture[s
             [r"All 12 requests kept their objectives, at [\d.]+ requests/s and at most 3 open at a time\."],
         ),
         (
+            ["--slo-ttft-ms", "500", "--num-prompts", "1"],
+            [r"The only request kept its objectives, at [\d.]+ requests/s\."],
+        ),
+        (
             ["--slo-tbt-ms", "1"],
             [
                 r"0 of 12 requests \(0\.0 %\) kept their objectives, at [\d.]+ requests/s\.",
