@@ -31,7 +31,6 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape, ModelRunnerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
@@ -188,7 +187,7 @@ class Bench:
         """Bring batch and queue back to their sizes, with nobody in the queue who was given up."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         surplus = [state.request_id for state in running][self._case.num_running :]
-        given_up = [state.request_id for state in waiting.first_from(BEST_EFFORT_RANK, len(waiting))]
+        given_up = [state.request_id for state in waiting.best_effort.first(len(waiting))]
         self.scheduler.abort([*surplus, *given_up])
         self._fill_queue()
 

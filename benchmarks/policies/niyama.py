@@ -227,7 +227,7 @@ def _by_priority(
     # The queue is sorted by priority, save for those relegated, which stand at its end by arrival.
     queued = takewhile(lambda state: not is_relegated(state), waiting)
     late = [state for state in prefills if is_relegated(state)]
-    late += waiting.first_from(BEST_EFFORT_RANK, len(waiting))
+    late += waiting.best_effort.first(len(waiting))
     return merge(begun, queued, key=priority), late
 
 

@@ -13,7 +13,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, first_deadline
+from onbeat.scheduler.replica.slo.deadlines import first_deadline
 from onbeat.scheduler.replica.slo.view import PromptJob, StepFiller, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan, needs_block
 from onbeat.scheduler.triage import LEAST_SHARE, select_feasible
@@ -99,7 +99,7 @@ class TriagedBudget(Composer):
             for state in plan.infeasible
             if not state.block_ids and state.request.shed is not ShedMode.REJECT
         ]
-        prompts += plan.waiting.first_from(BEST_EFFORT_RANK, plan.max_num_seqs)
+        prompts += plan.waiting.best_effort.first(plan.max_num_seqs)
         filler = StepFiller(plan, cost_model, shape, limit=limit, most_chunk_tokens=chunk)
         filler.fill([state for state in prompts if state not in plan.victims])
 

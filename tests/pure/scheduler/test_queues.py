@@ -14,11 +14,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from onbeat.scheduler.replica import queues
 from onbeat.scheduler.replica.queues import WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from tests.examples import examples
 from tests.pure.scheduler.timed import make_request, make_state
 
 BUCKET = queues._MOST_IN_BUCKET
-ranks = st.integers(0, 30).map(float)
+
+
+def rank_of(number: int) -> float:
+    """Return a rank, of best effort for one of three."""
+    return float(number) if number <= 20 else BEST_EFFORT_RANK
+
+
+ranks = st.integers(0, 30).map(rank_of)
 
 
 def make_waiting(rank: float, index: int, num_prompt: int = 10, num_hit: int = 0) -> RequestState:
@@ -38,19 +46,19 @@ def work_of(states: list[RequestState]) -> tuple[int, float]:
 
 
 def work_below(queue: WaitingQueue, rank: float) -> tuple[int, float]:
-    below = queue.below(rank)
+    below = queue.ranked.below(rank)
     return below.num_tokens, below.num_pairs
 
 
 def check_alike(queue: WaitingQueue, model: list[RequestState], rank: float, most: int) -> None:
-    below = [state for state in model if state.sort_key[0] < rank]
-    beyond = model[len(below) :]
+    ranked = [state for state in model if state.sort_key[0] < BEST_EFFORT_RANK]
+    below = [state for state in ranked if state.sort_key[0] < rank]
     assert list(queue) == model
     assert len(queue) == len(model)
     assert queue.num_prompt_tokens == sum(state.num_prompt_tokens for state in model)
-    assert queue.below(rank).num_requests == len(below)
-    assert queue.first_below(rank, most) == below[:most]
-    assert queue.first_from(rank, most) == beyond[:most]
+    assert queue.ranked.below(rank).num_requests == len(below)
+    assert queue.ranked.first(most) == ranked[:most]
+    assert queue.best_effort.first(most) == model[len(ranked) :][:most]
     assert work_below(queue, rank) == work_of(below)
     assert queue.peek(most) is (model[most] if most < len(model) else None)
 
@@ -78,7 +86,7 @@ class QueueMachine(RuleBasedStateMachine):
     def crowd(self, seed, count):
         rng = Random(seed)
         for _ in range(count):
-            self.push(float(rng.randrange(31)), rng.randrange(1, 9), rng.randrange(9))
+            self.push(rank_of(rng.randrange(31)), rng.randrange(1, 9), rng.randrange(9))
 
     @precondition(lambda self: self.model)
     @rule(seed=st.integers(0, 99), part=st.floats(0, 1))
@@ -109,9 +117,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_bounded(self):
-        sizes = [len(bucket.items) for bucket in self.queue._buckets]
-        assert all(0 < size <= BUCKET for size in sizes)
-        assert sum(sizes) == len(self.queue) == len(self.model)
+        parts = self.queue.ranked.buckets, self.queue.best_effort.buckets
+        sizes = [[len(bucket.items) for bucket in part] for part in parts]
+        assert all(len(part) == 1 or min(part) > 0 for part in sizes)
+        assert max(map(max, sizes)) <= BUCKET
+        assert sum(map(sum, sizes)) == len(self.queue) == len(self.model)
 
     def teardown(self):
         check_alike(self.queue, self.model, 15.0, 10)
@@ -137,8 +147,8 @@ def test_of_one_rank_whoever_came_first_is_first_beyond_a_bucket():
     for state in Random(0).sample(states, len(states)):
         queue.push(state)
     assert list(queue) == states
-    assert queue.below(1.0).num_requests == 0
-    assert queue.first_from(1.0, 2 * BUCKET) == states[: 2 * BUCKET]
+    assert queue.ranked.below(1.0).num_requests == 0
+    assert queue.ranked.first(2 * BUCKET) == states[: 2 * BUCKET]
 
 
 def test_work_is_that_of_when_it_began_to_wait():

@@ -280,7 +280,7 @@ class Admission:
         is_cut = waiting.ranked.num_requests > MOST_JOBS  # more wait than a plan looks at
         if index == len(jobs) and is_cut:
             running = sum(job.seconds for job in jobs if job.state.block_ids)
-            before = running + self._seconds(waiting.below(nextafter(state.slo.rank, inf)))
+            before = running + self._seconds(waiting.ranked.below(nextafter(state.slo.rank, inf)))
 
         late = rules.split([*jobs[:index], own, *jobs[index:]], prefill, start)[1]
         turn, delays_others = triage.seconds_before(own, late, by_deadline=before), False

@@ -12,13 +12,9 @@ from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.view import MOST_JOBS
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import LEAST_SHARE
-
-_NO_DEADLINE = BEST_EFFORT_RANK / 2
-"""Ranks from here on are no deadlines."""
 
 Entry = tuple[float, float, int]
 """(when due, seconds of work, requests that wait for a slot)"""
@@ -160,7 +156,7 @@ class LoadReporter:
         ranked : seconds of all of them.
         earliest : when a prompt without any work would be done, seconds.
         """
-        states = self._table.waiting.first_below(_NO_DEADLINE, MOST_JOBS)
+        states = self._table.waiting.ranked.first(MOST_JOBS)
         token, pair = cost_model.costs.token, cost_model.costs.pair
         entries: list[Entry] = []
         left = ranked
@@ -176,7 +172,7 @@ class LoadReporter:
         left = max(left, 0.0)
         if entries and len(states) == MOST_JOBS:
             until, seconds, num = entries[-1]
-            num_beyond = self._table.waiting.below(_NO_DEADLINE).num_requests - MOST_JOBS
+            num_beyond = self._table.waiting.ranked.num_requests - MOST_JOBS
             entries[-1] = (until, seconds + left, num + num_beyond)
             left = 0.0
         return entries, left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 
 from onbeat.scheduler.replica.request_state import RequestState
@@ -17,7 +17,7 @@ _MOST_IN_BUCKET = 512
 
 sort_key = attrgetter("sort_key")
 """Of a request. The rank alone, as `(rank,)`, stands before all keys that begin with it."""
-_last_key = attrgetter("last_key")
+_last_key, _items = attrgetter("last_key"), attrgetter("items")
 """Of a bucket."""
 
 
@@ -53,81 +53,38 @@ class _Bucket(QueuedWork):
     def __init__(self, items: list[RequestState]) -> None:
         super().__init__()
         self.items = items
-        self.last_key = items[-1].sort_key
+        self.last_key: tuple[float, ...] = items[-1].sort_key if items else ()
         for state in items:
             self.count(state, 1)
 
 
-class WaitingQueue:
-    """Requests by ascending `sort_key`, the first part of which is a rank, in buckets of some hundred.
+class RankedQueue(QueuedWork):
+    """Requests by ascending `sort_key`, in buckets of some hundred, and the sums of their work.
 
-    No operation looks at all that wait: those at the head cost O(1), others the number of buckets and the
+    No operation looks at all of them: those at the head cost O(1), others the number of buckets and the
     length of one.
-
-    Attributes
-    ----------
-    length : how many they are.
-    num_prompt_tokens : of all of them.
-    best_effort : the work of best effort (`BEST_EFFORT_RANK`).
-    ranked : the work of all others.
     """
 
+    __slots__ = ("buckets",)
+
     def __init__(self) -> None:
-        self._buckets: list[_Bucket] = []
-        """None of them empty."""
-        self.length = 0
-        self.ranked = QueuedWork()
-        self.best_effort = QueuedWork()
-        self.num_prompt_tokens = 0
+        super().__init__()
+        self.buckets = [_Bucket([])]
+        """None of them is empty, unless it is the only one."""
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[RequestState]:
-        return chain.from_iterable([bucket.items for bucket in self._buckets])
-
-    def peek(self, offset: int = 0) -> RequestState | None:
-        """Return the request `offset` places behind the head, or None."""
-        for bucket in self._buckets:
-            if offset < len(bucket.items):
-                return bucket.items[offset]
-            offset -= len(bucket.items)
-        return None
-
-    def first_below(self, rank: float, most: int) -> list[RequestState]:
-        """Return the first requests of a lower rank, at most so many."""
-        if not self._buckets:
-            return []
-        found: list[RequestState] = []
-        for bucket in self._buckets:
-            found += bucket.items[: most - len(found)]
-            if len(found) >= most or found[-1].sort_key[0] >= rank:
-                break
-        return found[: bisect_left(found, (rank,), key=sort_key)]
-
-    def first_from(self, rank: float, most: int) -> list[RequestState]:
-        """Return the first requests of at least this rank, at most so many."""
-        if not self._buckets:
-            return []
-        index = bisect_left(self._buckets, (rank,), key=_last_key)
-        found: list[RequestState] = []
-        for bucket in self._buckets[index:]:
-            start = 0 if found else bisect_left(bucket.items, (rank,), key=sort_key)
-            found += bucket.items[start : start + most - len(found)]
-            if len(found) >= most:
-                break
-        return found
+    def first(self, most: int) -> list[RequestState]:
+        """Return the first requests, at most so many."""
+        return list(islice(chain.from_iterable(map(_items, self.buckets)), most))
 
     def below(self, rank: float) -> QueuedWork:
         """Return the work of the requests of a lower rank, counted from the nearer end."""
-        below, buckets = QueuedWork(), self._buckets
+        below, buckets = QueuedWork(), self.buckets
         index = bisect_left(buckets, (rank,), key=_last_key)
         if 2 * index <= len(buckets):
             for bucket in buckets[:index]:
                 below.add(bucket, 1)
         else:
-            below.add(self.ranked, 1)
-            below.add(self.best_effort, 1)
+            below.add(self, 1)
             for bucket in buckets[index:]:
                 below.add(bucket, -1)
         if index < len(buckets):
@@ -137,17 +94,9 @@ class WaitingQueue:
         return below
 
     def push(self, state: RequestState) -> None:
-        """Let a request wait at its place."""
-        self.length += 1
-        buckets, key = self._buckets, state.sort_key
-        num_cached = state.num_hit_tokens
-        num_tokens = state.num_tokens - num_cached
-        state.queued_work = (num_tokens, num_tokens * (num_cached + 0.5 * num_tokens))
-        self.num_prompt_tokens += state.num_prompt_tokens
-        (self.ranked if key[0] < BEST_EFFORT_RANK else self.best_effort).count(state, 1)
-        if not buckets:
-            buckets.append(_Bucket([state]))
-            return
+        """Put a request at its place."""
+        self.count(state, 1)
+        buckets, key = self.buckets, state.sort_key
         index = min(bisect_left(buckets, key, key=_last_key), len(buckets) - 1)
         bucket = buckets[index]
         insort(bucket.items, state, key=sort_key)
@@ -159,20 +108,58 @@ class WaitingQueue:
 
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it is."""
-        buckets = self._buckets
+        self.count(state, -1)
+        buckets = self.buckets
         index = bisect_left(buckets, state.sort_key, key=_last_key)
-        items = buckets[index].items
-        place = bisect_left(items, state.sort_key, key=sort_key)
-        assert items[place] is state, "sort keys are unique"
-        del items[place]
+        bucket = buckets[index]
+        place = bisect_left(bucket.items, state.sort_key, key=sort_key)
+        assert bucket.items.pop(place) is state, "sort keys are unique"
+        bucket.count(state, -1)
+        if bucket.items:
+            bucket.last_key = bucket.items[-1].sort_key
+        elif len(buckets) > 1:
+            del buckets[index]
+
+
+class WaitingQueue:
+    """Requests that wait, by ascending `sort_key`, the first part of which is a rank.
+
+    Attributes
+    ----------
+    length : how many they are.
+    num_prompt_tokens : of all of them.
+    ranked : those before best effort.
+    best_effort : those from `BEST_EFFORT_RANK` on.
+    """
+
+    def __init__(self) -> None:
+        self.ranked, self.best_effort = RankedQueue(), RankedQueue()
+        self.length = self.num_prompt_tokens = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return chain.from_iterable(map(_items, chain(self.ranked.buckets, self.best_effort.buckets)))
+
+    def peek(self, offset: int = 0) -> RequestState | None:
+        """Return the request `offset` places behind the head, or None."""
+        return next(islice(self, offset, None), None)
+
+    def push(self, state: RequestState) -> None:
+        """Let a request wait at its place."""
+        num_cached = state.num_hit_tokens
+        num_tokens = state.num_tokens - num_cached
+        state.queued_work = (num_tokens, num_tokens * (num_cached + 0.5 * num_tokens))
+        self.length += 1
+        self.num_prompt_tokens += state.num_prompt_tokens
+        (self.ranked if state.sort_key[0] < BEST_EFFORT_RANK else self.best_effort).push(state)
+
+    def remove(self, state: RequestState) -> None:
+        """Take a request out, wherever it is."""
         self.length -= 1
         self.num_prompt_tokens -= state.num_prompt_tokens
-        (self.ranked if state.sort_key[0] < BEST_EFFORT_RANK else self.best_effort).count(state, -1)
-        if items:
-            buckets[index].count(state, -1)
-            buckets[index].last_key = items[-1].sort_key
-        else:
-            del buckets[index]
+        (self.ranked if state.sort_key[0] < BEST_EFFORT_RANK else self.best_effort).remove(state)
 
 
 RunningList = list[RequestState]

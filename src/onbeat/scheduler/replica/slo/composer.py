@@ -18,7 +18,6 @@ from onbeat.scheduler.replica.idle_check import ShortSteps
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CERTAIN, CostModel
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.view import (
     PromptJob,
     RunningView,
@@ -301,7 +300,7 @@ class SLOComposer(Composer):
         left_over: list[RequestState] = []
         if view.prefills or plan.waiting.length:
             jobs, plan.infeasible = prefill_jobs(plan, plan.now, view.prefills, cost_model)
-            left_over = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
+            left_over = plan.waiting.best_effort.first(MOST_BEST_EFFORT)
             best_effort = _best_effort(plan, view, left_over)
         plan.tightest = view.tightest
         limit, seconds = inf, 0.0

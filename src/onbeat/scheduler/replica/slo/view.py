@@ -12,7 +12,6 @@ from operator import itemgetter
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 from onbeat.scheduler.triage import DueWork
 
@@ -138,12 +137,11 @@ def prefill_jobs(
     now : when the step to plan starts, seconds.
     prefills : running requests in the middle of their prompts.
     """
-    waiting = plan.waiting
     jobs: list[PromptJob] = []
     late: list[RequestState] = []
     token, pair = cost_model.costs.token, cost_model.costs.pair
     earliest = now + cost_model.costs.step
-    states = waiting.first_below(BEST_EFFORT_RANK, MOST_JOBS)
+    states = plan.waiting.ranked.first(MOST_JOBS)
     if prefills:
         states = [state for state in prefills if state.slo.next_deadline < inf] + states
     for state in states:
