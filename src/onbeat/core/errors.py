@@ -62,7 +62,12 @@ class RequestRejected(OnbeatError):
     usual_code: ClassVar[str | None] = None
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, field: str | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str = "invalid_value",
+        field: str | None = None,
     ) -> None:
         super().__init__(message)
         self.param = param
@@ -101,7 +106,7 @@ class Overloaded(RequestRejected):
         message: str,
         *,
         param: str | None = None,
-        code: str | None = None,
+        code: str = "server_overloaded",
         retry_after: float | None = None,
         reason: str = "queue_full",
     ) -> None:

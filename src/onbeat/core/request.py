@@ -97,8 +97,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not (isfinite(value) and low <= value <= high):
                 raise InvalidRequest(
-                    f"{name} is {value}; it must be between {low:g} and {high:g}",
-                    param=name,
+                    f"{name} is {value}; it must be between {low:g} and {high:g}", param=name
                 )
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
@@ -306,7 +305,6 @@ def overdue_error(output: RequestOutput) -> Overloaded:
     """Return what the caller of a request hears that was ended as overdue."""
     return Overloaded(
         output.error or "too many requests wait",
-        code="server_overloaded",
         retry_after=output.retry_after,
         reason="queue_too_long",
     )

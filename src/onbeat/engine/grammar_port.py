@@ -148,10 +148,7 @@ class CompilingRequests:
         future = self._compiling.get(grammar.key)
         if future is None:
             if len(self._compiling) >= MOST_COMPILING:
-                raise Overloaded(
-                    f"{MOST_COMPILING} grammars wait to be compiled already; try again later",
-                    code="server_overloaded",
-                )
+                raise Overloaded(f"{MOST_COMPILING} grammars wait to be compiled already; try again later")
             future = self._compiling[grammar.key] = self._port.compile(grammar)
             future.add_done_callback(lambda _: self._ring())
         self._waiting[message.request.request_id] = message, future

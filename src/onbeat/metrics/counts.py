@@ -104,9 +104,9 @@ class GrammarCounts:
         known=GRAMMAR_REFUSALS,
     )
 
-    def refuse(self, code: str | None) -> None:
+    def refuse(self, code: str) -> None:
         """Count a request that is refused for its grammar, by the code of its error."""
-        self.refused[_CODES.get(code or "", "invalid")] += 1
+        self.refused[_CODES.get(code, "invalid")] += 1
 
     def on_step(self, stats: StepStats) -> None:
         """Count a step."""

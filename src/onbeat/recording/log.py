@@ -99,7 +99,7 @@ class RecordedRefusal(NamedTuple):
     def of(cls, error: Overloaded | SLOUnattainable) -> RecordedRefusal:
         """Return what a record has of an exception."""
         predicted = error.predicted_ttft if isinstance(error, SLOUnattainable) else None
-        return cls(str(error.code), predicted, error.retry_after)
+        return cls(error.code, predicted, error.retry_after)
 
 
 class RecordedAdoption(NamedTuple):

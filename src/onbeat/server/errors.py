@@ -142,16 +142,16 @@ def error_reply(error: Exception) -> ErrorReply:
     message = str(error)
     match error:
         case ApiError():
-            status, code, param = error.status, error.code or "", error.param
+            status, code, param = error.status, error.code, error.param
             headers, details = error.headers, error.details
         case errors.Overloaded():
-            status, code, param = 503, error.code or "server_overloaded", error.param
+            status, code, param = 503, error.code, error.param
             if error.retry_after is None:
                 headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             else:
                 headers = retry_headers(error.retry_after)
         case errors.RequestRejected():
-            status, code, param = 400, error.code or "invalid_value", error.param
+            status, code, param = 400, error.code, error.param
         case errors.EngineDead():
             status, code = 503, "engine_dead"
             headers = {"Retry-After": str(RETRY_AFTER_RESTART_SECONDS)}
@@ -216,11 +216,11 @@ def unattainable(error: errors.SLOUnattainable, request: HasObjectives) -> ApiEr
     return ApiError(
         504 if has_waited else 429,
         str(error),
-        code=error.code or "slo_unattainable",
+        code=error.code,
         param=error.param,
         headers={**retry, **predicted_ttft_header(predicted)},
         details={
-            "reason": _REASONS.get(error.code or "", _OUT_OF_REACH if retry is NEVER_RETRY else _LATE),
+            "reason": _REASONS.get(error.code, _OUT_OF_REACH if retry is NEVER_RETRY else _LATE),
             "predicted_ttft_ms": milliseconds(predicted),
             "slo": Objectives(ttft, tbt, e2e, request.slo_class),
         },
@@ -232,7 +232,7 @@ def job_unattainable(error: errors.SLOUnattainable) -> ApiError:
     return ApiError(
         429,
         str(error),
-        code=error.code or "job_unattainable",
+        code=error.code,
         param="slo.job",
         headers=retry_headers(error.retry_after or 0.0),
         details={

@@ -104,8 +104,7 @@ def adapter_routes(fleet: FleetView, config: ServerConfig, taken: Sequence[str])
         name = body.lora_name
         if name in taken:
             raise InvalidRequest(
-                f"lora_name is {name!r}, which is the model's own name; choose another",
-                param="lora_name",
+                f"lora_name is {name!r}, which is the model's own name; choose another", param="lora_name"
             )
         await fleet.load_adapter(name, body.lora_path, in_place=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

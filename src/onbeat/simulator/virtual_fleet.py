@@ -380,7 +380,7 @@ class VirtualFleet(FrontEnd):
             count_singles(offered.record)  # who comes and goes has no drafts
             offered.record.finish_reason, offered.record.end = FinishReason.ERROR.value, now
         else:
-            refusal = offered.refusal or Overloaded(action.reason, code="server_overloaded")
+            refusal = offered.refusal or Overloaded(action.reason)
             refuse(offered, refusal, offered.record.replica, now)
         self._close(offered, now)
 

@@ -204,7 +204,7 @@ class Admission:
         # How long it takes until another is taken, if no other arrives.
         until_short = wait * (len(waiting) - self._num_slots + 1) / max(len(waiting), 1)
         retry_after = max(min(wait - self._longest, until_short), SHORTEST_RETRY)
-        return Overloaded(message, code="server_overloaded", retry_after=retry_after, reason=REFUSED)
+        return Overloaded(message, retry_after=retry_after, reason=REFUSED)
 
     def _seconds(self, queued: QueuedWork) -> float:
         """Return the work of some that wait."""

@@ -117,15 +117,13 @@ def check_queue(
         if num_waiting + num_choices > max_waiting + max(num_places, 0):
             raise Overloaded(
                 f"the queue is full: it holds {counted(num_waiting, 'request')}, this is {num_choices} more, "
-                f"and at most {max_waiting} may wait (max_num_queued_reqs); try again later",
-                code="server_overloaded",
+                f"and at most {max_waiting} may wait (max_num_queued_reqs); try again later"
             )
     if max_tokens is not None and num_tokens and num_tokens + num_prompt_tokens > max_tokens:
         raise Overloaded(
             f"the queue is full: it holds {counted(num_tokens, 'prompt token')}, this request has "
             f"{num_prompt_tokens}, and at most {max_tokens} may wait (max_num_queued_tokens); try "
-            "again later",
-            code="server_overloaded",
+            "again later"
         )
 
 

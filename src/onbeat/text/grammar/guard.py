@@ -59,7 +59,7 @@ class TrialResult:
     """Keywords of a schema that are not enforced."""
     problem: str | None = None
     """Why it is refused."""
-    code: str | None = None
+    code: str = "invalid_value"
     seconds: float = 0.0
     """What a token of it took on average."""
 
