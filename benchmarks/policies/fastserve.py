@@ -23,7 +23,7 @@ from benchmarks.policies.niyama import planned_shape
 from benchmarks.policies.triaged import split_running
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.policies import Composition, needed_model
+from onbeat.scheduler.replica.policies import Composition
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import SPARE_SHARE, Composer, StepPlan, needs_block
 
@@ -208,7 +208,7 @@ def _chunk_seconds(model: StepTimeModel, num_tokens: int) -> float:
 
 
 FASTSERVE = Composition(
-    compose=lambda config, model: FastServeComposer(needed_model(config, model)),
+    compose=lambda _config, model: FastServeComposer(model),
     whole_prompts=True,
     needs_step_time=True,
 )

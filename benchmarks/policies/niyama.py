@@ -24,7 +24,7 @@ from onbeat.core.request import Request
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.policies import Composition, needed_model
+from onbeat.scheduler.replica.policies import Composition
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, deadline_and_pace
@@ -236,7 +236,7 @@ def _is_memory_low(plan: StepPlan) -> bool:
 
 
 NIYAMA = Composition(
-    compose=lambda config, model: NiyamaComposer(needed_model(config, model)),
+    compose=lambda _config, model: NiyamaComposer(model),
     order=hybrid_priority,
     needs_step_time=True,
     is_bound_by_time=True,

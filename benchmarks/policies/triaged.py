@@ -10,7 +10,7 @@ from operator import add
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.policies import Composition, needed_model
+from onbeat.scheduler.replica.policies import Composition
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import first_deadline
@@ -100,7 +100,7 @@ class TriagedBudget(Composer):
             if not state.block_ids and state.request.shed is not ShedMode.REJECT
         ]
         prompts += plan.waiting.best_effort.first(plan.max_num_seqs)
-        filler = StepFiller(plan, cost_model, shape, limit=limit, most_chunk_tokens=chunk)
+        filler = StepFiller(plan, cost_model, shape, limit=limit, most_chunk_tokens=chunk, ends_by={})
         filler.fill([state for state in prompts if state not in plan.victims])
 
     def due(self, decodes: list[RequestState]) -> list[RequestState]:
@@ -182,7 +182,7 @@ class SlidingWindow(TriagedBudget):
 def by_deadlines(make: Callable[[StepTimeModel], Composer], *, is_bound_by_time: bool = True) -> Composition:
     """Return a policy whose composer takes prompts by deadline."""
     return Composition(
-        compose=lambda config, model: make(needed_model(config, model)),
+        compose=lambda _config, model: make(model),
         order=first_deadline,
         needs_step_time=True,
         is_bound_by_time=is_bound_by_time,

@@ -47,14 +47,15 @@ class BatchShape:
     """Rows that sample under a grammar, about whose tokens the host asks."""
 
     @classmethod
-    def of_decodes(cls, num: int, context_tokens: int) -> BatchShape:
+    def of_decodes(cls, num: int, context_tokens: int, num_guided: int = 0) -> BatchShape:
         """Return a step of decodes alone.
 
         Parameters
         ----------
         context_tokens : that they read together, their own tokens included.
+        num_guided : of them, those under a grammar.
         """
-        shape = cls(num, num, num)
+        shape = cls(num, num, num, num_guided_rows=num_guided)
         shape.decode_context_tokens = context_tokens
         shape.num_lm_head_rows = num
         return shape

@@ -131,7 +131,7 @@ class TestTenants:
     def test_without_another_tenant_worth_is_weight(self):
         tracker = SLOTracker()
         state = make_state(make_request("r", 10, 1, weight=3.0))
-        tracker.on_arrival(state)
+        tracker.tenants.on_arrival(state.request.tenant)
         tracker.on_deliveries([(state, 4096, delivery(state, 4096))], 0.0)
         assert tracker.worth(state) == 3.0
 
@@ -139,7 +139,7 @@ class TestTenants:
         tracker = SLOTracker()
         states = [make_state(make_request(name, 8, 1, tenant=name)) for name in ("a", "b")]
         for state in states:
-            tracker.on_arrival(state)
+            tracker.tenants.on_arrival(state.request.tenant)
         assert [tracker.worth(state) for state in states] == [1.0, 1.0]
         worths = []
         for _ in range(5):

@@ -144,7 +144,7 @@ class Admission:
         self._slo.on_arrival(state, plan)
         if state.num_tokens == state.num_prompt_tokens:  # a stream that is resumed has had its first token
             self._decide(state, plan, busy_until)
-        self._tracker.on_arrival(state)
+        self._tracker.tenants.on_arrival(state.request.tenant)
 
     def report(self, plan: StepPlan, num_relegated: int) -> SchedulerState:
         """Return how queues and objectives stand.

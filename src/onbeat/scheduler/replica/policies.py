@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import Request
@@ -95,7 +96,7 @@ class BatchAtATime(_Plain):
             plan.decode_running()
 
 
-Compose = Callable[[SchedulerConfig, StepTimeModel | None], Composer]
+Compose = Callable[[SchedulerConfig, Any], Composer]
 Order = Callable[[Request], float]
 """Returns the rank of a request; a smaller one is served earlier, equal ones by arrival."""
 QUEUE_ORDERS: dict[str, Order] = {"fcfs": lambda _request: 0, "priority": lambda request: request.priority}
@@ -107,7 +108,7 @@ class Composition:
     """A named policy: how it is built, and what is known of it before there is a model or a machine."""
 
     compose: Compose
-    """Builds its composer; raises ConfigError where that lacks a model."""
+    """Builds its composer from limits and a step-time model; None where nobody predicts."""
     holds_finished: bool = False
     """Whether a finished request keeps its row and blocks, as padding, until its whole batch has finished."""
     whole_prompts: bool = False
@@ -143,31 +144,16 @@ class Policy:
     """Predicts the TTFT of arrivals, and rejects some; None in policies that take all."""
 
 
-def needed_model(config: SchedulerConfig, model: StepTimeModel | None) -> StepTimeModel:
-    """Return the model that a policy plans with.
-
-    Raises
-    ------
-    ConfigError : nothing predicts step times.
-    """
-    if model is None:
-        raise ConfigError(
-            f"policy {config.policy!r} plans with predicted step times, but nothing predicts them; "
-            "give a step-time model, or use a policy with a token budget (sarathi)"
-        )
-    return model
-
-
 def _plain(composer: Callable[[], Composer]) -> Compose:
     return lambda _config, _model: composer()
 
 
 def slo_composition(
-    composer: Callable[[SchedulerConfig, StepTimeModel], SLOComposer] = SLOComposer,
+    compose: Callable[[SchedulerConfig, StepTimeModel], SLOComposer] = SLOComposer,
 ) -> Composition:
     """Return the SLO policy, with its own composer or with one that a study puts in its place."""
     return Composition(
-        compose=lambda config, model: composer(config, needed_model(config, model)),
+        compose=compose,
         order=first_deadline,
         needs_step_time=True,
         is_bound_by_time=True,
@@ -219,6 +205,11 @@ def make_policy(config: SchedulerConfig, model: StepTimeModel | None) -> Policy:
     """
     known = composition(config.policy)
     check_policy(config)
+    if known.needs_step_time and model is None:
+        raise ConfigError(
+            f"policy {config.policy!r} plans with predicted step times, but nothing predicts them; "
+            "give a step-time model, or use a policy with a token budget (sarathi)"
+        )
     composer = known.compose(config, model)
     slo = composer if isinstance(composer, SLOComposer) else None
     return Policy(

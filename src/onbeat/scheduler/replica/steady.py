@@ -265,7 +265,7 @@ class SteadyRun:
         """Hold deliveries against their deadlines; see `SLOTracker.on_deliveries`."""
         policy = self._scheduler.policy.slo
         tracker = None if policy is None else policy.tracker
-        has_tenants = tracker is not None and tracker.has_tenants
+        has_tenants = tracker is not None and tracker.tenants.are_several
         last = ends[-1]
         for state in states:
             slo, has_missed = state.slo, False

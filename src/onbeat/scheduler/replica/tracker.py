@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from math import ceil, inf
 
-from onbeat.core.errors import ConfigError
 from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
 from onbeat.scheduler.replica.request_state import RequestState
@@ -57,7 +56,7 @@ class OutputLengths:
 
     Parameters
     ----------
-    window : requests remembered, of each class and of all together.
+    window : requests remembered, of each class and of all together, at least `MIN_SAMPLES`.
 
     References
     ----------
@@ -69,10 +68,6 @@ class OutputLengths:
     __slots__ = ("_all", "_by_class", "_window")
 
     def __init__(self, window: int = 512) -> None:
-        if window < MIN_SAMPLES:
-            raise ConfigError(
-                f"a window of output lengths must hold at least {MIN_SAMPLES} requests: {window}"
-            )
         self._window = window
         self._all = _Lengths(window)
         self._by_class: dict[str | None, _Lengths] = {}
@@ -104,8 +99,6 @@ class OutputLengths:
         -------
         Tokens, in [1, limit].
         """
-        if not 0 < q < 1:
-            raise ConfigError(f"a quantile of output lengths must lie between 0 and 1, both excluded: {q}")
         if limit <= 1:
             return 1
         so_far = num_output_tokens_so_far
@@ -168,7 +161,7 @@ class TenantCounters:
     Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 4.
     """
 
-    __slots__ = ("_backlogged_sum", "_counters", "_last_to_leave", "_level", "_num_waiting")
+    __slots__ = ("_backlogged_sum", "_counters", "_last_to_leave", "_level", "_num_waiting", "are_several")
 
     def __init__(self) -> None:
         self._counters: dict[str | None, float] = {}
@@ -176,10 +169,8 @@ class TenantCounters:
         """Requests of each backlogged tenant."""
         self._backlogged_sum = self._level = 0.0
         self._last_to_leave: str | None = None
-
-    def __len__(self) -> int:
-        """Return the number of tenants remembered."""
-        return len(self._counters)
+        self.are_several = False
+        """Whether there is more than one to be fair between."""
 
     def on_arrival(self, tenant: str | None) -> None:
         """Hear that a request of the tenant begins to wait."""
@@ -194,6 +185,7 @@ class TenantCounters:
         waiting[tenant] = waiting.get(tenant, 0) + 1
         if len(counters) - len(waiting) > MOST_IDLE_TENANTS:
             self._counters = {each: counters[each] for each in waiting}
+        self.are_several = len(self._counters) > 1
 
     def on_leave(self, tenant: str | None) -> None:
         """Hear that a request of the tenant waits no more."""
@@ -240,20 +232,13 @@ class SLOTracker:
         self.lengths = OutputLengths()
         self.num_missed = self.num_ended = 0
         self.tenants = TenantCounters()
-        self.has_tenants = False
-        """Whether there is more than one to be fair between."""
 
     def worth(self, state: RequestState) -> float:
         """Return what keeping an objective is worth: its weight, less for tenants that have had more."""
         weight = state.request.weight
-        if self.has_tenants:
+        if self.tenants.are_several:
             weight *= _WORTH_OF_EXCESS ** -self.tenants.share(state.request.tenant)
         return weight
-
-    def on_arrival(self, state: RequestState) -> None:
-        """Count a request that waits."""
-        self.tenants.on_arrival(state.request.tenant)
-        self.has_tenants = len(self.tenants) > 1
 
     def on_start(self, state: RequestState) -> None:
         """Count a request that runs for the first time, and its prompt."""
@@ -262,7 +247,7 @@ class SLOTracker:
 
     def on_adopt(self, state: RequestState) -> None:
         """Count a request that comes from another replica, which has charged its prompt."""
-        self.on_arrival(state)
+        self.tenants.on_arrival(state.request.tenant)
         self.tenants.on_leave(state.request.tenant)
 
     def on_deliveries(self, delivered: Delivered, now: float, streams: Sequence[RequestState] = ()) -> None:
@@ -273,7 +258,7 @@ class SLOTracker:
         now : when the step ended, seconds.
         streams : had one more token each, which was not their first, and hear of it elsewhere.
         """
-        if self.has_tenants:
+        if self.tenants.are_several:
             for state, num_tokens, _ in [*delivered, *[(state, 1, None) for state in streams]]:
                 self.tenants.charge(state.request.tenant, OUTPUT_WEIGHT * num_tokens)
         for state in streams:

@@ -136,18 +136,6 @@ class StepRules:
         """Return by when a step has to end that ends one of these prompts: request id -> seconds from now."""
         return {job.state.request_id: job.deadline - now for job in kept}
 
-    def may_sit_out(self, state: RequestState, deadline: float, start: float) -> bool:
-        """Whether a stream has the time to let prompts go first.
-
-        Parameters
-        ----------
-        deadline : of its next token, seconds. An e2e objective makes it for an answer of usual
-            length, and what a stream is ahead of it a longer answer needs: then it never sits out.
-        start : when the next step may start, seconds.
-        """
-        slo = state.request.slo
-        return deadline - start > self.slack_tokens * state.slo.tbt and slo is not None and slo.e2e is None
-
     def is_late_if_it_waits(self, kept: Sequence[PromptJob], prefill: PrefillShare, now: float) -> bool:
         """Whether one of the prompts that wait is late if they do for another step.
 
@@ -441,14 +429,17 @@ class SLOComposer(Composer):
     ) -> tuple[list[RequestState], list[RequestState]]:
         """Return the rows that decode and those that may sit out.
 
-        Of streams only those with the tightest objective may: a stream that went at a slower pace of its own
-        would hold its slot and memory for that much longer.
+        Of streams only those with the tightest objective may, that have the time: a stream that went at a
+        slower pace of its own would hold its slot and memory for that much longer. None with an e2e
+        objective may: its deadlines are for a usual length, and a longer answer needs what it is ahead.
         """
-        may_sit_out, end = self.rules.may_sit_out, plan.now + prefill.length
+        slack_tokens, end = self.rules.slack_tokens, plan.now + prefill.length
         away = {
             id(state)
             for state, deadline in zip(view.streams, view.deadlines, strict=True)
-            if state.slo.tbt <= view.tightest and may_sit_out(state, deadline, end)
+            if state.slo.tbt <= view.tightest
+            and deadline - end > slack_tokens * state.slo.tbt
+            and state.slo.end == inf
         }
         staying = [state for state in rows if id(state) not in away]
         return staying, [state for state in rows if id(state) in away]

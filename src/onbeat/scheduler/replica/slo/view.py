@@ -95,9 +95,7 @@ class RunningView:
                 tightest = objective
         self.deadline, self.tightest = earliest, tightest
         self.decodes, self.num_growing = streams + best_effort_decodes, num_growing
-        num = len(self.decodes)
-        self.shape = shape = BatchShape(num, num, num)
-        shape.decode_context_tokens, shape.num_lm_head_rows, shape.num_guided_rows = context, num, num_guided
+        self.shape = BatchShape.of_decodes(len(self.decodes), context, num_guided)
 
     def keep(self, decodes: list[RequestState]) -> None:
         """Let the step have these decodes alone."""
@@ -113,14 +111,8 @@ class RunningView:
 
 def decode_shape(states: Collection[RequestState]) -> BatchShape:
     """Return the shape of a step with one token for each."""
-    context, guided = len(states), 0
-    for state in states:
-        context += state.num_computed_tokens
-        guided += state.is_guided
-    num = len(states)
-    return BatchShape(
-        num, num, num, decode_context_tokens=context, num_lm_head_rows=num, num_guided_rows=guided
-    )
+    context = sum([state.num_computed_tokens + 1 for state in states])
+    return BatchShape.of_decodes(len(states), context, sum([state.is_guided for state in states]))
 
 
 def prefill_jobs(
@@ -182,13 +174,13 @@ class StepFiller:
         *,
         limit: float,
         most_chunk_tokens: int,
-        ends_by: Mapping[str, float] | None = None,
+        ends_by: Mapping[str, float],
     ) -> None:
         self._plan = plan
         self._cost_model = cost_model
         self._shape = shape
         self._limit = limit
-        self._ends_by = ends_by or {}
+        self._ends_by = ends_by
         self._due = inf
         """The first of these of prompts that the step ends."""
         self._num_left = min(most_chunk_tokens, plan.num_tokens_left)
