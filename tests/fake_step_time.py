@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
 
 
-class LinearStepTime:
+class LinearStepTime(StepTimeModel):
     """Seconds of a step: `fixed + per_token x new tokens`, whatever the quantile."""
 
     def __init__(self, *, fixed: float = 2e-3, per_token: float = 1e-4) -> None:

@@ -114,7 +114,7 @@ class Digest:
         return str(self._hash.hexdigest())
 
 
-class StillModel:
+class StillModel(StepTimeModel):
     """A step-time model that does not learn, and is its own copy for every replica."""
 
     def __init__(self, model: StepTimeModel) -> None:

@@ -26,8 +26,12 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import Composition
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
-from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, deadline_and_pace
+from onbeat.scheduler.replica.request_state import (
+    BEST_EFFORT_RANK,
+    RequestState,
+    RequestStatus,
+    deadline_and_pace,
+)
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan
 
 CANDIDATES = (128, *range(256, 2049, 256), 2552)

@@ -11,12 +11,10 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import Composition
-from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.deadlines import first_deadline
+from onbeat.scheduler.replica.request_state import RequestState, first_deadline
 from onbeat.scheduler.replica.slo.view import PromptJob, StepFiller, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan, needs_block
-from onbeat.scheduler.triage import LEAST_SHARE, select_feasible
+from onbeat.scheduler.triage import LEAST_SHARE, CostModel, select_feasible
 
 NUM_TRIED = 8
 """Lengths of the first of two chunks that are tried, up to the longest."""

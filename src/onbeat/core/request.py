@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
-from math import ceil, isfinite
+from math import ceil
 from typing import Literal, NamedTuple
 
 from onbeat.core.errors import InvalidRequest, Overloaded
@@ -95,10 +95,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not (isfinite(value) and low <= value <= high):
-                raise InvalidRequest(
-                    f"{name} is {value}; it must be between {low:g} and {high:g}", param=name
-                )
+            if value is not None and not low <= value <= high:
+                message = f"{name} is {value}; it must be between {low:g} and {high:g}"
+                raise InvalidRequest(message, param=name)
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
             raise InvalidRequest(f"{name} is 0; it must be greater than 0", param=name)
@@ -303,8 +302,5 @@ class RequestOutput:
 
 def overdue_error(output: RequestOutput) -> Overloaded:
     """Return what the caller of a request hears that was ended as overdue."""
-    return Overloaded(
-        output.error or "too many requests wait",
-        retry_after=output.retry_after,
-        reason="queue_too_long",
-    )
+    message = output.error or "too many requests wait"
+    return Overloaded(message, retry_after=output.retry_after, reason="queue_too_long")

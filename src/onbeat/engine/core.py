@@ -196,21 +196,24 @@ class EngineCore:
     def step(self) -> StepOutputs | None:
         """Launch the next step; collect the oldest one once `max_in_flight_steps` run or no more can.
 
-        The synchronous loop: who takes messages meanwhile calls `launch`, `take_expired` and `collect`.
+        The synchronous loop: who takes messages meanwhile calls `launch`, `take_news` and `collect`.
         """
         launched = self.launch()
-        if (expired := self.take_expired()) is not None:
-            return expired
+        if (news := self.take_news()) is not None:
+            return news
         if not self._in_flight or (launched and self.has_room):
             return None
         return self.collect()
 
-    def take_expired(self) -> StepOutputs | None:
-        """Return the last outputs of requests that were ended in the queue; None where there are none."""
-        if not self._expired:
-            return None
+    def take_news(self) -> StepOutputs | None:
+        """Return what cannot wait for the end of the step just launched; None where there is nothing.
+
+        That is the last outputs of requests that were ended in the queue, and how the engine stands with a
+        step that is long: with the results of the step before it is not known how long the next one takes.
+        """
         expired, self._expired = self._expired, []
-        return self.message(expired)
+        is_long, self._is_busy_for_long = self._is_busy_for_long, False
+        return self.message(expired) if expired or is_long else None
 
     def message(self, outputs: list[RequestOutput]) -> StepOutputs:
         """Return what clients are told between steps."""
@@ -220,16 +223,6 @@ class EngineCore:
     def take_load(self) -> StepOutputs | None:
         """Return a message that says how the engine stands, if any does and no step will soon."""
         return self.message([]) if self._reports_load and not self.has_work else None
-
-    def take_next_load(self) -> StepOutputs | None:
-        """Return a message that says how the engine stands with the step just launched, if that one is long.
-
-        With the results of the step before it is not known how long the next one will take.
-        """
-        if not self._is_busy_for_long:
-            return None
-        self._is_busy_for_long = False
-        return self.message([])
 
     def _load(self, now: float) -> ReplicaLoad | None:
         if not self._reports_load:

@@ -171,14 +171,13 @@ class InputBatch:
         self.num_guided += row.is_guided
         return slot
 
-    def release(self, request_id: str) -> int | None:
-        """Forget a request and return the slot it had; one that never ran is ignored."""
-        slot = self.slots.pop(request_id, None)
-        if slot is not None:
-            self._last_rows = None
-            self.pooled.pop(request_id, None)
-            self.num_guided -= self.sampling_rows.pop(slot).is_guided
-            self.free_slots.append(slot)
+    def release(self, request_id: str) -> int:
+        """Forget a request and return the slot it had."""
+        slot = self.slots.pop(request_id)
+        self._last_rows = None
+        self.pooled.pop(request_id, None)
+        self.num_guided -= self.sampling_rows.pop(slot).is_guided
+        self.free_slots.append(slot)
         return slot
 
     def take_blocks(self, rows: Sequence[ScheduledRequest]) -> None:

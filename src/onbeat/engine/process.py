@@ -242,8 +242,7 @@ class _EngineLoop:
                     continue
             self._read_inbox()
             launched = core.launch()
-            self._send(core.take_expired())
-            self._send(core.take_next_load())
+            self._send(core.take_news())
             step = core.oldest_step
             if step is None:
                 if core.waits_for_others:

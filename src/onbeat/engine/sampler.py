@@ -87,6 +87,10 @@ class SampledTokens:
     guides: GuideOutcome | None = None
     """What grammars did, and rows whose parameters leave no token; None where no row has either."""
 
+    def fail(self, index: int, message: str) -> None:
+        """Note that a row has no token, and why."""
+        self.errors[index], self.token_ids[index] = message, INVALID_TOKEN
+
 
 class BestTokens(NamedTuple):
     """Each row's most likely token, found where the logits were computed; or what was drawn there."""
@@ -193,8 +197,7 @@ def _best(logits_RV: Logits | None) -> BestTokens:
 def _check(sampled: SampledTokens, index: int, peak: float) -> None:
     """Mark a row whose largest logit is not a number that a token can be chosen by."""
     if not math.isfinite(peak):
-        sampled.errors[index] = f"the model produced invalid logits: the largest is {peak}"
-        sampled.token_ids[index] = INVALID_TOKEN
+        sampled.fail(index, f"the model produced invalid logits: the largest is {peak}")
 
 
 def _take_choices(rows: Sequence[SamplingRow], sampled: SampledTokens, best: BestTokens) -> None:
@@ -212,7 +215,7 @@ def _take_choices(rows: Sequence[SamplingRow], sampled: SampledTokens, best: Bes
     if guided or guides.errors:
         sampled.guides = guides
     for index, message in guides.errors.items():
-        sampled.errors[index], sampled.token_ids[index] = message, INVALID_TOKEN
+        sampled.fail(index, message)
     for index, report in enumerate(best.logprobs):
         sampled.logprobs[index] = None if index in sampled.errors else report
 
@@ -237,8 +240,8 @@ def _edited(
         token_id = sampled.token_ids[index] = int(logits_V.argmax())
         if (peak := float(logits_V[token_id])) == -math.inf:
             sampled.guides = sampled.guides or GuideOutcome()
-            sampled.guides.faults[index] = sampled.errors[index] = row.dead_end
-            sampled.token_ids[index] = INVALID_TOKEN
+            sampled.guides.faults[index] = row.dead_end
+            sampled.fail(index, row.dead_end)
         else:
             _check(sampled, index, peak)
         if index in sampled.errors:
@@ -284,6 +287,6 @@ def _hold_to_grammars(lines: dict[int, Logits], rows: Sequence[SamplingRow], sam
         rows, guided, sampled.token_ids, lambda refused, allowed: redrawn(lines, rows, refused, allowed)
     )
     for index, message in work.errors.items():
-        sampled.errors[index], sampled.token_ids[index] = message, INVALID_TOKEN
+        sampled.fail(index, message)
     work.faults |= {} if sampled.guides is None else sampled.guides.faults
     sampled.guides = work

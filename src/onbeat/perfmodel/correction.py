@@ -135,7 +135,7 @@ class OnlineCorrection:
         contexts, expected : `decode_context_tokens` and predicted seconds without this correction of each
             step, and of the one behind them.
         ratios : measured / predicted of each, as in `observe`.
-        limit : see `observe_each`.
+        limit : see `StepTimeModel.observe_run`.
 
         Returns
         -------

@@ -16,12 +16,12 @@ from statistics import NormalDist
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import observe_each
+from onbeat.core.step_time import StepTimeModel, seconds_of_each
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection, batch_kind
 from onbeat.perfmodel.fitted import FitErrors
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import ServerTerms
-from onbeat.perfmodel.runs import StepSeconds, seconds_of_each
+from onbeat.perfmodel.runs import StepSeconds
 from onbeat.perfmodel.shapes import ShapeRange
 
 
@@ -160,7 +160,7 @@ _FIRST_PROBE = 256
 _MOST_SECANTS = 6
 
 
-class Predictor:
+class Predictor(StepTimeModel):
     """Step times with quantiles, inflation outside the measured range, online correction and a drift alarm.
 
     prediction = closure x inflation(range) x factor(correction) x quantile(residual) + guided. That is the
@@ -254,7 +254,7 @@ class Predictor:
         return seconds + self._guided_row * shape.num_guided_rows
 
     def times_of(self, shapes: tuple[BatchShape, ...], q: float | None = None) -> list[float]:
-        """Return `step_time` of batches that never change. See `core.TimesOfShapes`."""
+        """Return `step_time` of batches that never change. See `core.StepTimeModel`."""
         known = self._known.get(id(shapes))
         if known is None or known[0] is not shapes:
             inflation = self._inflation or (lambda _: 1.0)
@@ -266,9 +266,9 @@ class Predictor:
         return times if factor == 1.0 else [seconds * factor for seconds in times]
 
     def step_times(self, shape: BatchShape, contexts: Sequence[int]) -> Sequence[float]:
-        """Return the expected times of steps that differ in what decodes read. See `RunTimer`."""
+        """Return the expected times of steps that differ in what decodes read. See `core.StepTimeModel`."""
         if self._correction is not None or self._inflation is not None or shape.num_guided_rows:
-            return seconds_of_each(self.step_time, shape, contexts)
+            return super().step_times(shape, contexts)
         return self._run_seconds(shape, contexts)
 
     def max_chunk_tokens(
@@ -321,15 +321,15 @@ class Predictor:
         limit: float = math.inf,
         q: float | None = None,
     ) -> tuple[int, bool]:
-        """Learn from steps that followed one another. See `observe_each`."""
+        """Learn from steps that followed one another. See `core.StepTimeModel`."""
         correction, recent = self._correction, self._recent
         is_alone = self._alarm is None and self._inflation is None and not shape.num_guided_rows
         asks = limit < math.inf and q is not None
         if correction is None or recent is None or asks or not is_alone or len(ends) == 1:
-            return observe_each(self, shape, begun, ends, limit, q)
+            return super().observe_run(shape, begun, ends, limit, q)
         contexts, expected, ratios = self._judged(shape, begun, ends)
         if not 0 < min(ratios) <= max(ratios) < math.inf:  # a clock that stood still
-            return observe_each(self, shape, begun, ends, limit, q)
+            return super().observe_run(shape, begun, ends, limit, q)
         num, goes_on, has_lost, off = correction.observe_run(shape, contexts, ratios, expected, limit)
         if has_lost:
             recent.forget()
@@ -366,7 +366,7 @@ class Predictor:
         return contexts, expected, [(end - start) / seconds for start, end, seconds in steps]
 
     def observe_guides(self, num_rows: int, seconds: float) -> None:
-        """Learn what a row under a grammar takes. See `core.LearnsGuides`."""
+        """Learn what a row under a grammar takes. See `core.StepTimeModel`."""
         if self._correction is not None and num_rows:
             self._guided_row += (seconds / num_rows - self._guided_row) / _GUIDES_MEMORY
 

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import seconds_of_each
 from onbeat.files import packaged
 from onbeat.perfmodel import shapes as column
 from onbeat.perfmodel.device_spec import SMOOTHNESS, DeviceSpec, Link, Parallelism, row_costs
 from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import SIXTEEN_BIT, Precision
-from onbeat.perfmodel.runs import RunSeconds, StepSeconds, seconds_of_each
+from onbeat.perfmodel.runs import RunSeconds, StepSeconds
 from onbeat.typed import Count, Positive
 
 

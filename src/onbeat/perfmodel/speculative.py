@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.shapes import ShapeRange
 
 
-class SpeculativeStepTime:
+class SpeculativeStepTime(StepTimeModel):
     """A target model that verifies and a draft model that proposes, one after the other in the same step.
 
     time = target(step) + `num_draft_passes` x draft(a decode step of the rows that are drafted for); the
@@ -76,7 +77,7 @@ class SpeculativeStepTime:
             self._draft.observe(each, ratio * predicted)
 
     def observe_guides(self, num_rows: int, seconds: float) -> None:
-        """Learn what a row under a grammar takes. See `core.LearnsGuides`."""
+        """Learn what a row under a grammar takes. See `core.StepTimeModel`."""
         self._target.observe_guides(num_rows, seconds)
 
     @property

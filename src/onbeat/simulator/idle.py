@@ -7,7 +7,7 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.replica.idle_check import num_late_at
-from onbeat.scheduler.replica.slo.deadlines import LATE_TOKENS_IN
+from onbeat.scheduler.replica.request_state import LATE_TOKENS_IN
 from onbeat.simulator.simulation_config import SimulationConfig
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import partial
 from math import inf
 
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import refuse_prediction
-from onbeat.perfmodel.runs import RunTimer, seconds_of_each
 from onbeat.simulator.deliveries import refuse
 from onbeat.simulator.pipeline_replica import PipelineReplica
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
@@ -40,11 +38,7 @@ class SerialReplica(VirtualReplica):
 
     def __init__(self, name: str, config: SimulationConfig, kind: ReplicaKind, around: Around) -> None:
         super().__init__(name, config, kind, around)
-        self._step_times = (
-            kind.step_time.step_times
-            if isinstance(kind.step_time, RunTimer)
-            else partial(seconds_of_each, kind.step_time.step_time)
-        )
+        self._step_times = kind.step_time.step_times
         self._learns = self.scheduler.step_time_model is not None
         self._step: StepUnderWay | None = None
         """The step under way, or the first of the run under way."""

@@ -108,7 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def launch(self):
         self.core.launch()
-        self.take(self.core.take_expired())
+        self.take(self.core.take_news())
 
     @precondition(lambda self: self.core.oldest_step is not None)
     @rule()

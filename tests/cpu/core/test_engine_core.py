@@ -140,17 +140,17 @@ def test_what_waited_in_vain_is_told_at_once(depth):
     core.add(make_requests((5, 7))[0])
     core.add(impatient)
     core.launch()
-    assert core.take_expired() is None
+    assert core.take_news() is None
     clock.now = 1.0
     core.launch()  # at depth 1 there is no room for another step: nothing is asked
     if depth == 1:
-        assert core.take_expired() is None
+        assert core.take_news() is None
         core.collect()
         core.launch()
-    expired = core.take_expired()
+    expired = core.take_news()
     assert [output.finish_reason for output in expired.outputs] == [FinishReason.EXPIRED]
     assert expired.stats is None
-    assert core.take_expired() is None
+    assert core.take_news() is None
     core.shutdown()
 
 
@@ -201,7 +201,7 @@ class TestLoad:
         assert message.load is not None
         assert (message.load.num_taken, message.load.num_decodes, message.load.busy) == (2, 2, 0.0)
         assert message.load.time == message.now
-        assert core.take_next_load() is None
+        assert core.take_news() is None
         core.shutdown()
 
     def test_a_long_step_is_told_when_it_begins(self, monkeypatch):
@@ -209,15 +209,15 @@ class TestLoad:
         monkeypatch.setattr(core, "_clock", lambda: 100.0)
         core.add(*make_requests((400, 8)))
         assert core.launch()
-        message = core.take_next_load()
+        message = core.take_news()
         assert message is not None
         assert message.load is not None
         assert (message.outputs, message.load.num_decodes) == ([], 1)
         assert message.load.busy == pytest.approx(0.042)
-        assert core.take_next_load() is None
+        assert core.take_news() is None
         core.collect()
         assert core.launch()
-        assert core.take_next_load() is None  # the step of its second token is short
+        assert core.take_news() is None  # the step of its second token is short
         core.collect()
         core.shutdown()
 

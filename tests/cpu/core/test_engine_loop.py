@@ -46,8 +46,7 @@ class IdleCore:
     def take_load(self):
         return None
 
-    take_expired = take_load
-    take_next_load = take_load
+    take_news = take_load
 
     def do_idle_work(self) -> bool:
         return False

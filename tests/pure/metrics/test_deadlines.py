@@ -12,7 +12,7 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
-from onbeat.scheduler.replica.slo.deadlines import LATE_TOKENS_IN, SLOState
+from onbeat.scheduler.replica.request_state import LATE_TOKENS_IN, SLOState
 
 TICK = 1 / 64
 """Times are whole ticks, so that sums are exact."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import LearnsGuides
 from onbeat.perfmodel.predictor import GUIDED_ROW_SECONDS, Predictor
 
 
@@ -24,7 +23,6 @@ def test_the_term_is_added_to_what_the_model_says() -> None:
 
 def test_it_is_learnt_and_leaves_the_rest_alone() -> None:
     model = Predictor(lambda _: 0.01).with_learning()
-    assert isinstance(model, LearnsGuides)
     for _ in range(2000):
         model.observe_guides(16, 16 * 2e-4)
         model.observe(shape(16), 0.01 + 16 * 2e-4)

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel, observe_each
+from onbeat.core.step_time import StepTimeModel, seconds_of_each
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor, ResidualModel
-from onbeat.perfmodel.runs import seconds_of_each
 from onbeat.perfmodel.shapes import ShapeRange
 from tests.pure.perfmodel.shapes import (
     batch,
@@ -272,7 +271,7 @@ def test_a_run_of_steps_teaches_what_its_steps_do(
             ends.append(end)
         is_within = one.is_within(shape, now, ends, limit)
         learnt = one.observe_run(shape, now, ends, limit)
-        assert learnt == observe_each(other, same, now, ends, limit)
+        assert learnt == StepTimeModel.observe_run(other, same, now, ends, limit)
         assert not is_within or learnt == (num_steps, True)
         assert shape == same
         now = end

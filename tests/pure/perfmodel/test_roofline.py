@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from benchmarks.check.roofline_accuracy import read_grid, relative_errors
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import seconds_of_each
 from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import RooflineParameters, default_parameters
-from onbeat.perfmodel.runs import seconds_of_each
 from onbeat.perfmodel.shapes import FIELDS, shape_matrix, shapes_of
 from tests.examples import examples
 from tests.pure.perfmodel.shapes import mixed_batches

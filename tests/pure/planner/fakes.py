@@ -12,6 +12,7 @@ import numpy as np
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.planner.parallel import TaskContext
@@ -24,7 +25,7 @@ from onbeat.workload.slo_classes import SLOClass
 PROMPT = 128
 
 
-class AffineStep:
+class AffineStep(StepTimeModel):
     """A step-time model: a fixed time and a time for each new token."""
 
     def __init__(self, fixed: float, per_token: float) -> None:

@@ -333,7 +333,7 @@ class SpeculatingDriver(EngineLoop):
 
 
 @dataclass
-class DraftStepTime:
+class DraftStepTime(StepTimeModel):
     """A device in small: bound by reading weights, or by arithmetic, and a draft model if there is one."""
 
     weights: float = 10e-3

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.idle_check import IdleCheck, ShortSteps
-from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.view import MOST_JOBS
+from onbeat.scheduler.triage import CostModel
 from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
 from tests.told import numbers
 
 
 @dataclass(frozen=True)
-class LinearStepTime:
+class LinearStepTime(StepTimeModel):
     """base + seconds a token; a decode also pays for its context."""
 
     base: float

@@ -13,7 +13,7 @@ from onbeat.core.fleet import MOST_BACKLOG_ENTRIES, ReplicaLoad
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.slo.cost_model import CostModel
+from onbeat.scheduler.triage import CostModel
 from tests.examples import examples
 from tests.pure.scheduler import timed
 from tests.pure.scheduler.driver import POLICY_NAMES, Driver, make_config, make_request, sent_tokens

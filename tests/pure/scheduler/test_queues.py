@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from onbeat.scheduler.replica import queues
 from onbeat.scheduler.replica.queues import WaitingQueue
-from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.request_state import BEST_EFFORT_RANK, RequestState
 from tests.examples import examples
 from tests.pure.scheduler.timed import make_request, make_state
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from onbeat.core.slo import SLO, SLOMode
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.view import RunningView
-from onbeat.scheduler.triage import LEAST_SHARE, PrefillShare, drain_seconds
+from onbeat.scheduler.triage import LEAST_SHARE, CostModel, PrefillShare, drain_seconds
 from tests.examples import examples
 from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
-from onbeat.scheduler.replica.slo.deadlines import (
+from onbeat.scheduler.replica.request_state import (
     BEST_EFFORT_RANK,
     LATE_TOKENS_IN,
     USUAL_OUTPUT_TOKENS,

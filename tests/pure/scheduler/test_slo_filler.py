@@ -7,7 +7,7 @@ import pytest
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import SchedulerOutput
-from onbeat.scheduler.replica.slo.cost_model import CostModel
+from onbeat.scheduler.triage import CostModel
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 

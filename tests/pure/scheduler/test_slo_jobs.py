@@ -9,8 +9,8 @@ import pytest
 
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.replica.queues import WaitingQueue
-from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, prefill_jobs
+from onbeat.scheduler.triage import CostModel
 from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
 
 

@@ -15,8 +15,7 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.slo_router import LoadView, SLORouter
 from onbeat.scheduler.replica import admission
-from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.triage import PrefillShare
+from onbeat.scheduler.triage import CostModel, PrefillShare
 from tests.pure.scheduler.test_prefix_memory import held
 from tests.pure.scheduler.timed import make_request
 from tests.pure.scheduler.watch import Watch

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import StepRules
-from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.triage import DueWork, select_feasible
+from onbeat.scheduler.triage import CostModel, DueWork, select_feasible
 from tests.pure.scheduler.timed import FakeStepTime, make_config, make_request, make_state
 
 sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 15)), max_size=8)

@@ -11,9 +11,9 @@ from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import StepRules
-from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.view import Loss, free_blocks, preempt_for
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
+from onbeat.scheduler.triage import CostModel
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
 
 MODEL = FakeStepTime(fixed=0.05, per_token=1e-4, per_context=0.0, per_pair=0.0)

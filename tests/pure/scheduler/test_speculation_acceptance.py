@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.deadlines import SLOState
+from onbeat.scheduler.replica.request_state import RequestState, SLOState
 from onbeat.scheduler.replica.speculation.drafting import KEPT, AcceptanceRates
 from tests.pure.scheduler.speculating import make_request
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.token_budget import (
     LARGEST_BUDGET,
     choose_token_budget,
@@ -17,7 +18,7 @@ from onbeat.scheduler.replica.token_budget import (
 from tests.examples import examples
 
 
-class TiledProfile:
+class TiledProfile(StepTimeModel):
     """A step-time model like a device: fixed cost, whole tiles of tokens, and context to read."""
 
     def __init__(self, *, fixed: float, per_tile: float, per_context: float, tile: int = 128) -> None:

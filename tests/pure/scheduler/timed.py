@@ -11,10 +11,9 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode, SLOMode
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.request_state import RequestState, SLOState
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.slo.composer import GAP_QUANTILE
-from onbeat.scheduler.replica.slo.deadlines import SLOState
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.pure.scheduler.driver import Driver
 
@@ -22,7 +21,7 @@ MOST_TOKENS = 1 << 20
 
 
 @dataclass
-class FakeStepTime:
+class FakeStepTime(StepTimeModel):
     """A device in small: a fixed cost, tokens, context that is read, and attention within chunks."""
 
     fixed: float = 2e-3

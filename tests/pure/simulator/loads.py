@@ -9,6 +9,7 @@ import numpy as np
 
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_stats import StepStats
+from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
@@ -20,7 +21,7 @@ from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
 
-class ShapeTime:
+class ShapeTime(StepTimeModel):
     """A step-time model from a function of the shape."""
 
     def __init__(self, seconds: Callable[[BatchShape], float]) -> None:

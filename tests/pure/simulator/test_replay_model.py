@@ -9,6 +9,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import seconds_of_each
 from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
@@ -19,7 +20,6 @@ from onbeat.perfmodel.models import (
     roofline_predictor,
 )
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.runs import seconds_of_each
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.recording.log import RecordHeader
 from onbeat.scheduler.scheduler_config import SpeculationConfig

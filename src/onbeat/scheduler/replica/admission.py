@@ -18,9 +18,8 @@ from onbeat.core.step_stats import SchedulerState
 from onbeat.scheduler import triage
 from onbeat.scheduler.replica.idle_check import explain, idle_misses, may_be_kept, will_stream
 from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
-from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.request_state import BEST_EFFORT_RANK, RequestState
 from onbeat.scheduler.replica.slo.composer import OVERDUE, SLOComposer
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import SPARE_SHARE, StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig

@@ -14,12 +14,10 @@ from typing import NamedTuple
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.cost_model import CostModel
-from onbeat.scheduler.replica.slo.deadlines import LATE_TOKENS_IN, TOLERANCE, SLOState
+from onbeat.scheduler.replica.request_state import LATE_TOKENS_IN, TOLERANCE, RequestState, SLOState
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, decode_shape
 from onbeat.scheduler.replica.step_plan import StepPlan
-from onbeat.scheduler.triage import DueWork, finish_seconds, select_feasible
+from onbeat.scheduler.triage import CostModel, DueWork, finish_seconds, select_feasible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

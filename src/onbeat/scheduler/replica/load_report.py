@@ -11,10 +11,9 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.request_table import RequestTable
-from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.view import MOST_JOBS
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.scheduler.triage import LEAST_SHARE
+from onbeat.scheduler.triage import LEAST_SHARE, CostModel
 
 Entry = tuple[float, float, int]
 """(when due, seconds of work, requests that wait for a slot)"""

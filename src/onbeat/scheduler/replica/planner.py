@@ -16,8 +16,7 @@ from onbeat.core.step import BatchShape, ScheduledRequest, new_tuple
 from onbeat.core.step_stats import SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import Policy
-from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.deadlines import SLOState
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus, SLOState
 from onbeat.scheduler.replica.step_plan import StepPlan, Table
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 

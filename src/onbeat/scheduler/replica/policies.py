@@ -17,8 +17,8 @@ from onbeat.core.slo import DEFAULT_SHED_ORDER
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.admission import Admission
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
+from onbeat.scheduler.replica.request_state import first_deadline
 from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.slo.deadlines import first_deadline
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
@@ -230,17 +230,12 @@ def check_policy(config: SchedulerConfig) -> None:
             f"{config.scheduling_policy!r} has no effect; leave it out and give requests a weight, or "
             "use policy sarathi"
         )
-    if not policy.predicts_waits and config.shed_order != DEFAULT_SHED_ORDER:
-        raise ConfigError(
-            f"policy {config.policy!r} does not choose whom to leave behind, so shed order "
-            f"{config.shed_order!r} has no effect; leave it out, or use policy slo"
-        )
-    if not policy.predicts_waits and config.max_queue_seconds is not None:
-        raise ConfigError(
-            f"policy {config.policy!r} predicts no waits, so max_queue_seconds "
-            f"({config.max_queue_seconds:g}) has no effect; leave it out, limit the queue by "
-            "max_num_queued_reqs or max_num_queued_tokens, or use policy slo"
-        )
+    for name, default in (("shed_order", DEFAULT_SHED_ORDER), ("max_queue_seconds", None)):
+        if not policy.predicts_waits and (value := getattr(config, name)) != default:
+            raise ConfigError(
+                f"policy {config.policy!r} predicts no waits, so {name} ({value}) has no effect; leave it "
+                "out (max_num_queued_reqs and max_num_queued_tokens limit the queue), or use policy slo"
+            )
     if policy.whole_prompts and config.max_num_batched_tokens < config.max_model_len:
         raise ConfigError(
             f"policy {config.policy!r} runs whole prompts, so max_num_batched_tokens "

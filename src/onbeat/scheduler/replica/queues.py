@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from operator import attrgetter
 
-from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.request_state import BEST_EFFORT_RANK, RequestState
 
 _MOST_IN_BUCKET = 512
 """Requests of a bucket. Finding one's place costs the number of buckets, moving it in the length of one: with

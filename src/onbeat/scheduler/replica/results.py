@@ -10,7 +10,6 @@ from typing import NamedTuple
 from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput, TokenLogprobs
 from onbeat.core.step import NOTHING_GUIDED, ModelRunnerOutput, ScheduledRequest, SchedulerOutput, new_tuple
 from onbeat.core.step_stats import DraftStats
-from onbeat.core.step_time import LearnsGuides
 from onbeat.scheduler.replica.guides import learn
 from onbeat.scheduler.replica.outputs import Outputs
 from onbeat.scheduler.replica.planner import Planner, StepInFlight
@@ -75,8 +74,7 @@ class StepResults:
         failed = result.failed or {}
         outputs = _let_go_of_sharers(step.states, scheduled, failed, self._table) if failed else []
         if result.guided is not None:
-            model: object = self._planner.model
-            if isinstance(model, LearnsGuides):
+            if (model := self._planner.model) is not None:
                 model.observe_guides(scheduled.shape.num_guided_rows, result.guided.seconds)
             learn(step.states, result.guided.row_seconds)
         self._planner.observe(

@@ -12,17 +12,14 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import partial
 from math import inf
 
 from onbeat.core.request import RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, new_tuple
-from onbeat.core.step_time import observe_each
 from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.planner import StepInFlight
-from onbeat.scheduler.replica.request_state import NEVER, RequestState, RequestStatus
+from onbeat.scheduler.replica.request_state import NEVER, TOLERANCE, RequestState, RequestStatus, SLOState
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.slo.deadlines import TOLERANCE, SLOState
 from onbeat.scheduler.replica.tracker import OUTPUT_WEIGHT
 
 
@@ -126,8 +123,7 @@ class SteadyRun:
         self._planned_at = scheduler.in_flight[0].planned_at
         self._num_rows = scheduled.shape.num_lm_head_rows
         if (model := scheduler.planner.model) is not None:
-            self._observe_run = getattr(model, "observe_run", None) or partial(observe_each, model)
-            self._is_within = getattr(model, "is_within", None)
+            self._model = model
             self._learnt = scheduled.shape.copy()
             """The shape of the last step whose time was learnt; before, of the one ahead of the first."""
             self._learnt.decode_context_tokens -= self._num_rows
@@ -144,18 +140,16 @@ class SteadyRun:
         planner, quantile = self._scheduler.planner, self._scheduler.quantile
         num_known = bisect_right(ends, planner.last_end)
         begun, some = max(self._planned_at, planner.last_end), ends[num_known:]
-        if not some or (
-            self._is_within is not None and self._is_within(self._learnt, begun, some, self.limit, quantile)
-        ):
+        if not some or self._model.is_within(self._learnt, begun, some, self.limit, quantile):
             return len(ends)
-        ahead = deepcopy(planner.model)
-        assert ahead is not None
-        observe_run = getattr(ahead, "observe_run", None) or partial(observe_each, ahead)
-        num, goes_on = observe_run(self._learnt.copy(), begun, some, self.limit, quantile)
+        ahead = deepcopy(self._model)
+        num, goes_on = ahead.observe_run(self._learnt.copy(), begun, some, self.limit, quantile)
         return num_known + (num if goes_on else num - 1)
 
     def learn(self, ends: Sequence[float], limit: float = inf) -> int:
-        """Learn from steps, as `Planner.observe` of each, those that are known left out; see `observe_each`.
+        """Learn from steps, as `Planner.observe` of each, those that are known left out.
+
+        See `StepTimeModel.observe_run`.
 
         Parameters
         ----------
@@ -171,7 +165,7 @@ class SteadyRun:
             # No more than until costs are taken anew.
             some = ends[num:] if costs is None else ends[num : num + costs.num_left]
             begun = max(self._planned_at, planner.last_end)
-            num_learnt, goes_on = self._observe_run(self._learnt, begun, some, limit, quantile)
+            num_learnt, goes_on = self._model.observe_run(self._learnt, begun, some, limit, quantile)
             num += num_learnt
             planner.last_end = ends[num - 1]
             if costs is not None:

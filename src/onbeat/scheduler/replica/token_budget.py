@@ -15,13 +15,13 @@ from onbeat.core.slo import DEFAULT_QUEUE_SECONDS
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import check_policy, composition
-from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.scheduler_config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_POLICY,
     SchedulerConfig,
     SchedulerLimits,
 )
+from onbeat.scheduler.triage import CostModel
 
 DEFAULT_TILE = 128
 """Tokens that matrix kernels take at once; one token more costs a whole tile."""

@@ -9,8 +9,7 @@ from math import ceil, inf
 
 from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
-from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.deadlines import TOLERANCE
+from onbeat.scheduler.replica.request_state import TOLERANCE, RequestState
 
 Delivered = list[tuple[RequestState, int, RequestOutput | None]]
 """What a step gave to whom: a request, its new tokens, and the output that tells of them, if one does."""

@@ -42,7 +42,7 @@ def step_cycles(steps: Sequence[RecordedStep]) -> list[MeasuredStep]:
     return cycles
 
 
-class RecordedStepTimes:
+class RecordedStepTimes(StepTimeModel):
     """A `core.StepTimeModel` that answers with recorded times, one after the other.
 
     It expects to be asked for the recorded steps in their order. Where the batch is another one (a request

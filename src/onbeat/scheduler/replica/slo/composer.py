@@ -17,7 +17,6 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.idle_check import ShortSteps
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.cost_model import CERTAIN, CostModel
 from onbeat.scheduler.replica.slo.view import (
     PromptJob,
     RunningView,
@@ -30,7 +29,7 @@ from onbeat.scheduler.replica.slo.view import (
 from onbeat.scheduler.replica.step_plan import Composer, StepPlan
 from onbeat.scheduler.replica.tracker import SLOTracker
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.scheduler.triage import PrefillShare, select_feasible
+from onbeat.scheduler.triage import CERTAIN, CostModel, PrefillShare, select_feasible
 
 GAP_QUANTILE = CERTAIN
 """Of the step time, to plan with in `gap` mode: nothing earned makes up for a longer step there, and one in a
@@ -206,14 +205,10 @@ def _best_effort(plan: StepPlan, view: RunningView, left_over: list[RequestState
     ----------
     left_over : those that wait as best effort already.
     """
-    late = {id(state) for state in plan.infeasible}
-    running = [state for state in view.prefills if state.slo.next_deadline == inf or id(state) in late]
+    late = plan.infeasible
+    running = [state for state in view.prefills if state.slo.next_deadline == inf or state in late]
     # Those who ask to be refused rather than served late end with this step.
-    waiting = [
-        state
-        for state in plan.infeasible
-        if not state.block_ids and state.request.shed is not ShedMode.REJECT
-    ]
+    waiting = [state for state in late if not (state.block_ids or state.request.shed is ShedMode.REJECT)]
     return running + waiting + left_over
 
 

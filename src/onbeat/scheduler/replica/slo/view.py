@@ -11,9 +11,8 @@ from operator import itemgetter
 
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
-from onbeat.scheduler.triage import DueWork
+from onbeat.scheduler.triage import CostModel, DueWork
 
 MOST_JOBS = 128
 """Waiting prompts with deadlines that a plan looks at, those that are due first: a plan takes the same time
