@@ -25,14 +25,13 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import Composition
-from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import (
     BEST_EFFORT_RANK,
     RequestState,
     RequestStatus,
     deadline_and_pace,
 )
-from onbeat.scheduler.replica.step_plan import Composer, StepPlan
+from onbeat.scheduler.replica.step_plan import Composer, RunningList, StepPlan, WaitingQueue
 
 CANDIDATES = (128, *range(256, 2049, 256), 2552)
 """Tokens that a step may have, decodes included."""

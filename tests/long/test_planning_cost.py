@@ -8,9 +8,9 @@ import pytest
 
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape, ModelRunnerOutput
-from onbeat.scheduler.replica.queues import _MOST_IN_BUCKET as BUCKET
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.step_plan import _MOST_IN_BUCKET as BUCKET
 from tests.pure.scheduler.timed import FakeStepTime, make_config, make_request, make_state
 
 NUM_RUNNING = 256

@@ -19,9 +19,8 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.planner import Planner
 from onbeat.scheduler.replica.policies import make_policy
-from onbeat.scheduler.replica.queues import RunningList, WaitingQueue, sort_key
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import RunningList, StepPlan, WaitingQueue, sort_key
 from onbeat.scheduler.replica.tracker import Delivered, SLOTracker
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.server.objectives import RequestObjectives

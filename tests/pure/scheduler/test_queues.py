@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from onbeat.scheduler.replica import queues
-from onbeat.scheduler.replica.queues import WaitingQueue
+from onbeat.scheduler.replica import step_plan
 from onbeat.scheduler.replica.request_state import BEST_EFFORT_RANK, RequestState
+from onbeat.scheduler.replica.step_plan import WaitingQueue
 from tests.examples import examples
 from tests.pure.scheduler.timed import make_request, make_state
 
-BUCKET = queues._MOST_IN_BUCKET
+BUCKET = step_plan._MOST_IN_BUCKET
 
 
 def rank_of(number: int) -> float:

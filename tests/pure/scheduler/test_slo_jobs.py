@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.scheduler.replica.queues import WaitingQueue
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, prefill_jobs
+from onbeat.scheduler.replica.step_plan import WaitingQueue
 from onbeat.scheduler.triage import CostModel
 from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
 

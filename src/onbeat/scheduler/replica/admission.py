@@ -17,11 +17,10 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step_stats import SchedulerState
 from onbeat.scheduler import triage
 from onbeat.scheduler.replica.idle_check import explain, idle_misses, may_be_kept, will_stream
-from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
 from onbeat.scheduler.replica.request_state import BEST_EFFORT_RANK, RequestState
 from onbeat.scheduler.replica.slo.composer import OVERDUE, SLOComposer
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
-from onbeat.scheduler.replica.step_plan import SPARE_SHARE, StepPlan
+from onbeat.scheduler.replica.step_plan import SPARE_SHARE, QueuedWork, StepPlan, WaitingQueue
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import drain_seconds
 

@@ -16,10 +16,9 @@ from onbeat.core.request import Request
 from onbeat.core.slo import DEFAULT_SHED_ORDER
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.admission import Admission
-from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import first_deadline
 from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.step_plan import Composer, StepPlan
+from onbeat.scheduler.replica.step_plan import Composer, RunningList, StepPlan, WaitingQueue
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 

@@ -14,9 +14,8 @@ from collections.abc import Iterable
 
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, new_tuple
 from onbeat.scheduler.replica.kv import KVCacheManager
-from onbeat.scheduler.replica.queues import RunningList, WaitingQueue, sort_key
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
+from onbeat.scheduler.replica.step_plan import PlannedAdmission, RunningList, StepPlan, WaitingQueue, sort_key
 from onbeat.scheduler.replica.tracker import SLOTracker
 from onbeat.scheduler.replica.windowed_kv import WindowedKV
 from onbeat.scheduler.scheduler_config import SchedulerConfig

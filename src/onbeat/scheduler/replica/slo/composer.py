@@ -15,7 +15,6 @@ from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.idle_check import ShortSteps
-from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.view import (
     PromptJob,
@@ -26,7 +25,7 @@ from onbeat.scheduler.replica.slo.view import (
     preempt_for,
     prefill_jobs,
 )
-from onbeat.scheduler.replica.step_plan import Composer, StepPlan
+from onbeat.scheduler.replica.step_plan import Composer, RunningList, StepPlan, WaitingQueue
 from onbeat.scheduler.replica.tracker import SLOTracker
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import CERTAIN, CostModel, PrefillShare, select_feasible
