@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from onbeat import SLO
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(StepTimeModel):
     """A machine whose steps take 4 ms, and 0.05 ms for each token; it predicts them exactly."""
 
     fixed: float = 0.004
