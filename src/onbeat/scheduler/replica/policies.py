@@ -233,7 +233,7 @@ def check_policy(config: SchedulerConfig) -> None:
         if not policy.predicts_waits and (value := getattr(config, name)) != default:
             raise ConfigError(
                 f"policy {config.policy!r} predicts no waits, so {name} ({value}) has no effect; leave it "
-                "out (max_num_queued_reqs and max_num_queued_tokens limit the queue), or use policy slo"
+                "out, or use policy slo (max_num_queued_reqs and max_num_queued_tokens limit any queue)"
             )
     if policy.whole_prompts and config.max_num_batched_tokens < config.max_model_len:
         raise ConfigError(
