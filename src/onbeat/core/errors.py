@@ -21,7 +21,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 
 class OnbeatError(Exception):
@@ -55,11 +55,9 @@ class RequestRejected(OnbeatError):
     ----------
     message : what is wrong, the value, what to do; `{field}` in it stands for `field`.
     param : the request field at fault, as the API spells it.
-    code : short machine-readable code of the API's error body; None is the `usual_code` of its kind.
+    code : short machine-readable code of the API's error body.
     field : the path of a field that another API may call otherwise; None is `param`.
     """
-
-    usual_code: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class RequestRejected(OnbeatError):
     ) -> None:
         super().__init__(message)
         self.param = param
-        self.code = code or self.usual_code
+        self.code = code
         self.field = field
 
     def __str__(self) -> str:
@@ -80,8 +78,6 @@ class RequestRejected(OnbeatError):
 
 class InvalidRequest(RequestRejected):
     """A field or value of the request is wrong. HTTP 400."""
-
-    usual_code = "invalid_value"
 
 
 class PromptTooLong(RequestRejected):
