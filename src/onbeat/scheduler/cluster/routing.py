@@ -6,9 +6,10 @@ can know.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import NamedTuple
 
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
@@ -88,8 +89,7 @@ class Router:
 class LeastLoaded:
     """Replicas by a load that goes up and down; of equal ones, the least recently chosen first.
 
-    A heap in which only a replica's newest entry counts; stale ones are dropped when they come to the top, or
-    all at once when they are the majority, so a change costs O(log replicas).
+    A list in their order: a change costs O(log replicas), and moves the part of the list between two places.
     """
 
     def __init__(self) -> None:
@@ -98,34 +98,21 @@ class LeastLoaded:
         """Replicas that may be chosen; the loads of others are kept."""
         self._last_choices: list[int] = []
         self._num_choices = 0
-        self._heap: list[tuple[float, int, int]] = []
+        self._order: list[tuple[float, int, int]] = []
+        """Of the members, the least load first."""
 
     def peek(self, excluded: Collection[int] = NONE_EXCLUDED) -> int | None:
         """Return the member with the least load; None where there is none that may be chosen."""
-        found = self.least(1, excluded)
-        return found[0] if found else None
+        return next((replica for *_, replica in self._order if replica not in excluded), None)
 
     def least(self, number: int, excluded: Collection[int] = NONE_EXCLUDED) -> list[int]:
         """Return up to so many members that may be chosen, those with the least load first."""
-        heap, members, loads, last_choices = self._heap, self.members, self.loads, self._last_choices
-        looked_at: list[tuple[float, int, int]] = []
-        found: list[int] = []
-        while heap and len(found) < number:
-            load, last_choice, replica = entry = heappop(heap)
-            if load != loads[replica] or last_choice != last_choices[replica] or replica not in members:
-                continue
-            looked_at.append(entry)
-            if replica not in excluded and replica not in found:
-                found.append(replica)
-        for entry in looked_at:
-            heappush(heap, entry)
-        return found
+        return list(islice((replica for *_, replica in self._order if replica not in excluded), number))
 
     def choose(self, replica: int, load: float) -> None:
         """Add load to a replica that was chosen."""
-        self._last_choices[replica] = self._num_choices
         self._num_choices += 1
-        self.add(replica, load)
+        self._place(replica, self.loads[replica] + load, self._num_choices)
 
     def add(self, replica: int, load: float) -> None:
         """Change a replica's load."""
@@ -133,11 +120,7 @@ class LeastLoaded:
 
     def put(self, replica: int, load: float) -> None:
         """Let a replica have a load."""
-        self.loads[replica] = load
-        heappush(self._heap, self._entry(replica))
-        if len(self._heap) > 4 * len(self.loads):
-            self._heap = [self._entry(each) for each in self.members]
-            heapify(self._heap)
+        self._place(replica, load, self._last_choices[replica])
 
     def join(self, replica: int) -> None:
         """Let a replica be chosen: a new one, or one that has left."""
@@ -146,11 +129,21 @@ class LeastLoaded:
         self._last_choices += [-1] * num_new  # of those that were never chosen, the lowest number is first
         if replica not in self.members:
             self.members.add(replica)
-            heappush(self._heap, self._entry(replica))
+            insort(self._order, self._entry(replica))
 
     def leave(self, replica: int) -> None:
         """Choose a replica no more."""
-        self.members.discard(replica)
+        if replica in self.members:
+            self.members.discard(replica)
+            del self._order[bisect_left(self._order, self._entry(replica))]
+
+    def _place(self, replica: int, load: float, last_choice: int) -> None:
+        is_member = replica in self.members
+        if is_member:
+            del self._order[bisect_left(self._order, self._entry(replica))]
+        self.loads[replica], self._last_choices[replica] = load, last_choice
+        if is_member:
+            insort(self._order, self._entry(replica))
 
     def _entry(self, replica: int) -> tuple[float, int, int]:
         return (self.loads[replica], self._last_choices[replica], replica)
