@@ -356,6 +356,21 @@ def test_of_many_replicas_the_holders_and_the_idle_are_looked_at():
     assert place(router, request("other"), excluded={42}) != 42
 
 
+def test_of_a_large_fleet_some_of_each_device_are_looked_at():
+    router = router_of(*(load(costs=replace(COSTS, token=1e-3)) for _ in range(20)), device="slow")
+    for number in range(20, 24):
+        router.join(number, limits(device="fast"))
+        router.on_report(number, load(num_running=2), 0.0)
+    assert place(router, request()) >= 20
+
+
+def test_of_many_that_hold_as_much_others_are_looked_at_each_time():
+    router, blocks = router_of(*(load(backlog=((0.5, 0.3, 1),)) for _ in range(20))), tuple(range(60))
+    for number in range(20):
+        router._prefixes.send(number, blocks)
+    assert len({place(router, request(str(index), blocks=blocks, ttft=5.0)) for index in range(20)}) > 10
+
+
 def test_a_fleet_that_has_grown_large_knows_who_has_the_least_to_do():
     router = router_of(*(load(backlog=((0.5, 0.3, 1),)) for _ in range(7)), load())
     for number in range(8, 20):

@@ -169,14 +169,14 @@ class Holders:
                 return depth
         return 0
 
-    def longest_first(self) -> Iterator[int]:
-        """Yield the replicas that hold some, those that hold the most first."""
+    def longest_first(self, start: int = 0) -> Iterator[int]:
+        """Yield the replicas that hold some, those that hold the most first; of equals, from `start` on."""
         for _, replicas in self._levels:
-            left = replicas
-            while left:
-                lowest = left & -left
-                yield lowest.bit_length() - 1
-                left ^= lowest
+            for left in (replicas >> start << start, replicas & ((1 << start) - 1)):
+                while left:
+                    lowest = left & -left
+                    yield lowest.bit_length() - 1
+                    left ^= lowest
 
 
 class _Held:

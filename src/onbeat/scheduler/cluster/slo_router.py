@@ -6,7 +6,7 @@ It knows of a replica's load by the last report, and by what the replica was sen
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -226,8 +226,9 @@ def _cost(job: triage.DueWork[bool]) -> float | None:
 
 _PRICE = 0.3
 """Seconds of prefill work that a second until the first token is worth."""
-_MOST_HOLDERS = _MOST_IDLE = 8
-"""Replicas that are looked at, of those that hold the longest prefixes and of those with the least to do."""
+_MOST_HOLDERS = _MOST_IDLE = 4
+"""Replicas that are looked at, of those that hold the longest prefixes, and of those of each device with the
+least to do: there a slow replica has no less to do than a fast one."""
 _A_REQUEST = 1e-3
 """Seconds that a request counts as beside prefill work, where those with the least to do are looked for."""
 _UNKNOWN_COSTS = PrefillCosts(token=5e-5, pair=0.0, step=0.01, decode=1e-4)
@@ -266,9 +267,9 @@ class SLORouter(routing.Router):
     """The replica where a request costs the fleet least: uncached prefill, and its wait at a price.
 
     The cost is that of its uncached prompt on one device for all, so that a slow replica does not look
-    expensive, only slow; and `_PRICE` for each second until its first token, as predicted. Of more than 16
-    replicas, those that hold the most of the prompt and those with the least to do are looked at, so a choice
-    costs O(log replicas + blocks).
+    expensive, only slow; and `_PRICE` for each second until its first token, as predicted. Of more than 8
+    replicas for each kind of device, those that hold the most of the prompt and those with the least to do
+    are looked at, so a choice costs O(log replicas + blocks).
     """
 
     reads_reports = True
@@ -276,7 +277,8 @@ class SLORouter(routing.Router):
     def __init__(self) -> None:
         self._views: dict[int, LoadView] = {}
         self._members: dict[int, None] = {}
-        self._by_work = routing.LeastLoaded()
+        self._by_work: defaultdict[str, routing.LeastLoaded] = defaultdict(routing.LeastLoaded)
+        """Of each device."""
         self._num_choices = 0
         self._last_choices: dict[int, int] = {}
         self._prefixes = routing.PrefixMemory()
@@ -332,43 +334,54 @@ class SLORouter(routing.Router):
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
         """Let a replica be chosen."""
+        looked_at_all = self._looks_at_all
         self._members[replica] = None
-        self._by_work.join(replica)
         if replica not in self._views:
             limits = limits or ReplicaLimits(
                 max_model_len=0, max_num_seqs=256, num_blocks=1 << 16, block_size=16
             )
             self._views[replica] = LoadView(limits)
             self._prefixes.join(replica, limits.num_blocks)
-        if len(self._members) == _MOST_HOLDERS + _MOST_IDLE + 1:  # from now on weights are looked at
+        self._by_work[self._views[replica].limits.device].join(replica)
+        if looked_at_all and not self._looks_at_all:
             for each in self._members:
                 self._weigh(each, self._views[each].reported)
 
     def leave(self, replica: int) -> None:
         """Choose a replica no more; what it holds is forgotten."""
         self._members.pop(replica, None)
-        self._by_work.leave(replica)
-        self._views.pop(replica, None)
+        if (view := self._views.pop(replica, None)) is not None:
+            self._by_work[view.limits.device].leave(replica)
         self._last_choices.pop(replica, None)
         self._prefixes.forget(replica)
 
+    @property
+    def _looks_at_all(self) -> bool:
+        """Whether a choice looks at all members."""
+        return len(self._members) <= (_MOST_HOLDERS + _MOST_IDLE) * len(self._by_work)
+
     def _candidates(self, holders: routing.Holders, excluded: Collection[int]) -> list[int]:
         """Return the replicas to look at."""
-        if len(self._members) <= _MOST_HOLDERS + _MOST_IDLE:
+        if self._looks_at_all:
             return [number for number in self._members if number not in excluded]
-        longest_first = holders.longest_first()
+        # Of those that hold as much, others at each choice.
+        longest_first = holders.longest_first(self._num_choices % (1 + next(reversed(self._members))))
         allowed = (number for number in longest_first if number in self._members and number not in excluded)
         looked_at = list(islice(allowed, _MOST_HOLDERS))
-        return looked_at + self._by_work.least(_MOST_IDLE, {*excluded, *looked_at})
+        others = {*excluded, *looked_at}
+        for by_work in self._by_work.values():
+            looked_at += by_work.least(_MOST_IDLE, others)
+        return looked_at
 
     def _weigh(self, number: int, now: float) -> None:
         """Note how much a replica has to do, where not all are looked at."""
-        if len(self._members) <= _MOST_HOLDERS + _MOST_IDLE:
+        if self._looks_at_all:
             return
         view = self._views[number]
         work = view.work_left(now) + _A_REQUEST * view.num_requests
-        if work != self._by_work.loads[number]:
-            self._by_work.put(number, work)
+        by_work = self._by_work[view.limits.device]
+        if work != by_work.loads[number]:
+            by_work.put(number, work)
 
     def _bids(self, request: RoutingRequest, now: float, excluded: Collection[int]) -> list[_Bid]:
         """Return what is known at once of the replicas to look at, those first that may be the cheapest."""
