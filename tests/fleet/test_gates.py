@@ -88,16 +88,15 @@ async def test_a_gate_that_falls_behind_slows_its_own_rows_alone() -> None:
     ):
         slow = started(behind, 2, "slow", max_tokens=1000)
         await until(lambda: all(f"slow{number}" in client.streams.open for number in range(2)))
-        reader = behind._line._reader
-        reader._loop.remove_reader(reader._fd)  # what comes for it waits, as for a process that does nothing
-        reader._is_open = False
+        assert behind._line._writer is not None
+        reader = behind._line._writer.transport
+        assert isinstance(reader, asyncio.ReadTransport)
+        reader.pause_reading()  # what comes for it waits, as for a process that does nothing
         await check_all(started(other, 2, "quick", max_tokens=1000))
         for number in range(2):
             num_delivered = len(client.streams.open[f"slow{number}"].token_ids)
             assert num_delivered <= 2 * WINDOW_TOKENS  # of those that it had, and the window behind them
-        reader._is_open = True
-        reader._loop.add_reader(reader._fd, reader.read)
-        reader.read()
+        reader.resume_reading()
         await check_all(slow)
 
 
@@ -141,8 +140,6 @@ async def test_another_keeper_is_asked_for_the_rest_of_what_is_open() -> None:
         assert not client.streams.open
         going_on += started(gates[0], 1, "late", max_tokens=9)
         other = host_of(client, exporter)
-        for gate in gates:  # as each does every second
-            gate.say_counts(snapshot(flat(samples(RunCounts()))), {}, 0)
         await check_all(going_on)
         assert client.counts.num_resumed == 6
         await other.close()

@@ -141,9 +141,6 @@ class Nursed(NamedTuple):
         return self.folder.path / f"serves.{self.num_before}"
 
 
-_ALONE = Nursed()
-
-
 class FleetClient:
     """Starts replicas and hands each request's deliveries to its stream, wherever they come from.
 
@@ -171,7 +168,7 @@ class FleetClient:
         lora_modules: Sequence[tuple[str, str]] = (),
         bounds: ScaleBounds | None = None,
         hashes_prompts: bool = False,
-        nursed: Nursed = _ALONE,
+        nursed: Nursed = Nursed(),  # noqa: B008 -- it does not change
     ) -> None:
         self.controller, self._fleet = controller, controller.fleet
         self._num_replicas = num_replicas
@@ -251,8 +248,9 @@ class FleetClient:
     async def _wait_until_ready(self, num_replicas: int) -> None:
         while self._fleet.count(ReplicaState.READY) < num_replicas:
             self.controller.changed.clear()
-            if not (self._takes_over and self.controller.lives):  # else another one may get ready
-                self.controller.processes.raise_start_error()
+            may_get_ready = self._takes_over and self.controller.lives
+            if (error := self.controller.processes.first_error) is not None and not may_get_ready:
+                raise error
             await self.controller.changed.wait()
 
     async def _load_first_adapters(self) -> None:

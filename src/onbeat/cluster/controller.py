@@ -11,14 +11,13 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from onbeat.cluster.clock_offset import by_our_clock, by_their_clock
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life, other_blocks, other_files, other_version
-from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes
+from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes, end_tasks
 from onbeat.cluster.streams import OpenRequest, Origin, Streams
 from onbeat.cluster.wire import Wire
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
@@ -324,11 +323,7 @@ class FleetController:
 
     async def close(self) -> None:
         """End all replicas."""
-        for task in (self._look, self._round):
-            if task is not None:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+        await end_tasks(filter(None, (self._look, self._round)))
         await self.processes.close()
         await self._launcher.close()
         if self._open_wire is not None:

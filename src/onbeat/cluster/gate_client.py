@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import count
@@ -15,8 +14,8 @@ import msgspec
 from onbeat.cluster import gate_messages as messages
 from onbeat.cluster.clock_offset import clock_id
 from onbeat.cluster.gate import Gate
+from onbeat.cluster.local_wire import LocalLine
 from onbeat.cluster.streams import not_resumed
-from onbeat.cluster.wire import Line
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.fleet import ReplicaId, ReplicaView
 from onbeat.core.protocols import Delivery, EngineInfo, StepObserver
@@ -57,10 +56,10 @@ class GateClient:
         self._wishes: dict[int, tuple[messages.Wish, asyncio.Future[Any]]] = {}
         self._asked: dict[str, messages.Ask] = {}
         self.told: dict[int, list[tuple[str, dict[str, Any]]]] = {}
-        self._line = Line(
-            endpoint, name.encode(), decode=messages.decode_to_gate, on_message=self._on_message
+        decode = messages.decode_to_gate
+        self._line = LocalLine(
+            endpoint, name.encode(), lambda told: self._on_message(decode(told)), self._introduce
         )
-        self._line.send(messages.Open(os.getpid()))
 
     async def connect(self) -> None:
         """Wait until the keeper has said what is served, and how its fleet stands.
@@ -102,9 +101,7 @@ class GateClient:
             case Rejected():
                 self._refuse(message.request_id, message.error())
             case messages.Greet():
-                self._is_known = False
-                adapters = self._status.adapters if self._has_status.is_set() else None
-                self._line.send(messages.Open(os.getpid(), adapters))
+                self._introduce()
             case messages.Granted(number, error, answer):
                 _, wish = self._wishes.pop(number, (None, None))  # None: it was told again
                 if wish is not None and not wish.cancelled():
@@ -112,6 +109,12 @@ class GateClient:
                         wish.set_result(answer)
                     else:
                         wish.set_exception(error.error())
+
+    def _introduce(self) -> None:
+        """Begin with a keeper; what was said before is for another one, and is said again."""
+        self._is_known = False
+        adapters = self._status.adapters if self._has_status.is_set() else None
+        self._line.send(messages.Open(adapters))
 
     def _hear_status(self, status: messages.Status, now: float) -> None:
         # by another clock, and a fraction of 1 ms on its way

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from onbeat.cluster import gate_messages as messages
 from onbeat.cluster.client import FleetClient
 from onbeat.cluster.clock_offset import clock_id
 from onbeat.cluster.front_ends import SILENT_SECONDS, FrontEnds
+from onbeat.cluster.local_wire import LocalWire
+from onbeat.cluster.processes import end_tasks
 from onbeat.cluster.wire import Wire, shared_keys
 from onbeat.core.errors import OnbeatError
 from onbeat.core.request import RequestOutput
@@ -25,6 +25,7 @@ from onbeat.metrics.slo_counts import EndedRequest
 from onbeat.version import __version__
 
 logger = logging.getLogger("onbeat.cluster")
+_Wire: TypeAlias = LocalWire | Wire[messages.ToKeeper]
 
 FLEET_VERBS = ("load_adapter", "unload_adapter", "drain", "scale", "autoscale", "restart")
 """The methods of `FleetView` that gates may ask for."""
@@ -32,40 +33,9 @@ STATUS_SECONDS = 0.1
 """How often gates are told how the fleet stands."""
 
 
-class ProcessEnds:
-    """Sees processes of this machine end that others have started.
-
-    Parameters
-    ----------
-    on_end : is called with the name of one that has ended.
-    """
-
-    def __init__(self, on_end: Callable[[bytes], None]) -> None:
-        self._on_end = on_end
-        self.names: dict[bytes, int] = {}
-        """Of those that are watched, and descriptors by which their ends are seen."""
-
-    def watch(self, name: bytes, process_id: int) -> None:
-        """Watch one; that it has ended already is told, too."""
-        if name in self.names:
-            return
-        try:
-            self.names[name] = end = os.pidfd_open(process_id)
-        except ProcessLookupError:
-            self._on_end(name)
-            return
-        asyncio.get_running_loop().add_reader(end, self._on_end, name)
-
-    def forget(self, name: bytes) -> None:
-        """Watch one no more."""
-        if (end := self.names.pop(name, None)) is not None:
-            asyncio.get_running_loop().remove_reader(end)
-            os.close(end)
-
-
 def gates_endpoint(folder: Path) -> str:
     """Return what gates of this machine connect to, in a folder that nobody but this user can enter."""
-    return f"ipc://{folder}/gates"
+    return str(folder / "gates")
 
 
 class GateDesk(Protocol):
@@ -150,52 +120,45 @@ class GateHost:
         self._make_desk = make_desk
         self._clock = clock_id()
         self._gates: dict[bytes, RemoteGate] = {}
-        self._greeted: set[bytes] = set()
-        self._ends = ProcessEnds(lambda name: self._lose(name, "its process has ended"))
-        self._wires: list[Wire[messages.ToKeeper]] = []
-        self.endpoint = self._open(gates_endpoint(folder))
+        self.endpoint = gates_endpoint(folder)
+        self._wire = LocalWire(
+            self.endpoint,
+            lambda name, message: self._on_message(self._wire, name, messages.decode_to_keeper(message)),
+            lambda name: self._lose(name, "its process has ended"),
+        )
+        self._wires: list[_Wire] = [self._wire]
         self._wishes: set[asyncio.Task[None]] = set()
         self._telling = asyncio.create_task(self._tell_status(), name="onbeat-gates")
 
     def open_far(self, endpoint: str, secret: str) -> str:
         """Let gates of other machines ask that know a secret; return what they connect to."""
-        endpoint = self._open(endpoint, shared_keys(secret, "keeper"))
-        access = self._wires[-1].access
-        assert access is not None, "other machines connect by tcp"
-        access.admit(shared_keys(secret, "gate")[0])
-        return endpoint
-
-    def _open(self, endpoint: str, keys: tuple[bytes, bytes] | None = None) -> str:
         wire = Wire(
             endpoint,
             decode=messages.decode_to_keeper,
             knows=lambda _: True,
             on_message=lambda name, message: self._on_message(wire, name, message),
             on_junk=self._lose,
-            keys=keys,
+            keys=shared_keys(secret, "keeper"),
         )
         self._wires.append(wire)
+        assert wire.access is not None, "other machines connect by tcp"
+        wire.access.admit(shared_keys(secret, "gate")[0])
         return wire.endpoint
 
     async def close(self) -> None:
         """Hear of gates no more."""
-        for task in (self._telling, *self._wishes):
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await end_tasks((self._telling, *self._wishes))
         for name in list(self._gates):
             self._lose(name, "the keeper ends")
         for wire in self._wires:
             wire.close()
 
-    def _on_message(self, wire: Wire[messages.ToKeeper], name: bytes, message: messages.ToKeeper) -> None:
+    def _on_message(self, wire: _Wire, name: bytes, message: messages.ToKeeper) -> None:
         if isinstance(message, messages.Open):
             self._greet(wire, name, message)
             return
         if (gate := self._gates.get(name)) is None:
-            if name not in self._greeted:  # another keeper had it; or it is gone, and hears nothing
-                self._greeted.add(name)
-                wire.send(name, messages.Greet())
+            wire.send(name, messages.Greet())  # it was silent for long; or it is gone, and hears nothing
             return
         gate.heard = time.monotonic()
         match message:
@@ -235,25 +198,21 @@ class GateHost:
             gate.requests.discard(request_id)
             self._client.abort(request_id)
 
-    def _greet(self, wire: Wire[messages.ToKeeper], name: bytes, message: messages.Open) -> None:
+    def _greet(self, wire: _Wire, name: bytes, message: messages.Open) -> None:
         if message.adapters is not None:
             self._client.controller.adapters.restore(message.adapters)
         own = name.partition(b"/")[0].decode()
         for other in [other for other, gate in self._gates.items() if gate.name == own]:
             self._lose(other, "it has connected again", has_ended=False)
-        is_far = wire is not self._wires[0]
+        is_far = wire is not self._wire
         send = partial(wire.send, name)
         self._gates[name] = RemoteGate(own, send, self._make_desk(), is_far=is_far)
         send(self._status())
-        if not is_far:
-            self._ends.watch(name, message.process_id)
 
     def _lose(self, name: bytes, why: str, *, has_ended: bool = True) -> None:
         """Abort what a gate had asked for, whatever becomes of its process."""
-        self._ends.forget(name)
         if (gate := self._gates.pop(name, None)) is None:
             return
-        self._greeted.discard(name)
         if has_ended:  # else it goes on with what it has counted
             self._counts.end(gate.name, gate.num_open)
         gate.desk.close()

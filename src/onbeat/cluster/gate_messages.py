@@ -1,4 +1,4 @@
-"""What gates and their keeper say to each other across processes: msgpack over ZeroMQ."""
+"""What gates and their keeper say to each other across processes, in msgpack."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from onbeat.metrics.slo_counts import EndedRequest
 class Open(msgspec.Struct, tag="open", array_like=True):
     """The first word of a gate."""
 
-    process_id: int
     adapters: dict[str, Adapter] | None = None
     """That requests may ask for, where another keeper has said so."""
 

@@ -12,9 +12,10 @@ import msgspec
 
 from onbeat.cluster import gate_messages as messages
 from onbeat.cluster.front_ends import FrontEnds
-from onbeat.cluster.gate_host import ProcessEnds, gates_endpoint
+from onbeat.cluster.gate_host import gates_endpoint
 from onbeat.cluster.lease import LeaseRecord
-from onbeat.cluster.wire import Line, Wire, shared_keys
+from onbeat.cluster.local_wire import LocalWire
+from onbeat.cluster.wire import Line, shared_keys
 from onbeat.engine.link import CurveKeys
 
 logger = logging.getLogger("onbeat.cluster")
@@ -40,16 +41,12 @@ class GateRelay:
         self._front_ends = front_ends
         public, own = shared_keys(secret, "gate")
         self._keys = CurveKeys(public, own, server=shared_keys(secret, "keeper")[0])
-        self._lines: dict[bytes, Line[msgspec.Raw]] = {}
-        self._greeted: set[bytes] = set()
-        self._ends = ProcessEnds(self._lose)
+        self._lines: dict[bytes, Line] = {}
         self._address, self._heard = "", 0.0
-        self._wire = Wire(
+        self._wire = LocalWire(
             gates_endpoint(folder),
-            decode=messages.decode_to_keeper,
-            knows=lambda _: True,
-            on_message=self._on_message,
-            on_junk=lambda name, _: self._lose(name),
+            lambda name, message: self._on_message(name, messages.decode_to_keeper(message)),
+            self._lose,
         )
 
     def follow(self, found: LeaseRecord) -> None:
@@ -62,7 +59,7 @@ class GateRelay:
         for line in self._lines.values():
             line.close(0)
         self._lines.clear()
-        for name in self._ends.names:
+        for name in self._wire.writers:
             self._wire.send(name, messages.Greet())
 
     def _on_message(self, name: bytes, message: messages.ToKeeper) -> None:
@@ -70,39 +67,33 @@ class GateRelay:
         match message:
             case messages.Serving():
                 self._front_ends.on_serving(name.decode())
-            case messages.Open(process_id):
-                self._ends.watch(name, process_id)
+            case messages.Open():
                 self._connect(name)
         if (line := self._lines.get(name)) is not None:
             line.send(message)
-        elif name not in self._ends.names and name not in self._greeted:
-            self._greeted.add(name)  # another process was here before this one
-            self._wire.send(name, messages.Greet())
 
     def _connect(self, name: bytes) -> None:
         if (line := self._lines.pop(name, None)) is not None:
             line.close(0)
-        if self._address and name in self._ends.names:
+        if self._address:
             self._lines[name] = Line(
                 self._address,
                 b"%b/%b" % (name, secrets.token_hex(4).encode()),  # another for each connection
-                decode=msgspec.Raw,
-                on_message=partial(self._pass_on, name),
-                keys=self._keys,
+                partial(self._pass_on, name),
+                self._keys,
             )
 
-    def _pass_on(self, name: bytes, message: msgspec.Raw) -> None:
+    def _pass_on(self, name: bytes, message: bytes) -> None:
         self._heard = time.monotonic()
-        self._wire.send(name, message)
+        self._wire.send(name, msgspec.Raw(message))
 
     def _lose(self, name: bytes) -> None:
-        self._ends.forget(name)
         if (line := self._lines.pop(name, None)) is not None:
             line.send(messages.Left())
             line.close()
 
     def close(self) -> None:
         """Pass on nothing more."""
-        for name in list(self._ends.names):
+        for name in list(self._lines):
             self._lose(name)
         self._wire.close()

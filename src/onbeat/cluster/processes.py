@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,15 @@ START_TIMEOUT_SECONDS = 600.0
 PAUSE_SECONDS = 0.5
 """Between two checks of a process that stood still itself."""
 
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and wait for their ends one after another."""
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
 MakeBuild = Callable[[ReplicaId, int], BuildEngine]
 """From a replica and the number of lives that it had to what makes its engine, in its process."""
 
@@ -53,6 +62,7 @@ class Processes:
     lives : the present life of each replica that has one, the ready and the starting.
     by_name : the same, by the name under which each connects.
     wire : what they connect to; set before the first start.
+    first_error : why a replica could not be started.
     """
 
     wire: Wire[FromEngine]
@@ -76,7 +86,7 @@ class Processes:
         self._ends: dict[ReplicaId, asyncio.Task[None]] = {}
         self._start_seconds = FIRST_START_SECONDS
         self._pauses = OwnPauses(PAUSE_SECONDS)
-        self._first_error: OnbeatError | None = None
+        self.first_error: OnbeatError | None = None
 
     def open(self, wire: Wire[FromEngine]) -> None:
         """Let replicas connect, and hear of processes that end."""
@@ -85,24 +95,11 @@ class Processes:
 
     async def close(self) -> None:
         """End all of them."""
-        for task in self._starts.values():
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(self._starts.values())
         for life in list(self.lives.values()):
             self.end(life)
         if self._ends:
             await asyncio.wait(self._ends.values())
-
-    def raise_start_error(self) -> None:
-        """Raise why a replica could not be started, if none of them is ready or will be.
-
-        Raises
-        ------
-        OnbeatError : what it said.
-        """
-        if self._first_error is not None:
-            raise self._first_error
 
     @property
     def seconds_to_ready(self) -> float:
@@ -164,8 +161,7 @@ class Processes:
 
     def fail_start(self, life: Life, error: OnbeatError) -> None:
         """Give a replica up that cannot be started."""
-        if self._first_error is None:
-            self._first_error = error
+        self.first_error = self.first_error or error
         self._on_lost(life, str(error))
 
     # --- an end ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,7 +207,9 @@ class RayLauncher:
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except (OSError, TimeoutError, OverflowError) as error:
-            why = "nobody answers" if isinstance(error, TimeoutError) else _reason(error)
+            number = getattr(error, "errno", None) or -1
+            why = str(error) if number < 0 else os.strerror(number)
+            why = "nobody answers" if isinstance(error, TimeoutError) else why
             raise ConfigError(f"the Ray cluster at {address} cannot be reached: {why}") from error
         writer.close()
 
@@ -354,35 +357,19 @@ class RayLauncher:
         return lines[-1 if "creation task" in lines[0] else 0]
 
 
-def _reason(error: Exception) -> str:
-    number = getattr(error, "errno", None)
-    return str(error) if number is None or number < 0 else os.strerror(number)
-
-
 def _in_thread(call: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
     """Call something of Ray that may wait for the cluster's head, perhaps for ever.
 
     It has a thread of its own: the event loop goes on, and the end of this process waits for none of them.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def finish(result: Result | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    done: Future[Result] = Future()
+    done.set_running_or_notify_cancel()  # who gives up waiting cannot take it back
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = call(*args)
+            done.set_result(call(*args))
         except BaseException as error:  # it is raised where it is waited for
-            failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(finish, result, failure)
+            done.set_exception(error)
 
     threading.Thread(target=run, name="onbeat-ray", daemon=True).start()
-    return future
+    return asyncio.wrap_future(done)

@@ -252,27 +252,20 @@ class Wire(Generic[MessageT]):
         self._context.destroy(linger=0)
 
 
-class Line(Generic[MessageT]):
-    """The other end of a `Wire`, for whoever connects to it.
+class Line:
+    """The other end of a `Wire`, for whoever connects to it from another machine.
 
     Parameters
     ----------
     endpoint : of the wire.
     name : the sender's.
-    decode : reads a message.
-    on_message : is called with each message.
-    keys : of a connection to another machine; it is not made again once it breaks, for then what was on its
-        way would be missing without a word.
+    on_message : is called with each message, to be decoded.
+    keys : of the connection; it is not made again once it breaks, for then what was on its way would be
+        missing without a word.
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        name: bytes,
-        *,
-        decode: Callable[[bytes], MessageT],
-        on_message: Callable[[MessageT], None],
-        keys: CurveKeys | None = None,
+        self, endpoint: str, name: bytes, on_message: Callable[[bytes], None], keys: CurveKeys
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
@@ -280,11 +273,10 @@ class Line(Generic[MessageT]):
         socket.linger = 0
         socket.routing_id = name
         socket.ipv6 = "[" in endpoint
-        if keys is not None:
-            keys.put_on(socket)
-            socket.reconnect_ivl = -1
+        keys.put_on(socket)
+        socket.reconnect_ivl = -1
         socket.connect(endpoint)
-        self._reader = Reader(socket, lambda frames: on_message(decode(frames[-1])))
+        self._reader = Reader(socket, lambda frames: on_message(frames[-1]))
 
     def send(self, message: object) -> None:
         """Send a message; where a connection to another machine is broken nobody gets it."""

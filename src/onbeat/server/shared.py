@@ -171,13 +171,10 @@ class Desk:
 
     async def close_call(self, number: int, end: CallEnd) -> JobReport:
         """Close a call; see `JobTable.close`."""
-        return self._close_call(number, end)
+        return self.fail_call(number, end)
 
-    def fail_call(self, number: int, end: CallEnd) -> None:
-        """Close a call of which nobody wants to know more."""
-        self._close_call(number, end)
-
-    def _close_call(self, number: int, end: CallEnd) -> JobReport:
+    def fail_call(self, number: int, end: CallEnd) -> JobReport:
+        """Close a call of which nobody waits to know more."""
         table = self._books.table
         if number not in self._calls:
             return JobReport()  # of a call that another keeper opened, and this one refused
