@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -181,7 +182,19 @@ def parse_object(text: str, what: str, hint: str = "") -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """One for which 1e-5, without a point, is a number as in YAML 1.2, and a date is a text as in JSON."""
+    """One for which 1e-5, without a point, is a number as in YAML 1.2, and a date is a text as in JSON.
+
+    A key that is given twice is an error, as in YAML 1.2: PyYAML would take the last and say nothing.
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002 -- PyYAML's
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        names = Counter(key.value for key in keys)
+        if again := next((key for key in reversed(keys) if names[key.value] > 1), None):
+            raise yaml.MarkedYAMLError(
+                problem=f"{again.value!r} is given twice", problem_mark=again.start_mark
+            )
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -51,6 +51,13 @@ def test_yaml_that_is_none_is_told_in_one_line_with_what_else_could_be_meant(tmp
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["port: 1\nhost: a\nport: 2", "fleet: {replicas: 1, replicas: 2}"])
+def test_a_key_that_is_given_twice_is_told(tmp_path: Path, text: str) -> None:
+    (path := tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"'(port|replicas)' is given twice in line [13]"):
+        read(Any, path)
+
+
 def test_aliases_are_taken(tmp_path: Path) -> None:
     usual = "a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}\n"
     found = {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
