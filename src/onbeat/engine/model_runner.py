@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from onbeat.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
@@ -285,6 +286,7 @@ class ModelRunner:
         )
 
 
+@dataclass(slots=True)
 class _LaunchedStep:
     """A step under way.
 
@@ -294,14 +296,11 @@ class _LaunchedStep:
     finish : given this step and the tokens, returns what the scheduler is told; takes them only once.
     """
 
-    def __init__(
-        self, chosen: ChosenTokens, finish: Callable[[_LaunchedStep, BestTokens], ModelRunnerOutput]
-    ) -> None:
-        self._chosen = chosen
-        self._finish = finish
-        self.output: ModelRunnerOutput | None = None
-        self.left_behind: dict[SamplingRow, IntArray] = {}
-        """KV blocks of the rows that were released meanwhile."""
+    chosen: ChosenTokens
+    finish: Callable[[_LaunchedStep, BestTokens], ModelRunnerOutput]
+    output: ModelRunnerOutput | None = None
+    left_behind: dict[SamplingRow, IntArray] = field(default_factory=dict)
+    """KV blocks of the rows that were released meanwhile."""
 
     @property
     def is_done(self) -> bool:
@@ -310,7 +309,7 @@ class _LaunchedStep:
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and take its tokens."""
-        return self.output or self._finish(self, self._chosen.wait())
+        return self.output or self.finish(self, self.chosen.wait())
 
 
 def _of_one_token(sampled: SampledTokens) -> VerifiedTokens:

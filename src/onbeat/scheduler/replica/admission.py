@@ -22,7 +22,6 @@ from onbeat.scheduler.replica.slo.composer import OVERDUE, SLOComposer
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import SPARE_SHARE, QueuedWork, StepPlan, WaitingQueue
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.scheduler.triage import drain_seconds
 
 TRY_AGAIN_SECONDS = 30.0
 """How often an idle replica takes a request that it predicts to be late, where that may be wrong: otherwise a
@@ -292,7 +291,7 @@ class Admission:
         until_done = turn + seconds
         wait = triage.finish_seconds(prefill, until_done, seconds + sum([job.seconds for job in jobs]))
         if plan.running or jobs:  # later arrivals fill the last step
-            wait = max(wait, 0.5 * prefill.length + drain_seconds(prefill, until_done))
+            wait = max(wait, 0.5 * prefill.length + triage.drain_seconds(prefill, until_done))
         ahead = [job for job in jobs[:index] if not job.state.block_ids]
         wait = max(wait, self._until_capacity(own, ahead, plan, prefill, cost_model.of(view.shape)))
         return start - state.request.arrival + wait, delays_others

@@ -6,6 +6,7 @@ A step gets prompts until its time is spent. For them requests are taken out of 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
 
@@ -56,10 +57,9 @@ class RunningView:
         self.prefills: list[RequestState] = []
         self.paces: list[float] = []
         self.urgent: RequestState | None = None
-        streams, best_effort_decodes = self.streams, self.best_effort_decodes
+        streams, deadlines, best_effort_decodes = self.streams, self.deadlines, self.best_effort_decodes
         earliest = tightest = first = inf
         context = num_guided = num_growing = 0
-        deadlines, paces = self.deadlines, self.paces
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             num_tokens = state.num_tokens + num_in_flight
@@ -89,7 +89,7 @@ class RunningView:
                 first, self.urgent = deadline, state
             earliest = deadline if deadline < earliest and objective < inf else earliest
             if slo.tbt < objective:
-                paces.append(slo.tbt)
+                self.paces.append(slo.tbt)
             if shortest <= objective < tightest:
                 tightest = objective
         self.deadline, self.tightest = earliest, tightest
@@ -154,37 +154,32 @@ def prefill_jobs(
     return jobs, late
 
 
+@dataclass(slots=True)
 class StepFiller:
     """Adds chunks to a plan that has its decodes, and knows the time that the step takes so far.
 
     Parameters
     ----------
-    shape : the decodes.
+    shape : the decodes; then with what was added.
     limit : seconds that the step may take.
-    most_chunk_tokens : of all prompts together.
+    num_left : tokens that all prompts together may have still.
     ends_by : request id -> seconds after which a step that ends this prompt is too long for it.
+    due : the first of these of prompts that the step ends.
+    is_blocked : whether a prompt waits for a slot or for memory.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        cost_model: CostModel,
-        shape: BatchShape,
-        *,
-        limit: float,
-        most_chunk_tokens: int,
-        ends_by: Mapping[str, float],
-    ) -> None:
-        self._plan = plan
-        self._cost_model = cost_model
-        self._shape = shape
-        self._limit = limit
-        self._ends_by = ends_by
-        self._due = inf
-        """The first of these of prompts that the step ends."""
-        self._num_left = min(most_chunk_tokens, plan.num_tokens_left)
-        self._is_blocked = plan.ran_out_of_blocks
-        """Whether a prompt waits for a slot or for memory."""
+    plan: StepPlan
+    cost_model: CostModel
+    shape: BatchShape
+    limit: float
+    num_left: int
+    ends_by: Mapping[str, float]
+    due: float = inf
+    is_blocked: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_left = min(self.num_left, self.plan.num_tokens_left)
+        self.is_blocked = self.plan.ran_out_of_blocks
 
     def fill(self, states: Iterable[RequestState]) -> bool:
         """Add as much of these prompts, in this order, as fits; return whether there is room for others.
@@ -192,22 +187,22 @@ class StepFiller:
         No prompt overtakes one that waits for a slot or for memory, but one that has both goes on. Those that
         the plan preempts get nothing.
         """
-        plan, victims = self._plan, self._plan.victims
+        plan, victims = self.plan, self.plan.victims
         for state in states:
             if victims and state in victims:
                 continue
             num_rows = len(plan.decodes) + len(plan.chunks) + len(plan.admissions)
-            if self._num_left < 1 or num_rows >= plan.max_rows:
+            if self.num_left < 1 or num_rows >= plan.max_rows:
                 return False
             is_waiting = state.status is RequestStatus.WAITING
             if is_waiting and (
-                self._is_blocked
+                self.is_blocked
                 or plan.num_slots_left <= 0
                 # A preempted request may still be in a step in flight; its turn comes when that is back.
                 or state.num_in_flight_tokens
                 or state.is_in_flight
             ):
-                self._is_blocked = True
+                self.is_blocked = True
             elif not self._add(state, is_waiting=is_waiting):
                 return False
         return True
@@ -217,41 +212,41 @@ class StepFiller:
 
         It is for those who have no deadline that can be met: they lose nothing by the next step.
         """
-        if self._due < inf and (certain := self._due / self._cost_model.spread) < self._limit:
-            self._limit = min(self._limit, max(certain, self._cost_model.of(self._shape)))
+        if self.due < inf and (certain := self.due / self.cost_model.spread) < self.limit:
+            self.limit = min(self.limit, max(certain, self.cost_model.of(self.shape)))
 
     def _add(self, state: RequestState, *, is_waiting: bool) -> bool:
         """Add a chunk of a prompt, which is taken in if it waits; False where the time is used up."""
-        plan, num_cached = self._plan, state.num_computed_tokens
+        plan, num_cached = self.plan, state.num_computed_tokens
         cached_block_ids: list[int] = []
         if is_waiting:
             cached_block_ids = plan.kv.match(state)
             num_cached = len(cached_block_ids) * plan.kv.block_size
             plan.num_hit_tokens[state.request_id] = num_cached
         num_wanted = state.num_tokens + state.num_in_flight_tokens - num_cached
-        num_new, scores = min(num_wanted, self._num_left), state.scores_prompt
-        shape, limit, cost_model = self._shape.copy(), self._limit, self._cost_model
+        num_new, scores = min(num_wanted, self.num_left), state.scores_prompt
+        shape, limit, cost_model = self.shape.copy(), self.limit, self.cost_model
         shape.add(num_cached, num_new, samples=num_new if scores else 1)
         if limit < inf and cost_model.of(shape) > limit:
-            num_new = min(num_new, cost_model.max_chunk(self._shape, num_cached, limit, scores=scores))
+            num_new = min(num_new, cost_model.max_chunk(self.shape, num_cached, limit, scores=scores))
             if num_new == 0:
                 return False
-            shape = self._shape.copy()
+            shape = self.shape.copy()
             shape.add(num_cached, num_new, samples=num_new if scores else 1)
         if not is_waiting:
             plan.chunks.append((state, num_new))
             plan.num_tokens_left -= num_new
         elif not plan.admit(state, cached_block_ids, num_new):
-            self._is_blocked = True
+            self.is_blocked = True
             return True
-        self._shape = shape
-        self._num_left -= num_new
+        self.shape = shape
+        self.num_left -= num_new
         if num_cached + num_new == state.num_tokens:
             # Its token comes with the step's end: what else goes into the step must not make it late.
-            ends_by = self._ends_by.get(state.request_id, inf)
-            self._due = min(self._due, ends_by)
-            if ends_by < self._limit:
-                self._limit = max(ends_by, cost_model.of(shape))
+            ends_by = self.ends_by.get(state.request_id, inf)
+            self.due = min(self.due, ends_by)
+            if ends_by < self.limit:
+                self.limit = max(ends_by, cost_model.of(shape))
         return num_new == num_wanted
 
 
