@@ -63,42 +63,42 @@ class TestMakeRoom:
     def test_those_go_first_who_lose_least(self, order):
         plan, loss = started(*(SIX[index] for index in order))
         new = make_state(make_request("new", 1000, 1))
-        assert preempt_for(plan, new, plan.running, loss)
+        preempt_for(plan, new, plan.running, loss)
         assert names(plan.victims) == ORDER
 
     @pytest.mark.parametrize(("num_prompt", "num_gone"), [(300, 0), (400, 1), (500, 2), (600, 3)])
     def test_no_more_than_need_be(self, num_prompt, num_gone):
         """Each holds 7 of 64 blocks; 22 are free."""
         plan, loss = started(*SIX)
-        assert preempt_for(plan, make_state(make_request("new", num_prompt, 1)), plan.running, loss)
+        preempt_for(plan, make_state(make_request("new", num_prompt, 1)), plan.running, loss)
         assert names(plan.victims) == ORDER[:num_gone]
 
     def test_best_effort_that_has_starved_goes_last(self):
         plan, loss = started(*SIX)
         by_name(plan)["best effort"].slo.last_delivery = -inf
-        assert preempt_for(plan, make_state(make_request("new", 900, 1)), plan.running, loss)
+        preempt_for(plan, make_state(make_request("new", 900, 1)), plan.running, loss)
         assert "best effort" not in names(plan.victims)
         assert len(plan.victims) == 5
 
     def test_nobody_in_vain(self):
         plan, loss = started(*SIX)
         pool = plan.running[:3]
-        assert not preempt_for(plan, make_state(make_request("new", 1000, 1)), pool, loss)
-        assert not preempt_for(plan, make_state(make_request("new", 10, 1)), [], loss)
+        preempt_for(plan, make_state(make_request("new", 1000, 1)), pool, loss)
+        preempt_for(plan, make_state(make_request("new", 10, 1)), [], loss)
         assert plan.victims == []
         assert plan.num_blocks_left == 22
 
     def test_for_a_slot_one_is_enough(self):
         plan, loss = started(*SIX, max_num_seqs=6)
         assert plan.num_slots_left == 0
-        assert preempt_for(plan, make_state(make_request("new", 10, 1)), plan.running, loss)
+        preempt_for(plan, make_state(make_request("new", 10, 1)), plan.running, loss)
         assert names(plan.victims) == ORDER[:1]
         assert plan.num_slots_left == 1
 
     def test_whoever_is_held_stays(self):
         plan, loss = started(*SIX)
         by_name(plan)["best effort, later"].is_in_flight = True
-        assert preempt_for(plan, make_state(make_request("new", 400, 1)), plan.running, loss)
+        preempt_for(plan, make_state(make_request("new", 400, 1)), plan.running, loss)
         assert names(plan.victims) == ["best effort"]
 
     @pytest.mark.parametrize("depth", [1, 2])
@@ -139,7 +139,7 @@ class TestWhoeverRoomIsMadeFor:
         """258 of 300 blocks are free, of which 3 are to stay free; each victim brings 7."""
         plan, loss = started(*SIX, num_blocks=300)
         new = make_state(make_request("new", 16 * num_wanted, 1))
-        assert preempt_for(plan, new, plan.running, loss)
+        preempt_for(plan, new, plan.running, loss)
         assert len(plan.victims) == num_gone
         assert admits(plan, new)
 
@@ -154,7 +154,7 @@ class TestWhoeverRoomIsMadeFor:
         plan = driver.scheduler.planner.new_plan(driver.now)
         new = make_state(make_request("new", 16 * 35, 1, salt="shared"))
         assert len(plan.kv.match(new)) == 20
-        assert preempt_for(plan, new, plan.running, loss_of(plan))
+        preempt_for(plan, new, plan.running, loss_of(plan))
         assert len(plan.victims) == 1
         assert admits(plan, new)
 
@@ -163,7 +163,7 @@ class TestWhoeverRoomIsMadeFor:
         first = make_request("first", 16 * 20, 50, salt="shared")
         plan, loss = started(first)
         new = make_state(make_request("new", 16 * 65, 1, salt="shared"))
-        assert not preempt_for(plan, new, plan.running, loss)
+        preempt_for(plan, new, plan.running, loss)
         assert plan.victims == []
 
 
@@ -178,11 +178,11 @@ class TestSlack:
         long = make_request("long", 500, 50, slo=SLO(ttft=0.11, tbt=0.075))
         short = make_request("short", 20, 50, slo=SLO(ttft=0.11, tbt=0.075))
         plan, loss = started(long, short, slo_mode=mode)
-        assert preempt_for(plan, make_state(make_request("new", 500, 1)), plan.running, loss)
+        preempt_for(plan, make_state(make_request("new", 500, 1)), plan.running, loss)
         assert names(plan.victims) == ["short"], "the long one could not be back in time"
         with_less = make_request("long", 500, 50, slo=SLO(ttft=0.11, tbt=0.075), weight=0.1)
         plan, loss = started(with_less, short, slo_mode=mode)
-        assert preempt_for(plan, make_state(make_request("new", 500, 1)), plan.running, loss)
+        preempt_for(plan, make_state(make_request("new", 500, 1)), plan.running, loss)
         assert names(plan.victims) == ["short"], "whatever that one is worth"
 
 

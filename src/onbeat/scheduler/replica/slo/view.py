@@ -276,16 +276,9 @@ def free_blocks(plan: StepPlan, rows: list[RequestState], loss: Loss) -> list[Re
     return rows
 
 
-def preempt_for(plan: StepPlan, prompt: RequestState, pool: Iterable[RequestState], loss: Loss) -> bool:
-    """Preempt requests of a pool until a waiting one has its slot and its blocks; none in vain.
-
-    Returns whether that is so.
-    """
+def preempt_for(plan: StepPlan, prompt: RequestState, pool: Iterable[RequestState], loss: Loss) -> None:
+    """Preempt requests of a pool until a waiting one has its slot and its blocks; none in vain."""
     pool = sorted([state for state in pool if not state.is_in_flight], key=loss)
-    if not pool or not plan.has_blocks_for(prompt, without=pool):
-        return False
-    while plan.num_slots_left < 1 or not plan.has_blocks_for(prompt):
-        if not pool:
-            return False
-        plan.preempt(pool.pop())
-    return True
+    if pool and plan.has_blocks_for(prompt, without=pool):
+        while pool and (plan.num_slots_left < 1 or not plan.has_blocks_for(prompt)):
+            plan.preempt(pool.pop())
