@@ -98,7 +98,9 @@ class TriagedBudget(Composer):
             if not state.block_ids and state.request.shed is not ShedMode.REJECT
         ]
         prompts += plan.waiting.best_effort.first(plan.max_num_seqs)
-        filler = StepFiller(plan, cost_model, shape, limit, num_left=chunk, ends_by={})
+        filler = StepFiller(
+            plan, cost_model, shape, limit, num_left=min(chunk, plan.num_tokens_left), ends_by={}
+        )
         filler.fill([state for state in prompts if state not in plan.victims])
 
     def due(self, decodes: list[RequestState]) -> list[RequestState]:

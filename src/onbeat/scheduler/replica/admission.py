@@ -178,8 +178,10 @@ class Admission:
 
     def refusal(self, waiting: WaitingQueue, *, is_protected: bool = False) -> Overloaded | None:
         """Return why another is not taken that would be late; None where it is."""
+        if waiting.length < self._num_slots:
+            return None
         wait = self.wait(waiting, is_protected=is_protected)
-        if waiting.length < self._num_slots or wait <= self._longest:
+        if wait <= self._longest:
             return None
         return self._overloaded(
             f"the queue is full: it holds {counted(len(waiting), 'request')}, and one more of best effort "

@@ -383,7 +383,8 @@ class SLOComposer(Composer):
             # A client that reads waits for what lacks memory; a prompt lacks time, not the kept ones'.
             ordered.insert(0 if first.num_output_tokens else num_kept, first)
         # Decodes alone may take longer than the limit: prompts then get nothing.
-        filler = StepFiller(plan, self.cost_model, view.shape, limit, num_left=chunk, ends_by=ends_by)
+        num_left = min(chunk, plan.num_tokens_left)
+        filler = StepFiller(plan, self.cost_model, view.shape, limit, num_left=num_left, ends_by=ends_by)
         has_room = not ordered or filler.fill(ordered)
         if has_room and rest:
             filler.leave_margin()

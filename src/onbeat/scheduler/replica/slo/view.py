@@ -162,7 +162,7 @@ class StepFiller:
     ----------
     shape : the decodes; then with what was added.
     limit : seconds that the step may take.
-    num_left : tokens that all prompts together may have still.
+    num_left : tokens that all prompts together may have still, of those that the plan has left.
     ends_by : request id -> seconds after which a step that ends this prompt is too long for it.
     due : the first of these of prompts that the step ends.
     is_blocked : whether a prompt waits for a slot or for memory.
@@ -176,10 +176,6 @@ class StepFiller:
     ends_by: Mapping[str, float]
     due: float = inf
     is_blocked: bool = False
-
-    def __post_init__(self) -> None:
-        self.num_left = min(self.num_left, self.plan.num_tokens_left)
-        self.is_blocked = self.plan.ran_out_of_blocks
 
     def fill(self, states: Iterable[RequestState]) -> bool:
         """Add as much of these prompts, in this order, as fits; return whether there is room for others.
@@ -197,6 +193,7 @@ class StepFiller:
             is_waiting = state.status is RequestStatus.WAITING
             if is_waiting and (
                 self.is_blocked
+                or plan.ran_out_of_blocks
                 or plan.num_slots_left <= 0
                 # A preempted request may still be in a step in flight; its turn comes when that is back.
                 or state.num_in_flight_tokens
