@@ -88,15 +88,11 @@ class TriagedBudget(Composer):
         kept, left_behind = self.split(plan, jobs, max(share, LEAST_SHARE))
         if not self._by_deadline:
             kept.sort(key=lambda job: job.state.request.arrival)
-        late = {id(state) for state in plan.infeasible}
-        begun = [state for state in prefills if state.slo.next_deadline == inf or id(state) in late]
+        late = plan.infeasible
+        begun = [state for state in prefills if state.slo.next_deadline == inf or state in late]
         prompts = [job.state for job in (*kept, *left_behind)] + begun
         # Requests that ask to be rejected rather than served late end with this step.
-        prompts += [
-            state
-            for state in plan.infeasible
-            if not state.block_ids and state.request.shed is not ShedMode.REJECT
-        ]
+        prompts += [state for state in late if not (state.block_ids or state.request.shed is ShedMode.REJECT)]
         prompts += plan.waiting.best_effort.first(plan.max_num_seqs)
         filler = StepFiller(
             plan, cost_model, shape, limit, num_left=min(chunk, plan.num_tokens_left), ends_by={}
