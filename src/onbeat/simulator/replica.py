@@ -11,6 +11,7 @@ from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import refuse_prediction
+from onbeat.scheduler.replica.steady import SteadyRun
 from onbeat.simulator.deliveries import refuse
 from onbeat.simulator.pipeline_replica import PipelineReplica
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
@@ -92,15 +93,7 @@ class SerialReplica(VirtualReplica):
             self.started = []
         if step is None or now < self.next_time or self._num_left:
             return []
-        ends, run = self._ends, step.run
-        # Nobody asks it where in a run some end.
-        if run and run.most and ends and self._is_alone and not self._plans_ahead and run.goes_on(len(ends)):
-            self._count(step, ends)
-            outputs = run.let_end(ends, self._sampler.sample(step.scheduled))
-            ends = self._ends = array("d")
-            if outputs is not None:
-                step.scheduled, self._shape, self._num_left = run.scheduled, step.shape.copy(), run.max_steps
-                return self._deliveries.take(outputs, now) if outputs else []
+        ends = self._ends
         self._step, self.next_time = None, inf
         if self._plans_ahead:
             self._last_step = (ends[-2] if len(ends) > 1 else step.start, ends[-1])
@@ -160,7 +153,7 @@ class SerialReplica(VirtualReplica):
             self._advance(step, num)
             return when, self.scheduler.load(when, busy=busy)
         self._num_told = num
-        if self._learns and step.run is not None:
+        if self._learns and isinstance(step.run, SteadyRun):
             step.run.learn(ends[:num])
         return when, self.scheduler.load(when, busy=busy, num_behind=num)
 
@@ -201,7 +194,7 @@ class SerialReplica(VirtualReplica):
         run, shape, noise = step.run, self._shape, self._noise
         overhead, num_before = self._overhead, self._num_steps
         ends, num_left, num_rows = self._ends, self._num_left, shape.num_lm_head_rows
-        bound = run if run is not None and run.limit < inf else None
+        bound = run if isinstance(run, SteadyRun) and run.limit < inf else None
         is_watched = self._is_watched
         num_at_once = 1 if is_watched else _STEPS_AT_ONCE
         num_free = num_left - (1 if is_watched or self._is_alone else _LOOKAHEAD)

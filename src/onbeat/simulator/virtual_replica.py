@@ -16,9 +16,10 @@ from onbeat.core.handover import Detached
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.shapes import LargestStep, ShapeRange
+from onbeat.scheduler.replica.lockstep import Lockstep
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.steady import SteadyRun, begin_run
+from onbeat.scheduler.replica.steady import SteadyRun, begin_lockstep, begin_run
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deliveries import ORDINARY, Deliveries, VerifyingSampler, make_sampler
@@ -37,7 +38,7 @@ class StepUnderWay:
     scheduled: SchedulerOutput
     shape: BatchShape
     """What the device computes."""
-    run: SteadyRun | None
+    run: SteadyRun | Lockstep | None
     """What the step may go on as."""
     start: float
     planned: Planned | None
@@ -98,6 +99,8 @@ class VirtualReplica(ABC):
         self.scheduler.table.makes_rows = (
             not self._writes_times or self._may_stop or known.holds_finished or bool(limits.num_snapshots)
         )
+        if self._is_alone and self._observer is None:
+            begin_lockstep(self.scheduler, ORDINARY)
         self._work = BatchShape()
         self._measured: ShapeRange | None = getattr(step_time, "shape_range", None)
         self._largest = None if self._measured is None else LargestStep()
@@ -223,7 +226,8 @@ class VirtualReplica(ABC):
         ----------
         may_run_on : look whether it is the first of a steady run.
         """
-        table, scheduled = self.scheduler.table, None
+        table = self.scheduler.table
+        scheduled = None if table.lockstep is None else table.lockstep.plan(now)
         while table.states and scheduled is None:
             before = table.num_preemptions, len(table.states)
             scheduled = self.scheduler.schedule(now)
@@ -261,13 +265,11 @@ class VirtualReplica(ABC):
         started : gets the requests that have their first token now; None where nobody is told.
         """
         scheduled, run = step.scheduled, step.run
-        if ends:
-            self._count(step, ends)
-        if run is not None and len(ends := run.carried + ends) > 1:
+        self._count(step, ends)
+        if run is not None and len(ends) > 1:
             run.advance(ends[:-1])
         now = ends[-1]
-        sampled = self._sampler.sample(scheduled)
-        outputs = self.scheduler.update(scheduled, sampled, now)
+        outputs = self.scheduler.update(scheduled, self._sampler.sample(scheduled), now)
         # The last token of a prompt, alone in its chunk, looks like a decode; it is in no run.
         if started is not None and step.run is None:
             started += self._deliveries.first(outputs)

@@ -54,14 +54,14 @@ def num_calls(run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("policy", "objectives", "most"), [("sarathi", False, 243), ("slo", False, 455), ("slo", True, 526)]
+    ("policy", "objectives", "most"), [("sarathi", False, 256), ("slo", False, 468), ("slo", True, 532)]
 )
 def test_a_request_costs_no_more_calls_than_it_did(policy, objectives, most):
     """The bounds are what was counted, and some 2 %: who needs more raises them, and says what for."""
     assert calls_a_request(policy, objectives=objectives) <= most
 
 
-@pytest.mark.parametrize(("policy", "most"), [("sarathi", 26), ("slo", 35)])
+@pytest.mark.parametrize(("policy", "most"), [("sarathi", 27), ("slo", 35)])
 def test_a_request_goes_through_no_more_files_than_it_did(policy, most):
     settings = make(Deployment, model="mistralai/Mistral-7B-v0.3", device="h100-sxm", policy=policy)
     assert len(set(one_request(settings))) <= most

@@ -82,6 +82,27 @@ def test_runs_of_steps_equal_single_steps(load, policy, num_blocks, num_replicas
     check_runs_equal_single_steps(offered, config, model)
 
 
+@given(
+    load=loads(),
+    policy=st.sampled_from(sorted(name for name in POLICIES if not POLICIES[name].needs_step_time)),
+    num_blocks=st.integers(16, 48),
+    max_num_seqs=st.integers(1, 8),
+    steps_ahead=st.integers(0, 1),
+)
+@examples(80)
+def test_streams_in_lockstep_equal_single_rows(load, policy, num_blocks, max_num_seqs, steps_ahead):
+    """Steps with prompts among them, and streams that end, fill blocks and are preempted."""
+    offered, is_closed = load
+    config = make_config(
+        policy,
+        scheduler={"num_blocks": num_blocks, "max_num_seqs": max_num_seqs},
+        host_overhead=1e-3,
+        max_concurrency=5 if is_closed else None,
+        steps_ahead=steps_ahead,
+    )
+    check_runs_equal_single_steps(offered, config, linear_time())
+
+
 OBJECTIVES = st.sampled_from(
     [None, SLO(ttft=0.5, tbt=0.05), SLO(ttft=2.0, tbt=0.02), SLO(tbt=0.009), SLO(ttft=0.1), SLO(e2e=3.0)]
 )

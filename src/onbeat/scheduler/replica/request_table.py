@@ -14,16 +14,12 @@ from collections.abc import Iterable
 
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, new_tuple
 from onbeat.scheduler.replica.kv import KVCacheManager
+from onbeat.scheduler.replica.lockstep import DECODE, Lockstep
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, RunningList, StepPlan, WaitingQueue, sort_key
 from onbeat.scheduler.replica.tracker import SLOTracker
 from onbeat.scheduler.replica.windowed_kv import WindowedKV
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-
-DECODE = ScheduledRequest("", 0, 1, (), samples=True)
-"""The row of each plain decode of a step whose rows nobody reads."""
-NOBODY: tuple[tuple[str, ...], ...] = ((), (), ())
-"""What `RequestTable.take_left` returns where nobody has left."""
 
 
 class RequestTable:
@@ -52,6 +48,8 @@ class RequestTable:
         """Of these, tokens found."""
         self.makes_rows = True
         """Whether somebody reads the rows of decodes; else all have one in common, `DECODE`."""
+        self.lockstep: Lockstep | None = None
+        """Has requests that run and are not in `running`, where a simulation counts them at once."""
         self.max_num_seqs = config.max_num_seqs
         self.num_slots_kept = 0
         """Places of the batch that no waiting request may have; see `Handovers`."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import compress, repeat
-from operator import attrgetter
 from typing import NamedTuple
 
 from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput, TokenLogprobs
 from onbeat.core.step import NOTHING_GUIDED, ModelRunnerOutput, ScheduledRequest, SchedulerOutput, new_tuple
 from onbeat.core.step_stats import DraftStats
 from onbeat.scheduler.replica.guides import learn
+from onbeat.scheduler.replica.lockstep import DECODE
 from onbeat.scheduler.replica.outputs import Outputs
 from onbeat.scheduler.replica.planner import Planner, StepInFlight
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.request_table import DECODE, RequestTable
+from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.speculation.drafting import Drafting
 from onbeat.scheduler.replica.speculation.verified import correct_shape, draft_stats
 from onbeat.scheduler.replica.tracker import Delivered
@@ -40,7 +40,6 @@ class _Taken(NamedTuple):
     """How many of these are before each of the outputs."""
 
 
-_samples = attrgetter("samples")
 _ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
 """Of requests that get no more tokens."""
 _SHARED_KV = "the request shares KV with one that has failed in this step; send it again"
@@ -81,7 +80,7 @@ class StepResults:
             scheduled.shape, step.planned_at, now, has_run=not failed or _has_run(step.states, failed)
         )
         taken = new_tuple(_Taken, (step.step_id, result, now, outputs, [], [], []))
-        self._take_rows(step, scheduled.rows, taken)
+        self._take_rows(step, scheduled.shape.num_sequences, taken)
         if self._policy.known.keeps_deadlines:
             if self._policy.slo is not None:
                 self._policy.slo.tracker.on_deliveries(taken.delivered, now, taken.streams)
@@ -94,16 +93,18 @@ class StepResults:
             return outputs
         return Outputs(taken.streams, outputs, taken.places)
 
-    def _take_rows(self, step: StepInFlight, rows: tuple[ScheduledRequest, ...], taken: _Taken) -> None:
-        """Give requests their tokens, and end those that have all."""
-        result = taken.result
+    def _take_rows(self, step: StepInFlight, num_rows: int, taken: _Taken) -> None:
+        """Give requests their tokens, and end those that have all; `num_rows` counts all in lockstep, too."""
+        states, rows, result, lockstep = step.states, step.rows, taken.result, self._table.lockstep
+        if lockstep is not None:
+            states, rows = lockstep.end_step(states, rows, taken.now)
         guided = result.guided or NOTHING_GUIDED
         failed = {**(result.failed or {}), **guided.faults}
         is_plain = self.drafting is None and result.logprobs is None and not (failed or guided.completed)
         if is_plain:
-            plain = step.states
-            if len(result.sampled_token_ids) < len(rows):
-                plain = list(compress(plain, map(_samples, rows)))
+            plain = states
+            if len(result.sampled_token_ids) < num_rows:
+                plain = list(compress(plain, [row.samples for row in rows]))
             self._take_plain(plain, taken)
             if len(plain) == len(rows):
                 return
@@ -114,7 +115,7 @@ class StepResults:
             repeat(None) if result.num_available is None else result.num_available,
             strict=False,  # some repeat for ever
         )
-        for state, row in zip(step.states, rows, strict=False):
+        for state, row in zip(states, rows, strict=False):
             got = next(sampled) if row.samples else None
             if state.status in _ENDED or (is_plain and row.samples):
                 continue

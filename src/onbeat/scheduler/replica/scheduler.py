@@ -20,7 +20,7 @@ from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.planner import Planner
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.request_table import NOBODY, RequestTable
+from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.results import StepResults
 from onbeat.scheduler.replica.speculation.drafting import Drafting, make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -222,7 +222,8 @@ class Scheduler:
         kv, waiting = self.kv, self.waiting
         if waiting and kv.num_blocks_for(waiting.num_prompt_tokens) >= kv.pool.num_free_blocks:
             return 0
-        return self.config.max_num_seqs - len(self.running) - self.table.num_slots_kept
+        num_beside = 0 if self.table.lockstep is None else self.table.lockstep.num_rows
+        return self.config.max_num_seqs - len(self.running) - num_beside - self.table.num_slots_kept
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of requests that `schedule` gave up since the last call.
@@ -294,16 +295,13 @@ class Scheduler:
         """
         in_flight, table, planner = self.in_flight, self.table, self.planner
         has_waiting = self.waiting.length > 0
-        if not (self.running or has_waiting):
+        if not (self.running or has_waiting or (table.lockstep is not None and table.lockstep.num_rows)):
             return None
         start = in_flight.last_plan = max(now, in_flight.busy_until) if in_flight else now
         if has_waiting and self.config.window_tokens is not None:
             self._give_way(start)
-        left = take_turns(self.running) if table.num_guided else inf
         plan = self._compose(start)
-        if left < inf:
-            trim_prompts(plan, left)
-        has_rows = plan.decodes or plan.chunks or plan.admissions
+        has_rows = plan.decodes or plan.chunks or plan.admissions or plan.num_beside
         if not (has_rows or plan.preempted or plan.infeasible or plan.overdue):
             return None
         planner.commit(plan)
@@ -317,14 +315,15 @@ class Scheduler:
             self.kv.pool.kept.expire(now)
         step_id = in_flight.num_planned
         shape, rows, states, admitted = table.commit_rows(plan, now=now, step_id=step_id)
+        if table.lockstep is not None and plan.num_beside:
+            table.lockstep.begin_step(shape)
         step_rows = tuple(rows)
         planner.launch(
             shape, states, step_rows, start=start, planned_at=now, expected_tokens=plan.expected_tokens
         )
         if self.config.num_micro_batches > 1:
             table.mark_in_flight(states, is_in_flight=True)
-        has_left = table.released_ids or table.forgotten_ids
-        released_ids, preempted_ids, forgotten_ids = table.take_left() if has_left else NOBODY
+        released_ids, preempted_ids, forgotten_ids = table.take_left()
         new_pages, self.kv.new_pages = self.kv.new_pages, []
         kept_states = self.kv.kept_states(states, step_rows) if self.kv.keeps_states else ()
         return new_tuple(
@@ -375,10 +374,13 @@ class Scheduler:
 
     def _compose(self, now: float) -> StepPlan:
         """Plan a step. Nothing but the plan changes."""
+        left = take_turns(self.running) if self.table.num_guided else inf
         plan = self.planner.new_plan(now)
         self.policy.composer.compose(plan)
         if self._drafting is not None and plan.decodes:
             self._drafting.plan(plan)
+        if left < inf:
+            trim_prompts(plan, left)
         return plan
 
     def _accept(self, request: Request, now: float) -> RequestState:

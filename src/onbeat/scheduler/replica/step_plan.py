@@ -247,6 +247,8 @@ class StepPlan:
     expected_tokens = 0.0
     """Output tokens that `decodes` should deliver; kept where drafts are planned."""
     ran_out_of_blocks = False
+    num_beside = 0
+    """Rows of streams in lockstep, which the step has beside `decodes`; see `LockstepPlan`."""
 
     def __init__(
         self,
@@ -294,7 +296,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.decodes or self.chunks or self.admissions)
+        return not (self.decodes or self.chunks or self.admissions or self.num_beside)
 
     @property
     def num_slots_left(self) -> int:
