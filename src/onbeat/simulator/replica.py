@@ -18,7 +18,7 @@ from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_replica import Around, StepUnderWay, VirtualReplica
 
-_LOOKAHEAD = 8
+_LOOKAHEAD = 31
 """Steps predicted beyond the next arrival where that may, but need not, come to this replica."""
 _STEPS_AT_ONCE = 32
 """Steps predicted at a time: to predict some in vain costs less than to ask again."""
