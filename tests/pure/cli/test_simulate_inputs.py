@@ -71,7 +71,7 @@ BAD_FLAGS = [
     (["--shed", "rejct"], "'rejct'; did you mean reject?"),
     (["--slo-mode", "gaps"], "'gaps'; did you mean gap?"),
     (["--shed-order", "longest"], "'longest'; did you mean longest-wait?"),
-    (["--shed-order", "longest-wait", "--policy", "sarathi"], "'sarathi' does not choose"),
+    (["--shed-order", "longest-wait", "--policy", "sarathi"], "'sarathi' predicts no waits"),
     (["--max-num-queued-reqs", "0"], "max_num_queued_reqs is 0;"),
     (["--max-num-queued-tokens", "-3"], "max_num_queued_tokens is -3;"),
     (["--slo-tbt-ms", "nan"], "500, got 'nan'"),
