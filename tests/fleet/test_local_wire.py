@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 
 from onbeat.cluster.local_wire import LocalLine, LocalWire
 from tests.waiting import until
@@ -106,3 +107,26 @@ async def test_what_fails_with_one_message_ends_no_connection(
     assert keeper.heard[1] == (b"gate", "after")
     assert "a message cannot be handled" in caplog.text
     gate.line.close()
+
+
+def test_nobody_is_sent_anything_between_an_end_and_its_news(tmp_path: Path) -> None:
+    """uvloop fails to write to what is closed; whoever sends has others to tell."""
+
+    async def lose() -> None:
+        keeper, gate = Keeper(tmp_path), Gate(tmp_path)
+        await until(partial(len, keeper.heard))
+        sent = asyncio.get_running_loop().create_future()
+
+        def send() -> None:
+            is_known = b"gate" in keeper.wire.writers
+            keeper.wire.send(b"gate", "too late")
+            sent.set_result(is_known)
+
+        keeper.wire.writers[b"gate"].transport.abort()
+        asyncio.get_running_loop().call_soon(send)
+        assert await asyncio.wait_for(sent, 5.0)
+        await until(partial(keeper.heard.__contains__, b"gate"))
+        gate.line.close()
+        keeper.wire.close()
+
+    uvloop.run(lose())

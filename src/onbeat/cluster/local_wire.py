@@ -70,7 +70,8 @@ class LocalWire:
 
     def send(self, name: bytes, message: object) -> None:
         """Send a message; one who is not connected gets none."""
-        if (writer := self.writers.get(name)) is not None:
+        writer = self.writers.get(name)
+        if writer is not None and not writer.is_closing():  # whose end is about to be told
             writer.write(_framed(message))
 
     def close(self) -> None:
