@@ -73,7 +73,7 @@ def state_text(verdict: Verdict) -> str:
     return " and ".join(words)
 
 
-def limit_text(rate: float, verdict: Verdict) -> str:
+def limit_text(rate: float, verdict: Verdict, *, of: str = "request") -> str:
     """Return what a rate that is a little too high misses."""
     missed: Sequence[str] = [
         f"{measure.limit * 100:g} % are promised. Most of the others miss the {measure.binds}."
@@ -82,4 +82,4 @@ def limit_text(rate: float, verdict: Verdict) -> str:
         for measure in verdict.measures
         if not measure.is_met
     ]
-    return f"At {rate_text(rate)}, {state_text(verdict)}; {' '.join(missed[:1])}"
+    return f"At {rate_text(rate, of=of)}, {state_text(verdict)}; {' '.join(missed[:1])}"

@@ -36,6 +36,7 @@ from onbeat.report.result import ResultOptions
 from onbeat.report.units import rate_text
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.resolve import decode_context, resolve, resolve_for, step_times_text, what_binds
+from onbeat.workload.job_kinds import unit_of
 from onbeat.workload.load import Load, tightest_tbt
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
@@ -273,6 +274,7 @@ def run(args: argparse.Namespace) -> int:
             lead=lead,
             settings=_settings(args, planned),
             capacities=capacities,
+            unit=unit_of(planned[0].loads[0]),
             promises={each.case.labels: promise_text(each.objective, each.objectives) for each in planned},
         )
         console.print(f"so far: {answer_of(report)}", markup=False, soft_wrap=True)
@@ -293,7 +295,7 @@ def _searches(
     def search(tasks: Sequence[CapacityTask]) -> Iterator[Repeat | None]:
         def on_trial(index: int, trial: Trial) -> None:
             met = "kept" if trial.verdict.is_met else "missed"
-            note = f"{rate_text(trial.rate)} {met}: {trial.verdict.reason}"
+            note = f"{rate_text(trial.rate, of=unit_of(tasks[index].load))} {met}: {trial.verdict.reason}"
             bar.update(row, note=f"{case_name(tasks[index].case.labels)}: {note}")
 
         advance = partial(bar.advance, row)
@@ -384,6 +386,7 @@ def _settings(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> dict[
         "load": {
             "name": load.name,
             "num_requests": len(load),
+            "requests_per_job": 1 if load.jobs is None else len(load) / len(load.jobs.firsts),
             "mean_input_tokens": float(load.num_prompt_tokens.mean()),
             "mean_output_tokens": float(load.num_output_tokens.mean()),
         },

@@ -17,8 +17,6 @@ from onbeat.report.plot import QUEUE_COLOUR, Figure, axis, figure, latency_axis,
 from onbeat.report.result import Column, Lines, Plots, Result, Section, Table
 from onbeat.report.units import NOTHING, rate_text, significant
 
-RATE = "requests/s"
-PER_GPU = "requests/s per GPU"
 SHORT_LOAD = 30.0
 """Seconds: the delays that objectives limit take some of them to build up."""
 _OUTCOMES = {
@@ -40,12 +38,16 @@ def _interval(ends: tuple[float, float]) -> str:
     return f"{_rate(low)} to {_rate(high)}" if isfinite(high) else f"{_rate(low)} or more"
 
 
-CASE_COLUMNS = (
-    *(Column("name", "case", str), Column("outcome", "search", _OUTCOMES.__getitem__)),
-    *(Column("request_rate", "requests/s", _rate), Column("request_rate_interval", "interval", _interval)),
-    *(Column("num_gpus", "GPUs"), Column("request_rate_per_gpu", "per GPU", _rate)),
-    Column("reason", "what limits it", str),
-)
+def _columns(unit: str) -> list[Column]:
+    return [
+        *(Column("name", "case", str), Column("outcome", "search", _OUTCOMES.__getitem__)),
+        *(
+            Column("request_rate", f"{unit}s/s", _rate),
+            Column("request_rate_interval", "interval", _interval),
+        ),
+        *(Column("num_gpus", "GPUs"), Column("request_rate_per_gpu", "per GPU", _rate)),
+        Column("reason", "what limits it", str),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,13 @@ class CapacityReport:
     """One or more."""
     promises: Mapping[Labels, str]
     """What each case must keep, in words."""
+    unit: str = "request"
+    """What rates count: requests, or jobs of several."""
+
+    @property
+    def requests_per_unit(self) -> float:
+        """How many requests a rate's unit is, in the mean."""
+        return float(self.settings["load"].get("requests_per_job", 1))
 
     @property
     def best(self) -> Capacity | None:
@@ -81,11 +90,11 @@ class CapacityReport:
 
 def capacity_result(report: CapacityReport) -> Result:
     """Return what is shown and saved."""
-    cases = Table("Capacity", CASE_COLUMNS, [each.values for each in report.capacities], key="cases")
+    cases = Table("Capacity", _columns(report.unit), [each.values for each in report.capacities], key="cases")
     # A rate that nothing limited says how far the search went; beside it no other could be seen.
     bounded = [each for each in report.capacities if each.outcome is not SearchEnd.UNBOUNDED]
     axes = dict.fromkeys(name for each in bounded for name, _ in each.labels)
-    figures = Plots([capacity_over_figure(bounded, name) for name in axes], per_row=2)
+    figures = Plots([capacity_over_figure(bounded, name, unit=report.unit) for name in axes], per_row=2)
     title = "Cases" if len(report.capacities) > 1 else "The numbers"
     return Result(
         kind="capacity",
@@ -93,7 +102,7 @@ def capacity_result(report: CapacityReport) -> Result:
         answer=[answer_of(report)],
         follows=facts_of(report),
         sections=[
-            Section("", [Plots(search_figures(report.capacities), per_row=2)]),
+            Section("", [Plots(search_figures(report.capacities, unit=report.unit), per_row=2)]),
             Section(title, [cases, figures], is_folded=True),
             Section("How it was found", [Lines([f"{report.lead}."])], "page"),
         ],
@@ -107,17 +116,17 @@ def capacity_result(report: CapacityReport) -> Result:
 # ---- figures ----
 
 
-def search_figures(capacities: Sequence[Capacity]) -> list[Figure]:
+def search_figures(capacities: Sequence[Capacity], *, unit: str = "request") -> list[Figure]:
     """Return what the objective limits over the request rate, by the runs of the searches, a line a case.
 
     Shares of good requests and latencies have a figure each, with the limit and the capacities.
     """
     named = (measure.name for each in capacities for _, verdict in each.curve for measure in verdict.measures)
-    figures = (_search_figure(capacities, name) for name in dict.fromkeys(named))
+    figures = (_search_figure(capacities, name, f"{unit}s/s") for name in dict.fromkeys(named))
     return [drawn for drawn in figures if drawn is not None]
 
 
-def _search_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
+def _search_figure(capacities: Sequence[Capacity], name: str, rate: str) -> Figure | None:
     lines, found, limits, is_share = [], [], set(), False
     for position, each in enumerate(capacities):
         own = [
@@ -130,8 +139,8 @@ def _search_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
             continue
         is_share = own[0][1].unit == "share"
         scale, unit = (100, "%") if is_share else (1e3, "ms")
-        xs, ys = [rate for rate, _ in own], [measure.value * scale for _, measure in own]
-        hover = f"%{{y:.4g}} {unit} at %{{x:.4g}} requests/s"
+        xs, ys = [each_rate for each_rate, _ in own], [measure.value * scale for _, measure in own]
+        hover = f"%{{y:.4g}} {unit} at %{{x:.4g}} {rate}"
         lines.append(series(case_name(each.labels), position, rounded(xs), rounded(ys), hover=hover))
         limits.add(own[0][1].limit)
         if each.outcome is SearchEnd.FOUND:
@@ -139,15 +148,17 @@ def _search_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
     if not lines:
         return None
     if is_share:
-        return with_promise(figure(KEPT_TITLE, lines, RATE, "%"), max(limits), found)
+        return with_promise(figure(KEPT_TITLE, lines, rate, "%"), max(limits), found)
     drawn_ms = [value for line in lines for value in line["y"]]
     ms = axis("ms", **latency_axis([*drawn_ms, *(limit * 1e3 for limit in limits)]))
-    drawn = figure(f"{name} over the request rate", lines, RATE, ms)
+    drawn = figure(f"{name} over the request rate", lines, rate, ms)
     drawn["data"].append(capacity_marks(found))
     return with_limits(drawn, {limit * 1e3: "limit" for limit in sorted(limits)})
 
 
-def capacity_over_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
+def capacity_over_figure(
+    capacities: Sequence[Capacity], name: str, *, unit: str = "request"
+) -> Figure | None:
     """Return the capacity per device over one numeric setting, a line for each combination of the others.
 
     Over the TBT objective this is the plot of Sarathi-Serve (OSDI 2024, figure 12).
@@ -171,10 +182,10 @@ def capacity_over_figure(capacities: Sequence[Capacity], name: str) -> Figure | 
         members = [each for _, each in points]
         told = {"error_y": _error_bars(members), "customdata": [each.reason for each in members]}
         xs, ys = [value for value, _ in points], [each.rate_per_device for each in members]
-        hover = "%{y:.3f} requests/s per GPU at %{x}<br>%{customdata}"
+        hover = f"%{{y:.3f}} {unit}s/s per GPU at %{{x}}<br>%{{customdata}}"
         lines.append(series(others, position, xs, ys, hover=hover, **told))
     title = short_name(name)
-    return figure(f"Capacity over {title}", lines, axis(title, **_ticks(values)), PER_GPU)
+    return figure(f"Capacity over {title}", lines, axis(title, **_ticks(values)), f"{unit}s/s per GPU")
 
 
 def _error_bars(capacities: Sequence[Capacity]) -> dict[str, Any]:
@@ -222,10 +233,11 @@ def _warnings(report: CapacityReport) -> Iterator[str]:
             )
     yield from dict.fromkeys(each.warning for each in report.capacities if each.warning)
     highest = max((each.rate for each in report.capacities), default=0.0)
-    if highest and (seconds := report.settings["load"]["num_requests"] / highest) < SHORT_LOAD:
+    num = report.settings["load"]["num_requests"] / report.requests_per_unit
+    if highest and (seconds := num / highest) < SHORT_LOAD:
         yield (
-            f"at {rate_text(highest, 4)} the load lasts {seconds:.0f} s, in which queues hardly "
-            "grow; raise --num-prompts for the rate that can be kept up"
+            f"at {rate_text(highest, 4, of=report.unit)} the load lasts {seconds:.0f} s, in which queues "
+            "hardly grow; raise --num-prompts for the rate that can be kept up"
         )
 
 
@@ -238,7 +250,7 @@ def answer_of(report: CapacityReport) -> str:
     usd = "" if price is None else f"; ${price.usd_per_hour * best.num_devices:,.2f} an hour"
     gpus = gpus_text(device_of(report, best), best.num_devices)
     rate = {SearchEnd.UNBOUNDED: "more than ", SearchEnd.INTERRUPTED: "at least "}.get(best.outcome, "")
-    does = f"serve {rate}{rate_text(best.rate)}", report.promises[best.labels]
+    does = f"serve {rate}{rate_text(best.rate, of=report.unit)}", report.promises[best.labels]
     serve, keep = map(third_person, does) if best.num_devices == 1 else does
     which = "" if len(report.capacities) == 1 else f" The best of {len(report.capacities)} cases: "
     which += case_name(best.labels) + "." if which else ""
@@ -253,9 +265,9 @@ def facts_of(report: CapacityReport) -> list[tuple[str, str]]:
     facts = [(COST, _cost(report, best))]
     if best.beyond:
         missed, *_, most = best.beyond[0], *best.beyond
-        text = limit_text(missed.rate, missed.verdict)
+        text = limit_text(missed.rate, missed.verdict, of=report.unit)
         if most is not missed:
-            text += f" At {rate_text(most.rate)}, {state_text(most.verdict)}."
+            text += f" At {rate_text(most.rate, of=report.unit)}, {state_text(most.verdict)}."
         facts.append((LIMIT, text))
     return facts
 
@@ -264,7 +276,7 @@ def _cost(report: CapacityReport, best: Capacity) -> str:
     device, price = device_of(report, best), price_of(report, best)
     if price is None:
         return f"No price of {device} is known."
-    tokens = best.rate * float(report.settings["load"]["mean_output_tokens"])
+    tokens = best.rate * report.requests_per_unit * float(report.settings["load"]["mean_output_tokens"])
     source = ", ".join(filter(None, (price.source, price.date)))
     return f"{cost_text(price.usd_per_hour * best.num_devices, tokens)} Price of a GPU: {source}."
 

@@ -267,8 +267,7 @@ def _header(
     result: SimulationResult,
     label: str | None,
 ) -> RunHeader:
-    share = 1.0 if load.jobs is None else len(load.jobs.firsts) / len(load)  # jobs a second, as asked for
-    rate = inf if load.rate is None else load.rate * share
+    rate = inf if load.rate is None else load.rate
     return RunHeader(
         model_id=simulation.target.model.name,
         backend="simulation",

@@ -17,6 +17,7 @@ from onbeat.planner.search import Bracket, SearchOptions, Stopped, Trial, rate_i
 from onbeat.report.units import rate_text
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
 from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.workload.job_kinds import unit_of
 from onbeat.workload.offered import OfferedLoad
 
 COARSE = 0.15
@@ -224,9 +225,8 @@ def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> tupl
     except Stopped:
         context.stop()
         return bracket.limit.reason, ()
-    where = (
-        "even for requests that meet no others" if bracket.low == 0 else f"at {rate_text(bracket.high, 4)}"
-    )
+    high = rate_text(bracket.high, 4, of=unit_of(task.load))
+    where = "even for requests that meet no others" if bracket.low == 0 else f"at {high}"
     return f"{where}: {beyond[0].verdict.reason}", beyond
 
 

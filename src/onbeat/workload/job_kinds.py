@@ -93,6 +93,12 @@ def _one_by_one(lengths: list[int]) -> tuple[Call, ...]:
 JobKind = Literal["chat-sessions", "agents", "retrieval-chain", "retrieval-plan", "map-reduce"]
 JOB_KINDS: tuple[JobKind, ...] = get_args(JobKind)
 
+
+def unit_of(load: OfferedLoad) -> str:
+    """Return what a load's rate counts: requests, or the jobs that they are calls of."""
+    return "request" if load.jobs is None or load.name == LANES else "job"
+
+
 TOKEN_SECONDS = 0.02
 """What a deadline allows for a token of an answer before it is stretched."""
 STRETCHES = (3.0, 5.0, 8.0)

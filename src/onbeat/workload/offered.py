@@ -209,11 +209,14 @@ class OfferedLoad:
 
     @property
     def rate(self) -> float | None:
-        """Requests per second, from the start of the run to the last arrival; None in a closed loop."""
+        """Requests per second, from the start of the run to the last arrival; None in a closed loop.
+
+        Where requests are calls of jobs, it is jobs per second, as for `Load.request_rate`.
+        """
         if self.arrivals is None:
             return None
-        span = float(self.arrivals[-1])
-        return len(self) / span if span > 0 else float("inf")
+        num, span = len(self) if self.jobs is None else len(self.jobs.firsts), float(self.arrivals[-1])
+        return num / span if span > 0 else float("inf")
 
     def request_class(self, index: int) -> SLOClass | None:
         """Return the class of request `index`; None without objectives."""
@@ -270,7 +273,7 @@ class OfferedLoad:
         )
 
     def at_rate(self, rate: float) -> OfferedLoad:
-        """Return the same requests stretched or squeezed in time to `rate` requests per second."""
+        """Return the same requests stretched or squeezed in time to a rate, which counts as `rate` does."""
         if self.arrivals is None or (own := self.rate) is None:
             raise ConfigError("a closed loop has no arrival rate to scale")
         if not (np.isfinite(rate) and rate > 0):

@@ -66,6 +66,16 @@ def page_report(*capacities: Capacity) -> CapacityReport:
     )
 
 
+def test_a_capacity_of_jobs_is_of_jobs() -> None:
+    report, load = page_report(found()), {"mean_output_tokens": 20.0, "num_requests": 1500}
+    settings = {**report.settings, "load": {**load, "requests_per_job": 10}}
+    of_jobs = replace(report, unit="job", settings=settings)
+    assert answer_of(of_jobs) == answer_of(report).replace("requests/s", "jobs/s")
+    assert dict(facts_of(of_jobs))["What it costs"] == dict(facts_of(report))["What it costs"]
+    assert "jobs/s" in str(capacity_result(of_jobs).sections) + str(capacity_result(of_jobs).warnings)
+    assert "requests/s" not in str(search_figures([found()], unit="job"))
+
+
 def test_a_capacity_answers_before_it_explains(tmp_path: Path) -> None:
     report = page_report(found())
     answer = answer_of(report)

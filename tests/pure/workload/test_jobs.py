@@ -11,6 +11,7 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.workload.job import Call, Job, read_jobs
 from onbeat.workload.job_kinds import JOB_KINDS, draw_jobs, job_load, seconds_alone
+from onbeat.workload.load import Load
 
 CALL = {"input_tokens": 32, "output_tokens": 16}
 
@@ -117,3 +118,14 @@ def test_a_call_may_want_an_embedding(tmp_path: Path) -> None:
     assert (load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist()) == ([30, 32], [0, 16])
     with pytest.raises(ConfigError, match=r"call 1.*call 0"):
         read_jobs(write(tmp_path / "jobs.jsonl", {"calls": [embed, CALL]}), None)
+
+
+def test_a_rate_of_jobs_counts_jobs() -> None:
+    load = Load(dataset_name="map-reduce", num_prompts=10, request_rate=2.0).offered(
+        max_model_len=2**17, overlong="error"
+    )
+    assert load.jobs is not None
+    assert load.arrivals is not None
+    assert len(load) > len(load.jobs.jobs) == 10
+    assert load.rate == pytest.approx(10 / load.arrivals[-1])
+    assert load.at_rate(0.5).rate == pytest.approx(0.5)
