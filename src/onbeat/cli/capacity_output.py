@@ -67,11 +67,6 @@ class CapacityReport:
     """What rates count: requests, or jobs of several."""
 
     @property
-    def requests_per_unit(self) -> float:
-        """How many requests a rate's unit is, in the mean."""
-        return float(self.settings["load"].get("requests_per_job", 1))
-
-    @property
     def best(self) -> Capacity | None:
         """The case with the highest rate per device; None where none has a capacity."""
         found = [each for each in self.capacities if each.outcome is SearchEnd.FOUND]
@@ -233,7 +228,8 @@ def _warnings(report: CapacityReport) -> Iterator[str]:
             )
     yield from dict.fromkeys(each.warning for each in report.capacities if each.warning)
     highest = max((each.rate for each in report.capacities), default=0.0)
-    num = report.settings["load"]["num_requests"] / report.requests_per_unit
+    load = report.settings["load"]
+    num = load["num_requests"] / load.get("requests_per_job", 1)
     if highest and (seconds := num / highest) < SHORT_LOAD:
         yield (
             f"at {rate_text(highest, 4, of=report.unit)} the load lasts {seconds:.0f} s, in which queues "
@@ -276,7 +272,8 @@ def _cost(report: CapacityReport, best: Capacity) -> str:
     device, price = device_of(report, best), price_of(report, best)
     if price is None:
         return f"No price of {device} is known."
-    tokens = best.rate * report.requests_per_unit * float(report.settings["load"]["mean_output_tokens"])
+    load = report.settings["load"]
+    tokens = best.rate * load.get("requests_per_job", 1) * load["mean_output_tokens"]
     source = ", ".join(filter(None, (price.source, price.date)))
     return f"{cost_text(price.usd_per_hour * best.num_devices, tokens)} Price of a GPU: {source}."
 

@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, markup=False)
     with ExitStack() as stack:
         sock = stack.enter_context(bind(config))  # a busy port is known before a model is loaded
-        files = _find_model(args, console)
+        files = find_model(args)
+        if files.name != str(files.path) and args.load_format != "stand-in":
+            console.print(f"model {files.name}: {files.path}", markup=False)
         engine = replace(engine_config(args, files), slo_classes=config.slo.objectives_by_class())
         names = config.served_model_names or (files.name,)
         if taken := next((name for name, _ in engine.lora_modules if name in names), None):
@@ -103,13 +105,6 @@ def run(args: argparse.Namespace) -> int:
             args.nursed = nurse(args.output)
         set_up_logging(args.log_level)
         return uvloop.run(_serve(args, config, engine, fleet, sock, _Announcer(console, started)))
-
-
-def _find_model(args: argparse.Namespace, console: Console) -> ModelFiles:
-    files = find_model(args)
-    if files.name != str(files.path) and args.load_format != "stand-in":
-        console.print(f"model {files.name}: {files.path}", markup=False)
-    return files
 
 
 async def _serve(

@@ -92,7 +92,6 @@ def _of_stand_in(what: StepTimeDescription) -> StepTime:
         memory_bandwidth=tensor * what.device.memory_bandwidth,
         peak_flops=tensor * what.device.peak(what.precision.compute),
         drift=lambda: model.drift,
-        was_measured=False,
     )
     return StepTime(model, watch, what)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from onbeat.core.errors import Overloaded
+from onbeat.core.errors import InvalidRequest, Overloaded
 from onbeat.server.errors import ApiError
 from onbeat.server.server_config import MAX_QUOTED
 
@@ -170,16 +170,14 @@ class AnswerShelf:
 
         Raises
         ------
-        ApiError : it has kept events, and no reader of them can ask for a number as the next (400).
+        InvalidRequest : it has kept events, and no reader of them can ask for a number as the next.
         """
         kept = self._answers.find(answer_id, owner)
         if kept.answer.is_background and number > len(kept.events):
-            raise ApiError(
-                400,
+            raise InvalidRequest(
                 f"starting_after is {number - 1}, and the last event so far has the number "
                 f"{len(kept.events) - 1}; send the sequence_number of the last event that you have read",
                 param="starting_after",
-                code="invalid_value",
             )
         return kept.answer
 

@@ -99,8 +99,7 @@ async def serve(
 
 def _tell_of_hangup() -> None:
     logger.warning(
-        "SIGHUP changes nothing: configuration is read at the start. With --front-ends 2 or more it replaces "
-        "front ends one by one; SIGTERM drains the server and ends it"
+        "SIGHUP changes nothing. With --front-ends 2 it would replace front ends; SIGTERM ends the server"
     )
 
 
