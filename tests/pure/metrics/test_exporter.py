@@ -213,7 +213,13 @@ def test_grammars_are_counted(counts: RunCounts) -> None:
     work = {"num_guided_tokens": 8, "num_redrawn_tokens": 2, "guide_seconds": 0.003}
     counts.on_step(stats(0.1, 0.2, **work, compile_seconds=[0.004, 0.2], num_guide_faults=1))
     counts.on_step(stats(0.2, 0.3))
-    for code in ("grammar_too_complex", "grammar_too_complex", "unsupported_schema", "invalid_value", None):
+    for code in (
+        "grammar_too_complex",
+        "grammar_too_complex",
+        "unsupported_schema",
+        "invalid_value",
+        "other",
+    ):
         counts.grammars.refuse(code)
     got = shown_by(MetricsExporter(counts, model_name="m"))
     expected = {

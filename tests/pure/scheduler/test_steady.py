@@ -87,7 +87,9 @@ def test_runs_equal_single_steps(policy, arrivals, num_blocks, prefix) -> None:
 def begun(scheduler: Scheduler, now: float) -> tuple[SchedulerOutput, SteadyRun | None]:
     scheduled = scheduler.schedule(now)
     assert scheduled is not None
-    return scheduled, begin_run(scheduler, scheduled, 0)
+    run = begin_run(scheduler, scheduled, 0)
+    assert run is None or isinstance(run, SteadyRun)
+    return scheduled, run
 
 
 def test_a_long_decode_is_one_run_from_its_second_token_on() -> None:
