@@ -78,7 +78,6 @@ def test_least_work_forgets_rounding_errors_when_a_replica_is_idle():
         for replica, each in zip(replicas, pair, strict=True):
             router.on_first_token(replica, each)
             router.on_finish(replica, each)
-    assert len(router.replicas._heap) <= 4 * 2
     assert not router._left
 
 

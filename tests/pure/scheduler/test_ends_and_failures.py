@@ -35,6 +35,17 @@ def test_blocks_of_a_failed_request_are_not_found_again():
     assert scheduler.table.num_prefix_hits == 0
 
 
+def test_a_replayed_row_without_a_token_may_be_of_a_request_that_has_ended():
+    """It failed in the recorded step, which nobody was told who had aborted it before."""
+    driver = driver_with("sarathi", make_request("a", 8, 20))
+    for _ in range(4):
+        driver.step()
+    scheduled = driver.scheduler.schedule(9.0)
+    assert scheduled is not None
+    driver.scheduler.abort(["a"])
+    assert list(driver.scheduler.update(scheduled, ModelRunnerOutput([[]]), 9.1)) == []
+
+
 @pytest.mark.parametrize(("failing", "num_learnt"), [(["a", "b"], 0), (["a"], 1)])
 def test_a_step_that_fails_as_a_whole_tells_nothing_of_step_times(failing, num_learnt):
     class Learner(LinearStepTime):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO, ShedMode
+from onbeat.scheduler import triage
 from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.slo_router import LoadView, SLORouter
 from onbeat.scheduler.replica import admission
@@ -84,7 +86,8 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CostModel, "prefill_share", watched)
-        patch.setattr(admission, "drain_seconds", lambda *args: -inf)
+        own_rules = {**vars(triage), "drain_seconds": lambda *args: -inf}
+        patch.setattr(admission, "triage", SimpleNamespace(**own_rules))
         num_tokens, ttft = own
         slo = None if ttft is None else SLO(ttft=ttft)
         arrival = make_request("own", num_tokens, 2, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now)

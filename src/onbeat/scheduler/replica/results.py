@@ -137,7 +137,7 @@ class StepResults:
                 num_before >= state.plain_until
                 or (state.stop_token_ids and token_ids[0] in state.stop_token_ids)
             ) and not (
-                num_before > state.num_prompt_tokens and self._goes_on(state, token_ids[0], taken.step_id)
+                num_before > state.num_prompt_tokens and self._goes_on(state, token_ids, taken.step_id)
             ):
                 if state.status not in _ENDED:
                     self._take_row(state, DECODE, (token_ids, None, 0, None), taken)
@@ -149,14 +149,14 @@ class StepResults:
             if state.times is not None:
                 state.times.append(now)
 
-    def _goes_on(self, state: RequestState, token_id: int, step_id: int) -> bool:
-        """Whether a sampled token is one of many of a request: neither its first nor its last."""
+    def _goes_on(self, state: RequestState, token_ids: list[int], step_id: int) -> bool:
+        """Whether a token is one of many of a request, not its first or last; one that has ended may have none."""
         num_before = state.num_tokens
         if (
             num_before >= state.max_total_tokens - 1
             or state.status is not RequestStatus.RUNNING
             or state.admitted_step_id > step_id
-            or token_id in state.stop_token_ids
+            or token_ids[0] in state.stop_token_ids
         ):
             return False
         if num_before >= state.num_tokens_to_register:
