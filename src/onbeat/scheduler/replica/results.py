@@ -150,7 +150,7 @@ class StepResults:
                 state.times.append(now)
 
     def _goes_on(self, state: RequestState, token_ids: list[int], step_id: int) -> bool:
-        """Whether a token is one of many of a request, not its first or last; one that has ended may have none."""
+        """Whether a token is one of many of a request, not its first or last. Ended ones may have none."""
         num_before = state.num_tokens
         if (
             num_before >= state.max_total_tokens - 1
