@@ -17,8 +17,11 @@ from tests.cpu.e2e.program import ServerProgram, starting
 from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream
 from tests.waiting import wait_for
 
-# the first terminal that a session's leader opens is the session's
-_OPEN = "import os, sys; os.open(sys.argv[1], os.O_RDWR); os.execvp(sys.argv[2], sys.argv[2:])"
+# The first terminal that a session's leader opens is the session's. Who tests may do so under nohup.
+_OPEN = """import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.open(sys.argv[1], os.O_RDWR)
+os.execvp(sys.argv[2], sys.argv[2:])"""
 
 
 @contextmanager
