@@ -44,6 +44,8 @@ def parse_args() -> argparse.Namespace:
     for name in STUDIES:
         study = studies.add_parser(name)
         add_common_arguments(study)
+        if name == "capacity":
+            study.add_argument("--rates", type=float, nargs="+", help="requests/s (default: found by probes)")
         if name == "overload":
             study.add_argument("--load", type=float, metavar="X", help="rate as a multiple of the capacity")
         if name == "beside":

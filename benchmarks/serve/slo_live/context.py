@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,12 +104,6 @@ class Context:
         self.page.busy_share = busy_share()
         if self.page.busy_share > NOISY_SHARE:
             print(f"warning: others use {self.page.busy_share:.0%} of this machine's CPU time", flush=True)
-
-    def turns(self, names: Sequence[str]) -> Iterator[tuple[int, str]]:
-        """Yield (round, server): A B, then B A, so that a drift of the machine favours nobody."""
-        for index in range(self.rounds):
-            for name in names if index % 2 == 0 else reversed(names):
-                yield index, name
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:

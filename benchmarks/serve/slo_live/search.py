@@ -1,4 +1,4 @@
-"""Where attainment crosses a level: a staircase of runs, and what it comes to."""
+"""Where attainment crosses a level."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-
-STEP = 1.06
-"""Ratio of neighbouring rates on the ladder."""
 
 
 @dataclass(frozen=True)
@@ -38,40 +35,6 @@ class Capacity:
 
     def __str__(self) -> str:
         return f"{self.bound} {self.rate:.2f}".strip()
-
-
-class Ladder:
-    """Rates in steps of about 6 %, climbed by a staircase: up after a run that kept the level, else down.
-
-    Until runs lie on both sides of the level each step is twice as long as the one before, so that a start
-    that is far off costs few runs.
-
-    References
-    ----------
-    Dixon and Mood, "A Method for Obtaining and Analyzing Sensitivity Data", JASA 1948 (up and down method).
-    """
-
-    def __init__(self, start: float, *, level: float) -> None:
-        self._base = start
-        self._level = level
-        self._rung = 0
-        self._last = 0
-        """The step before, rungs; 0 at first."""
-        self._has_turned = False
-
-    @property
-    def rate(self) -> float:
-        """Rate of the next run."""
-        return float(self._base * STEP**self._rung)
-
-    def note(self, attainment: float) -> None:
-        """Choose the next rate."""
-        step = 1 if attainment >= self._level else -1
-        self._has_turned |= self._last * step < 0
-        if self._last and not self._has_turned:
-            step = 2 * self._last
-        self._last = step
-        self._rung += step
 
 
 def crossing(points: Sequence[Point], *, level: float) -> Capacity:

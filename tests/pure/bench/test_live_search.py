@@ -1,4 +1,4 @@
-"""The staircase of the live study, and how its page is kept."""
+"""What the live study reads off its runs, and how its page is kept."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.harness.pages import middle
 from benchmarks.serve.slo_live.search import (
-    STEP,
     Capacity,
-    Ladder,
     Point,
     crossing,
     ramp_crossing,
@@ -81,28 +79,6 @@ def test_leaving_out_each_round_shows_how_far_one_moves_it() -> None:
     assert len(found) == 3
     assert found[2].rate == max(each.rate for each in found)
     assert without_each_round(points[:2], level=LEVEL) == []
-
-
-def test_the_ladder_finds_a_crossing_from_either_side() -> None:
-    def run(start: float) -> list[float]:
-        ladder, rates = Ladder(start, level=LEVEL), []
-        for _ in range(20):
-            rates.append(ladder.rate)
-            ladder.note(1.0 if ladder.rate < 3.0 else 0.5 if ladder.rate > 4.0 else 0.85)
-        return rates
-
-    for rates in (run(1.5), run(6.0)):
-        assert all(3.0 / STEP**2 < rate < 3.0 * STEP**2 for rate in rates[-4:])
-
-
-@pytest.mark.parametrize("start", [0.7, 12.0])
-def test_a_start_that_is_far_off_costs_the_ladder_few_runs(start: float) -> None:
-    ladder, rates = Ladder(start, level=LEVEL), []
-    for _ in range(6):
-        rates.append(ladder.rate)
-        ladder.note(1.0 if ladder.rate < 3.0 else 0.5)
-
-    assert min(rates) < 3.0 < max(rates)
 
 
 def test_a_growing_load_shows_about_where_it_becomes_too_much() -> None:
