@@ -231,7 +231,6 @@ def main() -> int:
     time_others(runner, num_blocks, prompts)
     time_mixed(weights, runner, num_blocks)  # pieces may spoil the device for what comes behind
     _prompts_by_fa3(weights, prompts)
-    _decodes_launched_early(weights)
     if not IS_REHEARSAL:
         note("most memory", torch.cuda.max_memory_reserved() / 2**30, "GiB", shown=True)
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -250,19 +249,6 @@ def _prompts_by_fa3(weights: TorchWeights, prompts: dict[int, float | None]) -> 
                     time_batch(timer, f"prompt {length} by fa3", timing.prompt(length))
     except Exception as error:
         note_failure("prompts by fa3", error)
-
-
-def _decodes_launched_early(weights: TorchWeights) -> None:
-    """Time decodes whose kernels are launched while the ones before end."""
-    try:
-        num_blocks = 32 * (-(-CONTEXT // timing.BLOCK_SIZE) + 5)
-        runner = make_runner(weights, num_blocks, max_rows=32, starts_early=True)
-        for rows in (1, 8, 32):
-            if seconds_left() > 6:
-                name = f"decode {rows} x {CONTEXT} launched early: a step in the loop"
-                note(name, timing.loop_ms(runner, rows, CONTEXT), "ms", shown=True)
-    except Exception as error:
-        note_failure("decodes launched early", error)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ def on_gpu_engine(
     pieces: bool = False,
     fast: bool = False,
     chunk_backend: ChunkBackend = "fa2",
-    starts_early: bool = False,
     max_num_seqs: int = 32,
     max_model_len: int = 512,
     max_num_batched_tokens: int = 1024,
@@ -54,7 +53,7 @@ def on_gpu_engine(
             verify_widths=(1 + NUM_DRAFTS,) if pieces else (),
         )
         sizes = kernel_sizes(weights, options)
-        quick = partial(fast_kernels, chunk_backend=chunk_backend, starts_early=starts_early)
+        quick = partial(fast_kernels, chunk_backend=chunk_backend)
         kernels = quick(sizes) if fast else ReferenceKernels(sizes)
         chosen = graphs_on(weights.device) if graphs else EagerGraphs()
         return CudaForward(weights, kernels, chosen, options)

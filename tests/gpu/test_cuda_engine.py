@@ -202,22 +202,3 @@ def test_quick_operators_come_close_to_plain_ones(name: str, chunk: int) -> None
         assert relative_error(actual, expected) <= 3e-2
     best = [logits_RV.argmax(-1).tolist() for logits_RV in seen.logits]
     assert seen.best == best
-
-
-@needs_flashinfer
-@pytest.mark.parametrize("pieces", [False, True])
-def test_kernels_that_start_early_compute_the_same_bits(pieces: bool) -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("it needs compute capability 9.0")
-    weights = load_weights(DummyCheckpoint(quick_config("llama3")), torch.bfloat16, CUDA)
-    prompts = [random_prompt(length) for length in PROMPT_LENGTHS]
-    (early, _), (late, _) = (
-        run_fixed(
-            on_gpu_engine(weights, fast=True, pieces=pieces, starts_early=starts_early),
-            prompts,
-            num_tokens=10,
-            chunk=7,
-        )
-        for starts_early in (True, False)
-    )
-    assert all(torch.equal(*pair) for pair in zip(early, late, strict=True))

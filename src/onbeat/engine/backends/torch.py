@@ -83,17 +83,15 @@ def unbuilt_kernel(model: ModelConfig, config: EngineConfig) -> tuple[str | None
     return unbuilt_kernel(model, kv_dtype=kv_dtype), problem
 
 
-def fast_kernels(
-    sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2", *, starts_early: bool = False
-) -> GraphKernels:
+def fast_kernels(sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2") -> GraphKernels:
     """Return the quick operators; what they are written in is imported only now.
 
     Prompts by fa3 took 5 to 11 % less time on an H100. Its output has not been compared there yet, so it is
-    only taken where it is asked for. Nor has any GPU run kernels that start early (`FastKernels`).
+    only taken where it is asked for.
     """
     from onbeat.engine.cuda.fast import FastKernels
 
-    return FastKernels(sizes, chunk_backend=chunk_backend, starts_early=starts_early)
+    return FastKernels(sizes, chunk_backend=chunk_backend)
 
 
 class TorchBackend(CheckpointBackend):

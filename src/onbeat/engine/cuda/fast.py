@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -80,11 +79,12 @@ class FastKernels:
     ----------
     sizes : what they are made for.
     chunk_backend : FlashInfer's kernel for rows of several tokens; see `Chunks`.
-    starts_early : whether the kernels of a layer are launched while the one before ends, as FlashInfer's are
-        on sm_90; no GPU has run that yet.
     library : FlashInfer, if it is imported already.
     """
 
+    add_norm = staticmethod(triton_ops.add_norm)
+    rope_store = staticmethod(triton_ops.rope_store)
+    act_mul = staticmethod(triton_ops.act_mul)
     in_fp8 = staticmethod(triton_ops.in_fp8)
     best = staticmethod(triton_draw.best)
     draw = staticmethod(triton_draw.draw)
@@ -94,15 +94,10 @@ class FastKernels:
         sizes: KernelSizes,
         *,
         chunk_backend: ChunkBackend = "fa2",
-        starts_early: bool = False,
         library: FlashInfer | None = None,
     ) -> None:
         library = library or FlashInfer.load()
-        early = ", launched early" if starts_early else ""
-        self.name = f"triton{early}, flashinfer {library.version} ({chunk_backend})"
-        self.add_norm = partial(triton_ops.add_norm, starts_early=starts_early)
-        self.rope_store = partial(triton_ops.rope_store, starts_early=starts_early)
-        self.act_mul = partial(triton_ops.act_mul, starts_early=starts_early)
+        self.name = f"triton, flashinfer {library.version} ({chunk_backend})"
         workspace = allocate_workspace(sizes)
         self._decodes = _PlannedBySize(library, sizes, workspace)
         self._chunks = Chunks(library, sizes, chunk_backend, workspace)

@@ -9,13 +9,10 @@ X = (N + 2 K) H.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onbeat.engine.model_config import Activation
 from onbeat.engine.torch.kernels import DecodeRows, LayerSpec, Norm, StepTensors
@@ -26,16 +23,12 @@ _HEADS_TOGETHER = 4
 """Heads of a token that one program rotates, so that a cosine serves several."""
 _FEATURES_TOGETHER = 1024
 """Outputs of an activation that one program computes."""
-
-
 _BLOCKS_TOGETHER = 512
 """Entries of a block table that are copied at once."""
 
 
-def add_norm(
-    x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor, *, starts_early: bool = False
-) -> None:
-    """Add and normalise; see `Kernels.add_norm`, and `_start` for `starts_early`."""
+def add_norm(x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor) -> None:
+    """Add and normalise; see `Kernels.add_norm`."""
     num_tokens, width = residual_TD.shape
     block = triton.next_power_of_2(width)
     _add_norm[(num_tokens,)](
@@ -49,20 +42,13 @@ def add_norm(
         ADDS=x_TD is not None,
         SCALES_ROUNDED=norm.scales_rounded,
         num_warps=_warps(block),
-        **_start(is_early=starts_early),
     )
 
 
 def rope_store(
-    qkv_TX: Tensor,
-    step: StepTensors,
-    layer: LayerSpec,
-    kv: LayerKVCache,
-    q_TNH: Tensor,
-    *,
-    starts_early: bool = False,
+    qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
 ) -> None:
-    """Rotate and store; see `Kernels.rope_store`, and `_start` for `starts_early`."""
+    """Rotate and store; see `Kernels.rope_store`."""
     num_heads = layer.num_heads + 2 * layer.num_kv_heads
     head_dim, norm = layer.head_dim, layer.query_norm
     assert (norm is None) == (layer.key_norm is None), "queries and keys have norms, or neither"
@@ -93,14 +79,11 @@ def rope_store(
         NORMS=norm is not None,
         SCALES_ROUNDED=norm is not None and norm.scales_rounded,
         num_warps=1 if head_dim <= 128 else 2,
-        **_start(is_early=starts_early),
     )
 
 
-def act_mul(
-    gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor, *, starts_early: bool = False
-) -> None:
-    """Activate the gate and multiply; see `Kernels.act_mul`, and `_start` for `starts_early`."""
+def act_mul(gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
+    """Activate the gate and multiply; see `Kernels.act_mul`."""
     num_tokens, width = out_TF.shape
     _act_mul[(num_tokens, triton.cdiv(width, _FEATURES_TOGETHER))](
         gate_up_TF2,
@@ -109,7 +92,6 @@ def act_mul(
         BLOCK=_FEATURES_TOGETHER,
         GELU=activation == "gelu_pytorch_tanh",
         num_warps=4,
-        **_start(is_early=starts_early),
     )
 
 
@@ -150,26 +132,9 @@ def list_blocks(
     )
 
 
-def _start(*, is_early: bool) -> dict[str, Any]:
-    """Return how a kernel is launched: when the one before has ended, or already while its programs end.
-
-    The second is programmatic dependent launch, which needs sm_90. The kernel then waits itself (`_wait`),
-    before it reads or writes anything, so that it finds memory as in the first case.
-    """
-    return {"STARTS_EARLY": True, "launch_pdl": True} if is_early else {"STARTS_EARLY": False}
-
-
 def _warps(block: int) -> int:
     """Return warps for a program that holds `block` numbers, 16 to a thread."""
     return min(max(block // 512, 1), 16)
-
-
-@triton.jit
-def _wait(STARTS_EARLY: tl.constexpr):
-    """Wait for the kernel before, and what it wrote; then let the next one be launched, which waits too."""
-    if STARTS_EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -191,9 +156,7 @@ def _add_norm(
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
     SCALES_ROUNDED: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ):
-    _wait(STARTS_EARLY)
     start = tl.program_id(0).to(tl.int64) * WIDTH
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
@@ -231,9 +194,7 @@ def _rope_store(
     TOGETHER: tl.constexpr,
     NORMS: tl.constexpr,
     SCALES_ROUNDED: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ):
-    _wait(STARTS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
     pairs = tl.arange(0, PAIRS)[None, :]
@@ -280,15 +241,7 @@ def _rope_store(
 
 
 @triton.jit
-def _act_mul(
-    gate_up_ptr,
-    out_ptr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
-):
-    _wait(STARTS_EARLY)
+def _act_mul(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < WIDTH

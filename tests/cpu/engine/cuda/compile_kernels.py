@@ -108,11 +108,6 @@ def main() -> None:
             qkv = numbers(3, (num_heads + 2 * num_kv_heads) * head_dim)
             step = StepTensors(ints(3), ints(3))
             triton_ops.rope_store(qkv, step, layer, kv, numbers(3, num_heads, head_dim))
-    if capability >= 90:
-        x, out = numbers(3, 4096), numbers(3, num_heads, head_dim)
-        triton_ops.add_norm(x, x, norm(4096, scales_rounded=True), x, starts_early=True)
-        triton_ops.act_mul(numbers(3, 2 * 14336), "silu", numbers(3, 14336), starts_early=True)
-        triton_ops.rope_store(qkv, step, layer, kv, out, starts_early=True)
     if capability >= 89:
         triton_ops.in_fp8(numbers(3, 4096))
         triton_ops.in_fp8(numbers(3, 14336))
