@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu_check.models import model_config
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from tests.cpu.engine.forwards import MakeForward, on_torch

@@ -17,7 +17,8 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from benchmarks.gpu_check.record import IS_REHEARSAL, PACK, WORK
-from onbeat.engine.model_config import ModelConfig, model_config_from_hf
+from onbeat.engine.model_config.architecture import ModelConfig
+from onbeat.engine.model_config.hf import model_config_from_hf
 
 TEXT = Path(__file__).resolve().parents[2] / "tests" / "data" / "pride_and_prejudice.txt"
 BYTES_OF_BANDWIDTH = 3.0e12

@@ -11,7 +11,9 @@ from torch import Tensor
 from benchmarks.gpu_check.models import CONFIGS
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
 from onbeat.engine.backends.torch import fast_kernels
-from onbeat.engine.model_config import ModelConfig, inverse_frequencies, model_config_from_hf
+from onbeat.engine.model_config.architecture import ModelConfig
+from onbeat.engine.model_config.hf import model_config_from_hf
+from onbeat.engine.model_config.rope import inverse_frequencies
 from onbeat.engine.torch.kernels import GraphKernels, KernelSizes, LayerSpec, Norm
 from onbeat.engine.torch.kv import LayerKVCache
 from tests.cpu.engine.reference_kernels import ReferenceKernels

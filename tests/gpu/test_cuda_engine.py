@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from onbeat.engine.draw import Logits
-from onbeat.engine.model_config import ModelConfig, model_config_from_hf
+from onbeat.engine.model_config.architecture import ModelConfig
+from onbeat.engine.model_config.hf import model_config_from_hf
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
 from onbeat.engine.torch.weights import TorchWeights, load_weights

@@ -13,10 +13,12 @@ import pytest
 from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.memory import KVCacheSpec
-from onbeat.engine.model_config import RopeConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
+from onbeat.engine.model_config.architecture import RopeConfig
 from onbeat.engine.model_config.families import FAMILIES, GGUF_FAMILIES
+from onbeat.engine.model_config.gguf import RopeFactors, model_config_from_gguf
+from onbeat.engine.model_config.hf import model_config_from_hf
 from onbeat.engine.step_time_spec import model_spec_of
-from onbeat.engine.weights import parameter_shapes
+from onbeat.engine.weights.parameters import parameter_shapes
 from onbeat.perfmodel.model_spec import find_model_spec, packaged_configs
 from onbeat.perfmodel.precision import Precision
 from tests.many_cases import each_case

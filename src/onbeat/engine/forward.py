@@ -18,7 +18,7 @@ from onbeat.engine.device import Device
 from onbeat.engine.draw import Logits
 from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.sampler import BestTokens
 
 

@@ -15,8 +15,8 @@ from onbeat.core.kv_windows import KVWindows
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import Device, free_memory
 from onbeat.engine.engine_config import MemoryShare
-from onbeat.engine.model_config import KVHeads, ModelConfig
-from onbeat.engine.weights import parameter_shapes
+from onbeat.engine.model_config.architecture import KVHeads, ModelConfig
+from onbeat.engine.weights.parameters import parameter_shapes
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 

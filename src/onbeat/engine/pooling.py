@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.core.request import Pooling
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.files import read
 
 OWN_POOLINGS: tuple[Pooling, ...] = ("last", "mean")

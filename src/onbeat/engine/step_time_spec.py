@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
-from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.weights import parameter_shapes
+from onbeat.engine.model_config.architecture import ModelConfig
+from onbeat.engine.weights.parameters import parameter_shapes
 from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device
 from onbeat.perfmodel.model_spec import ModelSpec, sizes_with_states
 from onbeat.perfmodel.precision import Precision

@@ -19,7 +19,8 @@ import pytest
 import safetensors.numpy
 
 from onbeat.cli.main import main
-from onbeat.engine.weights import parameter_shapes, read_model_config
+from onbeat.engine.weights.open import read_model_config
+from onbeat.engine.weights.parameters import parameter_shapes
 from onbeat.hub.files import ModelFiles
 from tests.cpu.e2e.program import environment, run_program, serving
 from tests.cpu.e2e.tiny_directory import write_tiny_directory

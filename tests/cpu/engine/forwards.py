@@ -23,7 +23,7 @@ from onbeat.engine.torch.forward import TorchForward
 from onbeat.engine.torch.kernels import GraphKernels, KernelSizes
 from onbeat.engine.torch.types import numpy_dtype
 from onbeat.engine.torch.weights import TorchWeights, load_weights
-from onbeat.engine.weights import Checkpoint
+from onbeat.engine.weights.checkpoint import Checkpoint
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 
 NUM_SLOTS = 64

@@ -11,7 +11,7 @@ import torch
 
 from onbeat.engine.input_batch import AttentionBatch
 from onbeat.engine.memory import KVCacheSpec
-from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig
 from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import ChunkRows, LayerSpec
 from onbeat.engine.torch.kv import allocate_kv

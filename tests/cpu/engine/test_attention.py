@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.memory import KVCacheSpec, num_blocks_in
-from onbeat.engine.model_config import KVHeads
+from onbeat.engine.model_config.architecture import KVHeads
 from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import ChunkRows
 from onbeat.engine.torch.kv import allocate_kv

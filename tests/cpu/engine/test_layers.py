@@ -13,7 +13,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from onbeat.engine.model_config import RopeConfig, inverse_frequencies, model_config_from_hf
+from onbeat.engine.model_config.architecture import RopeConfig
+from onbeat.engine.model_config.hf import model_config_from_hf
+from onbeat.engine.model_config.rope import inverse_frequencies
 from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import Norm
 from onbeat.engine.torch.weights import Rotation

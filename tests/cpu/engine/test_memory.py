@@ -20,9 +20,10 @@ from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.memory import Footprint, KVCacheSpec, most_tokens, short_memory_in_words
-from onbeat.engine.model_config import KVHeads, model_config_from_hf
+from onbeat.engine.model_config.architecture import KVHeads
+from onbeat.engine.model_config.hf import model_config_from_hf
 from onbeat.engine.native.library import NativeLibrary, load_library
-from onbeat.engine.weights import DummyCheckpoint
+from onbeat.engine.weights.dummy import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.model_spec import packaged_configs
 from onbeat.scheduler.replica.token_budget import settle

@@ -61,13 +61,12 @@ from transformers import (
 )
 
 from onbeat.engine.dtypes import BFLOAT16
-from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.model_config.families import FAMILIES as ARCHITECTURES
+from onbeat.engine.model_config.hf import model_config_from_hf
 from onbeat.engine.torch.types import torch_dtype
 from onbeat.engine.torch.weights import TorchWeights, load_weights
-from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.engine.weights.checkpoint import ALL_ROWS
-from onbeat.engine.weights.parameters import find_rows
+from onbeat.engine.weights.checkpoint import ALL_ROWS, Checkpoint
+from onbeat.engine.weights.parameters import find_rows, parameter_shapes
 from tests.cpu.engine.exact_models import compute_exactly
 from tests.cpu.engine.gemma4_models import GEMMA4, WINDOWED
 from tests.cpu.engine.stateful_models import STATEFUL

@@ -18,7 +18,7 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import open_checkpoint
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler

@@ -16,7 +16,7 @@ import torch
 
 from onbeat.core.request import Request, TokenLogprobs
 from onbeat.engine.messages import AddRequest, decode_to_engine, encode
-from onbeat.engine.weights import open_checkpoint
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer

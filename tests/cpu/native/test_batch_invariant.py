@@ -18,7 +18,8 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.engine_config import ActivationQuantization, EngineConfig
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.start import build_engine, prepare
-from onbeat.engine.weights import Checkpoint, open_checkpoint
+from onbeat.engine.weights.checkpoint import Checkpoint
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import MakeForward, on_native
 from tests.cpu.engine.step_driver import StepDriver

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.model_config.architecture import RopeConfig
+from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import DummyCheckpoint
+from onbeat.engine.weights.dummy import DummyCheckpoint
 from tests.cpu.engine.engines import in_halves
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.engine.step_driver import StepDriver

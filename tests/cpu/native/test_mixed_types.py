@@ -16,7 +16,8 @@ from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.native.layouts import NATURAL_LAYOUTS, PLAIN_LAYOUTS
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import Checkpoint, open_checkpoint
+from onbeat.engine.weights.checkpoint import Checkpoint
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_native, on_torch, pack
 from tests.cpu.engine.tiny_models import random_prompt

@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
-from onbeat.engine.model_config import ModelConfig, head_order, model_config_from_hf
+from onbeat.engine.model_config.architecture import ModelConfig
+from onbeat.engine.model_config.hf import model_config_from_hf
+from onbeat.engine.model_config.rope import head_order
 from onbeat.engine.native import packing
 from onbeat.engine.native.layouts import LOOKED_UP, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, Store
 from onbeat.engine.native.packing import ExpertWeights, GatedWeights, NativeWeights
 from onbeat.engine.torch.types import numpy_dtype
-from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
-from onbeat.engine.weights.checkpoint import ALL_ROWS
+from onbeat.engine.weights.checkpoint import ALL_ROWS, Checkpoint
+from onbeat.engine.weights.dummy import DummyCheckpoint
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.engine.weights.parameters import LAYER_NORMS
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import pack, rows_of

@@ -16,8 +16,8 @@ from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.input_batch import AttentionBatch, StepInputs
 from onbeat.engine.native.library import NativeLibrary
-from onbeat.engine.weights import Checkpoint, QuantizedRows, open_checkpoint
-from onbeat.engine.weights.checkpoint import ALL_ROWS
+from onbeat.engine.weights.checkpoint import ALL_ROWS, Checkpoint, QuantizedRows
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native

@@ -14,7 +14,7 @@ from onbeat.engine.device import CPU
 from onbeat.engine.draw import Floats
 from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import IntArray, StepInputs
-from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
 from tests.cpu.speculation.runs import Run, ScriptedProposer, fixed, make_request, ngram, run

@@ -14,7 +14,7 @@ import torch
 from onbeat.core.request import Request
 from onbeat.engine.engine_config import Quantization
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import open_checkpoint
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch

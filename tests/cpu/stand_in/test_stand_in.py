@@ -20,7 +20,7 @@ from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, Sche
 from onbeat.engine.backends.stand_in import StandInForward, StandInSampler
 from onbeat.engine.engine_config import EngineConfig, MemoryShare
 from onbeat.engine.llm import LLM
-from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.start import build_engine
 from onbeat.hub.resolve import find_stand_in

@@ -8,8 +8,9 @@ import pytest
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
-from onbeat.engine.model_config import model_config_from_hf
-from onbeat.engine.weights import DummyCheckpoint, parameter_shapes
+from onbeat.engine.model_config.hf import model_config_from_hf
+from onbeat.engine.weights.dummy import DummyCheckpoint
+from onbeat.engine.weights.parameters import parameter_shapes
 from onbeat.engine.weights.quantized import Settings, decoded
 from tests.cpu.weights.tiny_models import FAMILIES, parameters, tiny_model
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import open_checkpoint
 from onbeat.engine.weights.checkpoint import loading_remarks
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.gemma4_models import GEMMA4

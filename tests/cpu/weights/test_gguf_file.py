@@ -12,10 +12,10 @@ import pytest
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
-from onbeat.engine.model_config import model_config_from_hf
+from onbeat.engine.model_config.hf import model_config_from_hf
 from onbeat.engine.native.layouts import WeightLayouts
-from onbeat.engine.weights import open_checkpoint
 from onbeat.engine.weights.checkpoint import loading_remarks
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.weights.ggml_blocks import DECODERS
 from tests.cpu.weights.tiny_models import (

@@ -13,7 +13,7 @@ import torch
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import open_checkpoint
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine
 from tests.cpu.engine.forwards import on_native, on_torch

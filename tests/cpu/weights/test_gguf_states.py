@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import open_checkpoint
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine
 from tests.cpu.engine.forwards import on_native, on_torch

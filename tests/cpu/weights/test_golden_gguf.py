@@ -11,7 +11,7 @@ import torch
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import FLOAT32
-from onbeat.engine.weights import open_checkpoint
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.known import KNOWN_MODELS
 from onbeat.hub.resolve import resolve_model
 from tests.cpu.weights.tiny_models import head_dim

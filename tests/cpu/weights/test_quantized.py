@@ -21,9 +21,8 @@ from onbeat.engine.native import packing
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, Store
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import Checkpoint, open_checkpoint
-from onbeat.engine.weights.checkpoint import loading_remarks
-from onbeat.engine.weights.open import SafetensorsCheckpoint
+from onbeat.engine.weights.checkpoint import Checkpoint, loading_remarks
+from onbeat.engine.weights.open import SafetensorsCheckpoint, open_checkpoint
 from onbeat.engine.weights.quantized import Codes, Settings, Stored, gather
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch, pack, rows_of

@@ -15,8 +15,8 @@ from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.torch.types import numpy_dtype
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import Checkpoint, open_checkpoint
-from onbeat.engine.weights.checkpoint import loading_remarks
+from onbeat.engine.weights.checkpoint import Checkpoint, loading_remarks
+from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.tiny_models import random_prompt, to_array

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 import transformers
 
-from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.model_config.families import FAMILIES as ARCHITECTURES
-from onbeat.engine.weights import parameter_shapes
-from onbeat.engine.weights.parameters import find_rows
+from onbeat.engine.model_config.hf import model_config_from_hf
+from onbeat.engine.weights.parameters import find_rows, parameter_shapes
 
 COMMON: dict[str, Any] = dict(  # noqa: C408 -- as at the call
     vocab_size=96,

@@ -19,7 +19,7 @@ from onbeat.engine.executor import StepRunner
 from onbeat.engine.forward import Computes, ForwardPass
 from onbeat.engine.guided_draw import Guides
 from onbeat.engine.memory import USUAL_TOKENS, Footprint, free_for, modest_kv_bytes
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.pooling import OWN_POOLINGS
 from onbeat.engine.progress import Detail, OnProgress
@@ -27,8 +27,7 @@ from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.speculation.verifier import TokenSampler
 from onbeat.engine.step_time_spec import model_spec_of, precision_of
-from onbeat.engine.weights import Checkpoint
-from onbeat.engine.weights.checkpoint import loading_remarks
+from onbeat.engine.weights.checkpoint import Checkpoint, loading_remarks
 from onbeat.perfmodel.device_spec import find_device, known_device
 from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.models import StepTimeDescription, by_data_sheet

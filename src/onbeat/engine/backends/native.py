@@ -18,7 +18,7 @@ from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.packing import WeightPacker
 from onbeat.engine.native.structures import HEAD_MULTIPLE, NativeOptions
 from onbeat.engine.progress import Detail, OnProgress
-from onbeat.engine.weights import Checkpoint
+from onbeat.engine.weights.checkpoint import Checkpoint
 from onbeat.files import cache_dir
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 

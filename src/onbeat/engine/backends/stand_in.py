@@ -35,14 +35,14 @@ from onbeat.engine.guided_draw import hold_to_grammars
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.memory import num_blocks_in
-from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.random_stream import GOLDEN_GAMMA, mix, mix_words
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from onbeat.engine.sampling_row import TokenIds
 from onbeat.engine.speculation.verifier import TokenSampler
 from onbeat.engine.step_time_spec import model_spec_of, precision_of
-from onbeat.engine.weights import read_model_config
+from onbeat.engine.weights.open import read_model_config
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import KNOWN_MODELS
 from onbeat.perfmodel.device_spec import Parallelism, device_ids, find_device

@@ -14,8 +14,9 @@ from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig, own_settings
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
 from onbeat.engine.native.library import NotLoaded, load_library
-from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
-from onbeat.engine.weights.open import usual_form
+from onbeat.engine.weights.checkpoint import Checkpoint
+from onbeat.engine.weights.dummy import DummyCheckpoint
+from onbeat.engine.weights.open import open_checkpoint, read_model_config, usual_form
 
 
 def open_weights(config: EngineConfig) -> Checkpoint:

@@ -27,13 +27,14 @@ from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch, StepInputs
 from onbeat.engine.memory import Footprint, KVCacheSpec, flag_size
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.torch.forward import TorchForward
 from onbeat.engine.torch.kernels import ChunkBackend, GraphKernels, KernelSizes
 from onbeat.engine.torch.types import FP8, torch_device, torch_dtype
 from onbeat.engine.torch.weights import TorchWeights, in_layers, load_weights
-from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.engine.weights.checkpoint import Checkpoint
+from onbeat.engine.weights.parameters import parameter_shapes
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 HEAD_DIMS = (64, 128, 256)

@@ -22,7 +22,7 @@ from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.cuda.triton_ops import list_blocks
 from onbeat.engine.forward import Mark
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.torch import kernels
 from onbeat.engine.torch.kv import LayerKVCache
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onbeat.engine.model_config import Activation
+from onbeat.engine.model_config.architecture import Activation
 from onbeat.engine.torch.kernels import DecodeRows, LayerSpec, Norm, StepTensors
 from onbeat.engine.torch.kv import LayerKVCache
 from onbeat.engine.torch.types import Fp8Matrix
@@ -45,9 +45,7 @@ def add_norm(x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tenso
     )
 
 
-def rope_store(
-    qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
-) -> None:
+def rope_store(qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor) -> None:
     """Rotate and store; see `Kernels.rope_store`."""
     num_heads = layer.num_heads + 2 * layer.num_kv_heads
     head_dim, norm = layer.head_dim, layer.query_norm

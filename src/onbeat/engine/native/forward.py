@@ -18,7 +18,7 @@ from onbeat.engine.device import CPU
 from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.native.library import ERROR_BYTES, CallStatus, NativeLibrary, StepStructure, address
 from onbeat.engine.native.packing import NativeWeights
 from onbeat.engine.native.structures import EngineStructures, NativeOptions

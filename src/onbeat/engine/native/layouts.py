@@ -12,8 +12,8 @@ import numpy as np
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
 from onbeat.engine.native.library import MatrixLayout, Store
-from onbeat.engine.weights import Checkpoint, QuantizedRows, parameter_shapes
-from onbeat.engine.weights.parameters import inner_parts, projections
+from onbeat.engine.weights.checkpoint import Checkpoint, QuantizedRows
+from onbeat.engine.weights.parameters import inner_parts, parameter_shapes, projections
 
 PLAIN_LAYOUTS: Mapping[np.dtype[Any], MatrixLayout] = {
     FLOAT32: MatrixLayout(Store.F32),

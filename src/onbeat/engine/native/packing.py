@@ -16,11 +16,18 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
-from onbeat.engine.model_config import head_order
+from onbeat.engine.model_config.rope import head_order
 from onbeat.engine.native.layouts import LAYER_PROJECTION, LAYER_TABLE, LOOKED_UP, OWN_INPUT, WeightLayouts
 from onbeat.engine.native.library import MatrixLayout, NativeLibrary, PackedMatrix, Source, Store
-from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.engine.weights.parameters import BESIDE_NORMS, LAYER_NORMS, inner_parts, projections, row_order
+from onbeat.engine.weights.checkpoint import Checkpoint
+from onbeat.engine.weights.parameters import (
+    BESIDE_NORMS,
+    LAYER_NORMS,
+    inner_parts,
+    parameter_shapes,
+    projections,
+    row_order,
+)
 
 FloatArray = NDArray[np.float32]
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from onbeat.engine.engine_config import ActivationQuantization
-from onbeat.engine.model_config import ModelConfig, inverse_frequencies
+from onbeat.engine.model_config.architecture import ModelConfig
+from onbeat.engine.model_config.rope import inverse_frequencies
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
 from onbeat.engine.native.library import (
     ACTIVATION_QUANTIZATIONS,

@@ -28,13 +28,13 @@ from onbeat.engine.backends.table import choose_backend, open_weights
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
 from onbeat.engine.speculation.same_tokenizer import check_same_tokenizer
-from onbeat.engine.weights import parameter_shapes
+from onbeat.engine.weights.parameters import parameter_shapes
 from onbeat.hub.resolve import resolve_model
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.speculative_config import TRAINED, SpeculativeConfig

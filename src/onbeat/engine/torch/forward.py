@@ -23,7 +23,7 @@ from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.memory import KVCacheSpec
-from onbeat.engine.model_config import Activation
+from onbeat.engine.model_config.architecture import Activation
 from onbeat.engine.sampler import BestTokens
 from onbeat.engine.torch import layer as torch_layer
 from onbeat.engine.torch.kernels import BestBuffers, ChunkRows, Int32Array, LayerSpec, Norm, StepTensors

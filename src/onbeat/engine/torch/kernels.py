@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onbeat.engine.input_batch import AttentionBatch, IntArray
-from onbeat.engine.model_config import Activation, ModelConfig
+from onbeat.engine.model_config.architecture import Activation, ModelConfig
 from onbeat.engine.torch.kv import LayerKVCache
 from onbeat.engine.torch.types import Fp8Matrix, Matrix
 

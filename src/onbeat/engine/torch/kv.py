@@ -19,7 +19,7 @@ from torch import Tensor
 from onbeat.core.errors import ConfigError
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.memory import KVCacheSpec
-from onbeat.engine.model_config import KVHeads
+from onbeat.engine.model_config.architecture import KVHeads
 from onbeat.engine.torch.types import FP8, torch_dtype
 
 _SCRUBBED_TOGETHER = 256

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from onbeat.engine.input_batch import AttentionBatch, IntArray
-from onbeat.engine.model_config import LinearAttention, ModelConfig
+from onbeat.engine.model_config.architecture import LinearAttention, ModelConfig
 from onbeat.engine.torch.kernels import Kernels, Norm
 from onbeat.engine.torch.kv import allocate_zeroed
 

@@ -21,19 +21,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from onbeat.engine import model_config as configs
 from onbeat.engine.device import wait_for
+from onbeat.engine.model_config.architecture import Activation, Experts, ModelConfig, RopeConfig
+from onbeat.engine.model_config.rope import head_order, inverse_frequencies
 from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm
 from onbeat.engine.torch.linear_attention import DeltaRule
 from onbeat.engine.torch.types import Fp8Matrix, Matrix, device_of, numpy_dtype, to_tensor
-from onbeat.engine.weights import Checkpoint, DummyCheckpoint, parameter_shapes
-from onbeat.engine.weights.parameters import BESIDE_NORMS, LAYER_NORMS, inner_parts, projections, row_order
+from onbeat.engine.weights.checkpoint import Checkpoint
+from onbeat.engine.weights.dummy import DummyCheckpoint
+from onbeat.engine.weights.parameters import (
+    BESIDE_NORMS,
+    LAYER_NORMS,
+    inner_parts,
+    parameter_shapes,
+    projections,
+    row_order,
+)
 
 
 class Means(NamedTuple):
     """What computes a feed-forward."""
 
-    activation: configs.Activation
+    activation: Activation
     kernels: Kernels
     multiply: Multiply
 
@@ -63,7 +72,7 @@ class SparseFeedForward(NamedTuple):
 
     router_ED: Tensor
     experts: Sequence[FeedForward]
-    sizes: configs.Experts
+    sizes: Experts
     router_bias_E: Tensor | None = None
     shared: tuple[FeedForward, Tensor] | None = None
     """The expert that every token passes, and what projects a token to its gate, [1, D]."""
@@ -211,7 +220,7 @@ class Layer(NamedTuple):
 class TorchWeights:
     """All of a model."""
 
-    config: configs.ModelConfig
+    config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     embedding_VD: Tensor
@@ -387,7 +396,7 @@ class _Loader:
             return self._dense(prefix)
         return self._sparse(prefix, experts)
 
-    def _sparse(self, prefix: str, experts: configs.Experts) -> SparseFeedForward:
+    def _sparse(self, prefix: str, experts: Experts) -> SparseFeedForward:
         has_bias = experts.has_bias
         parts = [self._dense(f"{prefix}.experts.{number}") for number in range(experts.num_experts)]
         router_bias_E = self._joined(f"{prefix}.gate.bias") if has_bias else None
@@ -458,10 +467,10 @@ class Rotation(NamedTuple):
     """From the family's order of a head's numbers to this; None where it is the same."""
 
     @classmethod
-    def of(cls, rope: configs.RopeConfig, head_dim: int, device: torch.device) -> Rotation:
-        frequencies_P = torch.from_numpy(configs.inverse_frequencies(rope, head_dim))
+    def of(cls, rope: RopeConfig, head_dim: int, device: torch.device) -> Rotation:
+        frequencies_P = torch.from_numpy(inverse_frequencies(rope, head_dim))
         turned, still = len(frequencies_P), head_dim // 2 - len(frequencies_P)
-        own_H = configs.head_order(rope, head_dim)
+        own_H = head_order(rope, head_dim)
         places_H = torch.arange(head_dim) if own_H is None else torch.from_numpy(own_H)
         first, second, rest = places_H.split((turned, turned, 2 * still))
         order_H = torch.cat((first, rest[:still], second, rest[still:]))

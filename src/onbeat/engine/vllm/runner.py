@@ -27,7 +27,7 @@ from onbeat.engine.device import DeviceConfig
 from onbeat.engine.executor import DoneStep, PendingStep
 from onbeat.engine.forward import Computes, RowProducts
 from onbeat.engine.input_batch import IntArray
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.pooling import Embeddings
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.vllm.faults import failures_end_the_engine, worker_died

@@ -20,8 +20,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.request import Adapter, Request, SamplingParams
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.model_config.architecture import NO_ROPE, Experts
+from onbeat.engine.model_config.architecture import NO_ROPE, Experts, ModelConfig
 from onbeat.engine.vllm.faults import Made, Workers, reason, with_cure
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import DEFAULT_BLOCK_SIZE

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.weights.parameters import Shape, StoredRows, find_rows, parameter_shapes, shapes_of
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.weights.checkpoint import ALL_ROWS, Checkpoint, QuantizedRows
 from onbeat.engine.weights.quantized import decoded, random_blocks
 

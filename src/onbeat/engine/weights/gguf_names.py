@@ -10,7 +10,7 @@ from typing import Any
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from numpy.typing import NDArray
 
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_config.families import FAMILIES, GgufRules
 from onbeat.engine.weights.parameters import PARTS
 

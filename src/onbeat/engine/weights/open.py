@@ -25,8 +25,10 @@ from safetensors import SafetensorError, safe_open
 
 from onbeat.core.errors import ModelLoadError, NeedsVllm
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
-from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_config.families import FAMILIES
+from onbeat.engine.model_config.gguf import RopeFactors, model_config_from_gguf
+from onbeat.engine.model_config.hf import model_config_from_hf
 from onbeat.engine.model_config.values import Values
 from onbeat.engine.pooling import hf_pooling
 from onbeat.engine.weights.checkpoint import ALL_ROWS, Checkpoint, QuantizedRows

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config import ModelConfig, NormPlaces
+from onbeat.engine.model_config.architecture import ModelConfig, NormPlaces
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig
 from onbeat.engine.torch.kernels import KernelSizes
 
 

@@ -19,8 +19,8 @@ from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import Device, DeviceConfig
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.model_config import Experts, ModelConfig, RopeConfig
-from onbeat.engine.weights import DummyCheckpoint
+from onbeat.engine.model_config.architecture import Experts, ModelConfig, RopeConfig
+from onbeat.engine.weights.dummy import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.device_spec import known_device
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET

@@ -18,7 +18,7 @@ from onbeat.engine.cuda.state import DeviceState
 from onbeat.engine.cuda.stream import CpuStream
 from onbeat.engine.forward import Mark
 from onbeat.engine.memory import KVCacheSpec
-from onbeat.engine.model_config import KVHeads
+from onbeat.engine.model_config.architecture import KVHeads
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.torch.kv import scrub
 from tests.cpu.engine.cuda.test_overlap import (

@@ -17,7 +17,7 @@ from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey, graph_sizes, piece_sizes, verify_sizes
 from onbeat.engine.cuda.state import TableMirror
 from onbeat.engine.input_batch import AttentionBatch
-from onbeat.engine.model_config import Activation
+from onbeat.engine.model_config.architecture import Activation
 from onbeat.engine.torch.kernels import ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.torch.layer import widest_heads
 from onbeat.engine.torch.weights import load_weights

@@ -23,7 +23,7 @@ from onbeat.engine.torch.kv import LayerKVCache, allocate_kv, scrub
 from onbeat.engine.torch.layer import multiply_by
 from onbeat.engine.torch.types import Fp8Matrix, Matrix, stored
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import DummyCheckpoint
+from onbeat.engine.weights.dummy import DummyCheckpoint
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes

@@ -20,7 +20,7 @@ from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.torch.weights import load_weights
-from onbeat.engine.weights import DummyCheckpoint
+from onbeat.engine.weights.dummy import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import DraftLength, SchedulerConfig, SpeculationConfig
 from tests.cpu.engine.cuda.test_backend import MODEL as TINY

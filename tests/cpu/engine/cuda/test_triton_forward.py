@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed: make test-triton"
 
 from onbeat.engine.cuda import triton_draw, triton_ops
 from onbeat.engine.cuda.fast import FastKernels
-from onbeat.engine.model_config import Activation
+from onbeat.engine.model_config.architecture import Activation
 from onbeat.engine.torch.kernels import BestBuffers, DrawParams, LayerSpec, Norm, StepTensors
 from onbeat.engine.torch.kv import LayerKVCache
 from onbeat.engine.torch.weights import load_weights

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from onbeat.engine.model_config import Activation
+from onbeat.engine.model_config.architecture import Activation
 from onbeat.engine.torch.kernels import DecodeRows, LayerSpec, Norm, StepTensors
 from onbeat.engine.torch.kv import LayerKVCache
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
