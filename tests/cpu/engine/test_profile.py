@@ -36,11 +36,11 @@ from onbeat.engine.profiling.batches import (
 )
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.profiling.profiler import (
-    Campaign,
     ProfileSettings,
     cpu_limits,
     gpu_limits,
     limits_of,
+    measure_in_rounds,
     profile_model,
 )
 from onbeat.engine.start import prepare
@@ -230,11 +230,11 @@ def test_a_campaign_takes_medians_and_stops_in_time():
         return 5.0 if runs[context] == 1 else context * 1e-3  # the first run of each is disturbed
 
     shares: list[float] = []
-    steps = Campaign(seconds=60.0, max_rounds=5).measure(run, batches, shares.append)
+    steps = measure_in_rounds(run, batches, 60.0, shares.append, max_rounds=5)
     assert [step.seconds for step in steps if step] == pytest.approx([0.010, 0.020, 0.030])
     assert shares == sorted(shares)
     assert 0 <= shares[0] <= shares[-1] <= 1
-    assert Campaign(seconds=0.0).measure(run, batches) == [None, None, None]
+    assert measure_in_rounds(run, batches, 0.0) == [None, None, None]
 
 
 def test_a_fit_finds_the_law_behind_the_steps():

@@ -132,11 +132,11 @@ def test_as_many_drafts_are_timed_as_states_have_room_for(
 ) -> None:
     seen: list[MeasuredBatch] = []
 
-    def measure(_: Any, __: Any, batches: list[MeasuredBatch], ___: Any) -> list[None]:
+    def measure(_: Any, batches: list[MeasuredBatch], *__: Any) -> list[None]:
         seen.extend(batches)
         return [None] * len(batches)
 
-    monkeypatch.setattr(profiler.Campaign, "measure", measure)
+    monkeypatch.setattr(profiler, "measure_in_rounds", measure)
     loaded = prepare(config(tmp_path, speculative=drafts(most) if most else None)).load(lambda _: None)
     with pytest.raises(ConfigError, match="only 0 batches"):
         profiler.profile_model(loaded, profiler.QUICK)

@@ -81,7 +81,7 @@ class ProfileResult:
     fitted_steps: Sequence[MeasuredStep]
     held_back: Sequence[MeasuredStep]
     runs_per_batch: float
-    """Mean; under `campaign.MIN_RUNS` the medians still follow disturbances."""
+    """Mean; under `MIN_RUNS` the medians still follow disturbances."""
 
 
 def profile_model(
@@ -176,7 +176,7 @@ def _measure(
     batches |= to_test
     timer = StepTimer(loaded.runner, num_blocks=num_blocks_for([*batches], loaded.limits.block_size))
     try:
-        steps = Campaign(settings.seconds).measure(timer.time, [*batches], on_run)
+        steps = measure_in_rounds(timer.time, [*batches], settings.seconds, on_run)
     finally:
         timer.close()
     fitted_steps = [step for step in steps[:num_to_fit] if step is not None]
@@ -187,9 +187,18 @@ def _measure(
 _SAID_LIMITS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
 
 
-@dataclass(frozen=True, slots=True)
-class Campaign:
-    """How long to measure.
+def measure_in_rounds(
+    run: Callable[[MeasuredBatch], float],
+    batches: Sequence[MeasuredBatch],
+    seconds: float,
+    on_run: OnRun = lambda _: None,
+    *,
+    max_rounds: int = 15,
+) -> list[MeasuredStep | None]:
+    """Return the median time of each batch, in their order; None where the time did not suffice.
+
+    Every round goes through the batches in another order, so that neither the batch before nor a slow minute
+    of the machine is always the same batch's lot.
 
     Parameters
     ----------
@@ -197,40 +206,19 @@ class Campaign:
         left out.
     max_rounds : runs of each batch at most.
     """
-
-    seconds: float
-    max_rounds: int = 15
-
-    def measure(
-        self,
-        run: Callable[[MeasuredBatch], float],
-        batches: Sequence[MeasuredBatch],
-        on_run: OnRun = lambda _: None,
-    ) -> list[MeasuredStep | None]:
-        """Return the median time of each batch, in their order; None where the time did not suffice.
-
-        Every round goes through the batches in another order, so that neither the batch before nor a slow
-        minute of the machine is always the same batch's lot.
-        """
-        rng = np.random.default_rng(0)
-        times: list[list[float]] = [[] for _ in batches]
-        start = time.perf_counter()
-        fair_share = self.seconds / max(len(batches), 1)
-        for round_index in range(self.max_rounds):
-            for index in rng.permutation(len(batches)).tolist():
-                if round_index >= MIN_RUNS and sum(times[index]) > _COSTLY_SHARE * fair_share:
-                    continue
-                elapsed = time.perf_counter() - start
-                if elapsed >= self.seconds:
-                    return _medians(batches, times)
-                times[index].append(run(batches[index]))
-                by_time = elapsed / self.seconds
-                by_rounds = round_index / self.max_rounds
-                on_run(min(max(by_time, by_rounds), 1.0))
-        return _medians(batches, times)
-
-
-def _medians(batches: Sequence[MeasuredBatch], times: list[list[float]]) -> list[MeasuredStep | None]:
+    rng = np.random.default_rng(0)
+    times: list[list[float]] = [[] for _ in batches]
+    start = time.perf_counter()
+    most_seconds = _COSTLY_SHARE * seconds / max(len(batches), 1)
+    turns = ((turn, index) for turn in range(max_rounds) for index in rng.permutation(len(batches)).tolist())
+    for turn, index in turns:
+        if turn >= MIN_RUNS and sum(times[index]) > most_seconds:
+            continue
+        elapsed = time.perf_counter() - start
+        if elapsed >= seconds:
+            break
+        times[index].append(run(batches[index]))
+        on_run(min(max(elapsed / seconds, turn / max_rounds), 1.0))
     return [
         MeasuredStep(batch.shape, median(runs)) if runs else None
         for batch, runs in zip(batches, times, strict=True)
