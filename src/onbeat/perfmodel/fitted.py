@@ -7,7 +7,7 @@ fits the steps of a running engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated
 
@@ -290,15 +290,6 @@ _LOG_LIMIT = float(np.log(30.0))
 class FitTarget(ModelOnDevices):
     """What is fitted."""
 
-    def fit(self, steps: Sequence[MeasuredStep], method: str) -> FittedModel:
-        """Fit one method; its errors are of cross-validation.
-
-        Raises
-        ------
-        ConfigError : too few distinct batches.
-        """
-        return fit([step.shape for step in steps], [step.seconds for step in steps], self, method=method)
-
     def predict(self, fitted: FittedModel, steps: Sequence[MeasuredStep]) -> NDArray[np.float64]:
         """Return the predicted seconds of some steps."""
         form = make_form(fitted.method, self)
@@ -374,33 +365,20 @@ class FittedModel:
     shape_range: ShapeRange
 
 
-def fit(
-    shapes: Iterable[BatchShape], seconds: Sequence[float], target: FitTarget, *, method: str = "roofline"
-) -> FittedModel:
-    """Fit a step-time model to measured steps.
+def fit(steps: Sequence[MeasuredStep], target: FitTarget | None, method: str) -> FittedModel:
+    """Fit a step-time model to measured steps; its errors are of cross-validation.
 
     Parameters
     ----------
-    shapes : the batches, at least `MIN_DISTINCT_SHAPES` distinct ones; repeats of one are welcome.
-    seconds : their measured times.
-    method : `roofline` calibrates the few parameters of the roofline; `nnls` needs neither model nor device.
+    steps : at least `MIN_DISTINCT_SHAPES` distinct batches; repeats of one are welcome.
+    method : `roofline` calibrates the few parameters of the roofline; `nnls` needs no target.
 
     Raises
     ------
-    ConfigError : a time that is not positive and finite, too few shapes, or an unknown method.
+    ConfigError : too few shapes, or an unknown method.
     """
-    return fit_form(make_form(method, target), method, shapes, seconds)
-
-
-def fit_form(form: Form, method: str, shapes: Iterable[BatchShape], seconds: Sequence[float]) -> FittedModel:
-    """Fit a formula to measured steps; see `fit`.
-
-    Parameters
-    ----------
-    method : the formula's name, one of `FIT_METHODS`.
-    """
-    shapes = list(shapes)
-    times = np.asarray(seconds, dtype=np.float64)
+    form = make_form(method, target)
+    shapes, times = [step.shape for step in steps], np.array([step.seconds for step in steps])
     matrix = shape_matrix(shapes)
     predicted = _held_back_predictions(form, matrix, times)
     return FittedModel(
@@ -460,7 +438,7 @@ def fit_best(
     ------
     ConfigError : too few distinct batches.
     """
-    best = min((target.fit(steps, method) for method in FIT_METHODS), key=lambda fitted: fitted.errors.mean)
+    best = min((fit(steps, target, method) for method in FIT_METHODS), key=lambda fitted: fitted.errors.mean)
     if not held_back:
         return best
     errors = FitErrors.of(target.predict(best, held_back), [step.seconds for step in held_back])

@@ -25,7 +25,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel import profile as profiles
 from onbeat.perfmodel.device_spec import Parallelism, known_device
-from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FittedModel, NNLSForm, fit_form
+from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FittedModel, fit
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import MeasuredDescription
 from onbeat.perfmodel.precision import precision_by_weights
@@ -205,12 +205,11 @@ def predictor(known: FittedModel | None) -> Predictor:
 
 def _fit(steps: Sequence[MeasuredStep], what: str) -> FittedModel:
     """Return a model of measured steps that needs to know neither model nor device."""
-    shapes = [step.shape for step in steps]
-    if not steps or len(np.unique(shape_matrix(shapes), axis=0)) < MIN_DISTINCT_SHAPES:
+    if not steps or len(np.unique(shape_matrix(step.shape for step in steps), axis=0)) < MIN_DISTINCT_SHAPES:
         raise ConfigError(
             f"{what} has fewer than {MIN_DISTINCT_SHAPES} steps that differ; measure more of them"
         )
-    return fit_form(NNLSForm(), "nnls", shapes, [step.seconds for step in steps])
+    return fit(steps, None, "nnls")
 
 
 def _guessed_seconds(shape: BatchShape) -> float:

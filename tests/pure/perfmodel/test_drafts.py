@@ -16,7 +16,7 @@ from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, NNLSForm, fit, make_form
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.shapes import draft_pairs, draft_pairs_of, shape_matrix
+from onbeat.perfmodel.shapes import MeasuredStep, draft_pairs, draft_pairs_of, shape_matrix
 from onbeat.perfmodel.utilisation import StepOperations
 from tests.examples import examples
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches, rows, verified, verifies, with_verified
@@ -34,16 +34,9 @@ DISTSERVE = DistServeCoefficients((0.02, 1e-4, 1e-8), (0.03, 1e-6, 1e-4), (0.01,
 
 def fitted_here(shapes: list[BatchShape], truth: Seconds, method: str) -> Seconds:
     parallelism, precision = Parallelism(), Precision()
-    fitted = fit(
-        shapes,
-        [truth(shape) for shape in shapes],
-        FitTarget(model=LLAMA_8B, device=H100, parallelism=parallelism, precision=precision),
-        method=method,
-    )
-    form = make_form(
-        method, FitTarget(model=LLAMA_8B, device=H100, parallelism=parallelism, precision=precision)
-    )
-    return form.closure(fitted.parameters)
+    target = FitTarget(model=LLAMA_8B, device=H100, parallelism=parallelism, precision=precision)
+    fitted = fit([MeasuredStep(shape, truth(shape)) for shape in shapes], target, method)
+    return make_form(method, target).closure(fitted.parameters)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import fitted_predictor
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import RooflineParameters
-from onbeat.perfmodel.shapes import shape_matrix
+from onbeat.perfmodel.shapes import MeasuredStep, shape_matrix
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches
 from tests.pure.perfmodel.targets import make_roofline
 
@@ -36,12 +36,8 @@ SINGLE, BF16 = Parallelism(), Precision()
 
 
 def fit_here(shapes: list[BatchShape], seconds: list[float], method: str = "roofline") -> FittedModel:
-    return fit(
-        shapes,
-        seconds,
-        FitTarget(model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16),
-        method=method,
-    )
+    target = FitTarget(model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16)
+    return fit([MeasuredStep(*pair) for pair in zip(shapes, seconds, strict=True)], target, method)
 
 
 def linear(shape: BatchShape) -> float:
@@ -83,16 +79,11 @@ def test_the_roofline_finds_its_own_parameters_again(tensor: int) -> None:
         MODEL, DEVICE, parallelism=parallelism, precision=BF16, parameters=RooflineParameters(**moved)
     )
     shapes = mixed_batches(60, seed=5)
-    fitted = fit(
-        shapes,
-        [truth(shape) for shape in shapes],
-        FitTarget(model=MODEL, device=DEVICE, parallelism=parallelism, precision=BF16),
-    )
+    target = FitTarget(model=MODEL, device=DEVICE, parallelism=parallelism, precision=BF16)
+    fitted = fit([MeasuredStep(shape, truth(shape)) for shape in shapes], target, "roofline")
     assert fitted.errors.p50 < 0.01
     assert fitted.errors.p90 < 0.03
-    form = make_form(
-        "roofline", FitTarget(model=MODEL, device=DEVICE, parallelism=parallelism, precision=BF16)
-    )
+    form = make_form("roofline", target)
     closure = form.closure(fitted.parameters)
     unseen = mixed_batches(40, seed=6)
     assert FitErrors.of([closure(s) for s in unseen], [truth(s) for s in unseen]).p90 < 0.03

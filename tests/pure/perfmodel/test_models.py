@@ -35,12 +35,9 @@ def slow_machine(shape: BatchShape, precision: Precision = BF16) -> float:
 
 def write_fitted(path: Path, precision: Precision = BF16) -> None:
     shapes = mixed_batches(40, seed=21)
-    seconds = [slow_machine(shape, precision) for shape in shapes]
-    fitted = fit(
-        shapes,
-        seconds,
-        FitTarget(model=MODEL, device=limited_device(DEVICE, LIMITS), precision=precision),
-    )
+    target = FitTarget(model=MODEL, device=limited_device(DEVICE, LIMITS), precision=precision)
+    steps = [MeasuredStep(shape, slow_machine(shape, precision)) for shape in shapes]
+    fitted = fit(steps, target, "roofline")
     profile = Profile(
         key=ProfileKey(
             model=MODEL.name,
@@ -51,7 +48,7 @@ def write_fitted(path: Path, precision: Precision = BF16) -> None:
         ),
         onbeat_version="0.1.0",
         created="2026-01-02T03:04:05+00:00",
-        steps=[MeasuredStep(shape, time) for shape, time in zip(shapes, seconds, strict=True)],
+        steps=steps,
         fitted=fitted,
         limits=LIMITS,
     )

@@ -18,6 +18,7 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import SpeculativeDescription, StepTimeDescription, description_from_json
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor, ResidualModel
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.speculative import SpeculativeStepTime, draft_pass
 from onbeat.perfmodel.utilisation import SpeculativeOperations, StepOperations
 from tests.examples import examples
@@ -163,12 +164,8 @@ def describe(method: str | None) -> StepTimeDescription:
     if method is not None:
         roofline = make_roofline(LLAMA_8B, H100)
         shapes = mixed_batches(40, seed=3, with_drafts=True)
-        fitted = fit(
-            shapes,
-            [1.2 * roofline(shape) for shape in shapes],
-            FitTarget(model=LLAMA_8B, device=H100),
-            method=method,
-        )
+        steps = [MeasuredStep(shape, 1.2 * roofline(shape)) for shape in shapes]
+        fitted = fit(steps, FitTarget(model=LLAMA_8B, device=H100), method)
     return StepTimeDescription(
         model=LLAMA_8B, device=H100, parallelism=Parallelism(), precision=Precision(), fitted=fitted
     )

@@ -47,13 +47,12 @@ def describe(kind: str) -> StepTimeDescription:
     device = cpu_device(memory_bandwidth=2e10, peak_flops={"fp32": 1e11})
     fitted = None
     if kind != "bare":
-        seconds = [0.01 + 1e-3 * shape.num_new_tokens + 1e-4 * shape.num_decodes for shape in SHAPES]
-        fitted = fit(
-            SHAPES,
-            seconds,
-            FitTarget(model=MODEL, device=device, parallelism=Parallelism(), precision=FP32),
-            method=kind,
-        )
+        steps = [
+            MeasuredStep(shape, 0.01 + 1e-3 * shape.num_new_tokens + 1e-4 * shape.num_decodes)
+            for shape in SHAPES
+        ]
+        target = FitTarget(model=MODEL, device=device, parallelism=Parallelism(), precision=FP32)
+        fitted = fit(steps, target, kind)
     return StepTimeDescription(
         model=MODEL, device=device, parallelism=Parallelism(), precision=FP32, fitted=fitted
     )
