@@ -72,8 +72,6 @@ class Translator:
     def __init__(self, surface: VllmExecutor) -> None:
         self._surface = surface
         self.told: dict[str, Told] = {}
-        self.guides: guided_draw.Guides | None = None
-        """Where guides of grammars come from; None: none is enforced."""
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
         self._last: Set[str] = set()
@@ -83,8 +81,13 @@ class Translator:
         self._free_slots = list(range(surface.num_slots))
         """Of state; none where there is none."""
 
-    def change(self, scheduled: SchedulerOutput) -> None:
-        """Forget the requests that left, and take in those that came."""
+    def change(self, scheduled: SchedulerOutput, guides: guided_draw.Guides | None = None) -> None:
+        """Forget the requests that left, and take in those that came.
+
+        Parameters
+        ----------
+        guides : where guides of grammars come from; None: none is enforced.
+        """
         preempted = set(scheduled.preempted_ids).difference(scheduled.forgotten_ids)
         for name in preempted:
             self.told[name].is_back = True
@@ -94,7 +97,7 @@ class Translator:
             if name not in preempted and (told := self.told.pop(name, None)) is not None:
                 self._leave(told)
         for admitted in scheduled.admitted:
-            self._admit(admitted)
+            self._admit(admitted, guides)
 
     def step(self, scheduled: SchedulerOutput) -> Any:
         """Return vLLM's `SchedulerOutput`; requests have been changed before."""
@@ -165,10 +168,10 @@ class Translator:
             self._free_slots.append(told.slot)
             told.slot = None
 
-    def _admit(self, admitted: AdmittedRequest) -> None:
+    def _admit(self, admitted: AdmittedRequest, guides: guided_draw.Guides | None) -> None:
         request, outputs = admitted.request, list(admitted.output_token_ids)
         row = SamplingRow(request.sampling, request.prompt_token_ids, outputs)
-        guided_draw.begin_guide(row, self.guides)
+        guided_draw.begin_guide(row, guides)
         told = self.told.get(request.request_id)
         if told is None:
             told = self.told[request.request_id] = Told(request, row, [], 0)
@@ -203,15 +206,8 @@ class VllmRunner:
         """Of what is told: one thread launches steps, another takes their tokens."""
         self._last: _LaunchedStep | None = None
         self.adapters: set[int] = set()
-
-    @property
-    def guides(self) -> guided_draw.Guides | None:
+        self.guides: guided_draw.Guides | None = None
         """Where guides of grammars come from; set by whoever builds the engine. None: none is enforced."""
-        return self._translator.guides
-
-    @guides.setter
-    def guides(self, guides: guided_draw.Guides | None) -> None:
-        self._translator.guides = guides
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Run one step, or queue it behind the one under way."""
@@ -219,7 +215,7 @@ class VllmRunner:
             if self.surface.num_drafts and self._last is not None:
                 self._last.result()  # which the workers have not kept: tokens, and drafts to verify
             with self._lock:
-                self._translator.change(scheduled)
+                self._translator.change(scheduled, self.guides)
                 step = self._translator.step(scheduled)
                 told = [self._translator.told[row.request_id] for row in scheduled.rows]
             is_empty = not scheduled.rows and not step.finished_req_ids
