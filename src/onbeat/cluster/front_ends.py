@@ -24,6 +24,8 @@ SILENT_SECONDS = 10.0
 """A front end that says nothing for so long is killed: it speaks every second."""
 LOOK_SECONDS = 0.5
 _PLACE = "front-end-"
+_NEXT = "next-front-end"
+"""The place of who is about to take one, while front ends are replaced."""
 MOST_FAILED_STARTS = 3
 """Front ends that ended before they served, one after another: the next would end as well."""
 
@@ -59,6 +61,8 @@ class FrontEnds:
         self._number, self._make, self._roster = number, make, roster
         found = {place: roster.find(f"{_PLACE}{place}") for place in range(number)}
         self._left = {place: left for place, left in found.items() if left is not None}
+        self._begins_again = bool(roster.places(_NEXT))
+        roster.kill(_NEXT)
         self.have_told = asyncio.Event()
         self._untold = {left.name for left in self._left.values()}
         self.on_told("")
@@ -103,6 +107,9 @@ class FrontEnds:
             else:
                 self._put(place, self._watch(place, _FrontEnd(left.name, left, time.monotonic())))
                 self.on_serving(left.name)  # if it does not, it ends by itself, or is silent
+        if self._begins_again:
+            logger.warning("front ends were being replaced as the keeper ended: all of them are, again")
+            self.roll()
         pauses = OwnPauses(2 * LOOK_SECONDS)
         while not self._is_ending:
             with suppress(TimeoutError):
@@ -144,11 +151,13 @@ class FrontEnds:
         code = ended.process.exitcode
         ended.process.close()
         ended.ended.set()
+        has_served = ended.serves.is_set()
+        ended.serves.set()  # nobody is to wait for it any more
         self.on_told(ended.name)
         del self._by_name[ended.name]
         if self._is_ending or ended.is_told or self._places.get(place) is not ended:
             return
-        if not ended.serves.is_set():
+        if not has_served:
             self._num_failed += 1
         if self._num_failed >= MOST_FAILED_STARTS:
             self._failed.set()
@@ -160,26 +169,28 @@ class FrontEnds:
         """Begin to replace front ends one by one, each once its successor serves; one round at a time."""
         if self._rolling is None or self._rolling.done():
             self._rolling = asyncio.create_task(self._roll(), name="onbeat-rolling-front-ends")
+        else:
+            logger.warning("front ends are being replaced already; send SIGHUP again once all are")
 
     async def _roll(self) -> None:
         for place in range(self._number):
             if self._is_ending:
                 return
             new = self._start(place)
-            serves, ends = (asyncio.create_task(each.wait()) for each in (new.serves, new.ended))
-            await asyncio.wait((serves, ends), return_when=asyncio.FIRST_COMPLETED)
-            for each in (serves, ends):
-                each.cancel()
+            self._roster.enter(_NEXT, new.process.pid, new.name)
+            await new.serves.wait()
             if new.ended.is_set():
                 logger.error("%s has ended before it served: the others are not replaced", new.name)
-                return
+                break
             old = self._places[place]
             logger.info("%s takes the place of %s", new.name, old.name)
             self._put(place, new)
+            self._roster.enter(_NEXT, None, "nobody")
             old.is_told = True
             if not old.ended.is_set() and old.process.pid is not None:
                 os.kill(old.process.pid, signal.SIGHUP)
             await old.ended.wait()
+        self._roster.strike(_NEXT)
 
     def terminate(self) -> None:
         """Tell all of them to end: the first time they drain, the second they end at once."""

@@ -79,7 +79,7 @@ class Roster:
 
     def find(self, place: str) -> LeftProcess | None:
         """Return who has had a place since before this process; None where there is nobody."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # where the place is nobody's, there is no number
             pid, name, share = (self._folder / f"{place}.at").read_text().split()
             process = LeftProcess(int(pid), name, int(share))
             if process_status(process.pid)[1:2] == [str(self.guardian)]:

@@ -175,6 +175,21 @@ def test_the_keeper_is_replaced_when_asked_for(server: ServerProgram, whole: str
     check(streams, whole)
 
 
+def test_front_ends_that_are_being_replaced_are_so_after_the_death_of_the_keeper(
+    server: ServerProgram, whole: str
+) -> None:
+    before = set(front_ends(server))
+    streams = streams_on_both(server, **ASKED)
+    server.send_signal(signal.SIGHUP)
+    wait_for(lambda: set(front_ends(server)) - before, 30)
+    replace_keeper(server, kill)
+    wait_for(lambda: any("being replaced" in line for line in server.lines), 30)
+    wait_for(lambda: not before & set(front_ends(server)), 60)
+    wait_for(lambda: len(front_ends(server)) == 2, 60)
+    for stream in streams:
+        assert text_of(stream.end(60)) == whole
+
+
 def test_limits_of_a_key_hold_over_all_front_ends(limited: ServerProgram) -> None:
     streams = [Stream(limited.url, HEADERS, max_tokens=4000) for _ in range(12)]
     wait_for(lambda: sum(stream.error is not None for stream in streams) == 9)
