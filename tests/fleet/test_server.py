@@ -215,6 +215,22 @@ async def test_bad_wishes_are_refused(
     assert state_of(client, "r0") == "ready"
 
 
+async def test_the_last_replica_is_not_drained_for_good(
+    fleet_with_key: tuple[Served, FleetClient],
+) -> None:
+    served, client = fleet_with_key
+    refused = await ask(served, "/fleet/drain", {"replica": "r0"})
+    assert (refused.status, refused.error["code"]) == (400, "last_replica")
+    assert "/fleet/scale" in refused.error["message"]
+    assert (await ask(served, "/fleet/drain", {"replica": "r0", "restart": True})).status == 200
+    assert (await ask(served, "/fleet/drain", {"replica": "r0"})).error["code"] == "last_replica"
+    await until(lambda: lives_of(client, "r0") == 2)
+    assert (await ask(served, "/fleet/scale", {"replicas": 2})).status == 200
+    assert (await ask(served, "/fleet/drain", {"replica": "r0"})).status == 200, "another one comes"
+    assert (await ask(served, "/fleet/drain", {"replica": "r1"})).error["code"] == "last_replica"
+    await until(lambda: [view.replica for view in client.replicas()] == ["r1"])
+
+
 @pytest.fixture
 async def fleet_without_key() -> AsyncIterator[tuple[Served, FleetClient]]:
     async with served_fleet(1, fleet_key=None) as found:

@@ -350,7 +350,19 @@ class FleetClient:
                 f"there is no replica {replica[:40]!r}; there are {', '.join(known) or 'none'}",
                 param="replica",
             )
+        serving = [each for each in known if self._serves(each)]
+        if serving == [replica] and not (restarts or self._comes_back):
+            raise InvalidRequest(
+                f"{replica} is the last replica; without it the server answers nobody. Start another one "
+                "before (POST /fleet/scale), send restart, or end the server itself with SIGTERM",
+                param="replica",
+                code="last_replica",
+            )
         self.controller.drain(replica, seconds=seconds, restarts=restarts)
+
+    def _serves(self, replica: ReplicaId) -> bool:
+        """Return whether a replica takes requests, or is about to."""
+        return self._fleet.state(replica) is ReplicaState.READY or self._fleet.is_coming(replica)
 
     async def scale(self, num_replicas: int) -> None:
         try:
@@ -360,18 +372,12 @@ class FleetClient:
         self.controller.ask(ScaleAsked(num_replicas))
 
     async def autoscale(self, least: int, most: int) -> None:
-        scaling = self.scaling
-        if scaling is None:
-            raise InvalidRequest(
-                "this fleet does not decide on its size; give replicas, or start it with --autoscale",
-                param="min",
-            )
         try:
             bounds = ScaleBounds(least, most)
             self.controller.check_capacity(most)
+            self.controller.ask(ScalingAsked(bounds.least, bounds.most))
         except ConfigError as error:
             raise InvalidRequest(str(error), param="min") from error
-        self.controller.ask(ScalingAsked(bounds.least, bounds.most))
 
     async def restart(self, *, keeper: bool = False) -> None:
         if not keeper:

@@ -273,7 +273,7 @@ class FleetView(Protocol):
 
         Raises
         ------
-        InvalidRequest : there is no such replica, or it neither serves nor starts.
+        InvalidRequest : there is no such replica, or no other one, and nothing that starts one.
         """
 
     async def scale(self, num_replicas: int) -> None:

@@ -385,7 +385,7 @@ class Fleet:
     def _on_scaling(self, event: events.ScalingAsked, now: float) -> None:
         """Let the fleet decide from now on, between two numbers."""
         if self._scaling is None:
-            raise ConfigError("this fleet does not scale itself; start it with --autoscale")
+            raise ConfigError("this fleet does not decide on its size; start it with --autoscale")
         bounds = ScaleBounds(event.least, event.most)
         self._scaling.set_bounds(bounds.least, bounds.most, now)
         self._forgive()
