@@ -272,11 +272,7 @@ class _AnswerWriter:
     """Makes the bytes of one answer, as its tokens come."""
 
     def __init__(
-        self,
-        choices: Sequence[Choice],
-        body: GenerationRequest,
-        pen: Pen,
-        config: ServerConfig,
+        self, choices: Sequence[Choice], body: GenerationRequest, pen: Pen, config: ServerConfig
     ) -> None:
         self._choices = choices
         self._pen = pen

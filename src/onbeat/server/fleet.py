@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from msgspec import Struct
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from onbeat.core.errors import InvalidRequest
@@ -123,11 +123,10 @@ def adapter_routes(fleet: FleetView, config: ServerConfig, taken: Sequence[str])
         await fleet.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    bodies: dict[str, tuple[Any, type[BaseModel]]] = {
-        "/load_lora_adapter": (load, LoadLoRAAdapter),
-        "/unload_lora_adapter": (unload, UnloadLoRAAdapter),
-    }
-    for path, (endpoint, body) in bodies.items():
+    for path, endpoint, body in (
+        ("/load_lora_adapter", load, LoadLoRAAdapter),
+        ("/unload_lora_adapter", unload, UnloadLoRAAdapter),
+    ):
         about = router.taking(body, FleetState, tag="adapters", statuses=(400, 401, 403, 404, 413))
         about["responses"][200] = {"description": "Done", "content": {"text/plain": {}}}
         router.add_api_route(path, endpoint, methods=["POST"], response_class=PlainTextResponse, **about)
@@ -156,12 +155,10 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
         elif body.replicas is None and body.min is not None and body.max is not None:
             await fleet.autoscale(body.min, body.max)
         else:
-            raise ApiError(
-                400,
+            raise InvalidRequest(
                 "give replicas, how many there are to be; or min and max, between which a fleet that was "
                 "started with --autoscale decides itself",
                 param="replicas",
-                code="invalid_value",
             )
         return _state(fleet)
 
@@ -173,12 +170,11 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
 
     shown = router.telling(FleetState, 401, 403)
     router.add_api_route("", show, methods=["GET"], tags=["fleet"], responses=shown)
-    bodies: dict[str, tuple[Any, type[BaseModel]]] = {
-        "/drain": (drain, DrainRequest),
-        "/scale": (scale, ScaleRequest),
-        "/restart": (restart, RestartRequest),
-    }
-    for path, (endpoint, body) in bodies.items():
+    for path, endpoint, body in (
+        ("/drain", drain, DrainRequest),
+        ("/scale", scale, ScaleRequest),
+        ("/restart", restart, RestartRequest),
+    ):
         about = router.taking(body, FleetState, tag="fleet", statuses=(400, 401, 403, 413))
         router.add_api_route(path, endpoint, methods=["POST"], **about)
     return router

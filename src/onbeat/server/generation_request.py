@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    PlainValidator,
-    WithJsonSchema,
-    field_validator,
-)
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, field_validator
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest, counted, first_of, quoted
@@ -115,12 +109,7 @@ _Body = TypeVar("_Body", bound=EngineFields)
 
 
 async def read_request(
-    request: Request,
-    kind: type[_Body],
-    services: Services,
-    prefix: str,
-    *,
-    joint: str = "-",
+    request: Request, kind: type[_Body], services: Services, prefix: str, *, joint: str = "-"
 ) -> tuple[_Body, AnswerHead]:
     """Return the checked body of a request, and the head of its answer.
 

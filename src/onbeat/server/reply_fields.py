@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.chat_messages import ChatMessages

@@ -228,12 +228,17 @@ class _File(Table):
     ) = None
 
 
+def shed_mode(*, is_refused: bool | None) -> ShedMode | None:
+    """Return what becomes of a request that would be late; None where nothing is said of it."""
+    return None if is_refused is None else ShedMode.REJECT if is_refused else ShedMode.RELEGATE
+
+
 def _classes(entries: Sequence[_Class]) -> dict[str, ClassDefaults]:
     classes: dict[str, ClassDefaults] = {}
     for entry in entries:
         if entry.name in classes:
             raise ConfigError(f"class {entry.name!r} has a name that another has; give each its own")
-        shed = None if entry.shed is None else ShedMode.REJECT if entry.shed else ShedMode.RELEGATE
+        shed = shed_mode(is_refused=entry.shed)
         try:
             classes[entry.name] = ClassDefaults(slo=entry.class_slo(), weight=entry.weight, shed=shed)
         except ConfigError as error:

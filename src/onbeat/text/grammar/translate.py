@@ -17,11 +17,7 @@ from typing import Any, NamedTuple
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.text.grammar.limits import check_schema, check_size, schemas_in
-from onbeat.text.grammar.source import (
-    DATA,
-    changed,
-    with_rust_patterns,
-)
+from onbeat.text.grammar.source import DATA, changed, with_rust_patterns
 
 _TOKEN = re.compile(
     r'\s+|#[^\n]*|(::=|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\{\s*\d*\s*(?:,\s*\d*\s*)?\}|[\w-]+|[|()*+?.])',
