@@ -88,7 +88,8 @@ def create_app(
     Notes
     -----
     `app.state` has what `server.run` needs of the application: `lifecycle`, `fleet`, `telemetry`, and
-    `warm_up`, which does ahead what first requests would wait for; and `max_body_bytes`, for `body`.
+    `warm_up`, which does ahead what first requests would wait for; `max_body_bytes`, for `body`; and
+    `endpoints`, for `errors`.
     """
     lifecycle = Lifecycle()
     info, prefix = engine.info, config.prefix
@@ -140,6 +141,7 @@ def create_app(
     app.state.fleet = fleet
     app.state.telemetry = telemetry
     app.state.max_body_bytes = config.max_body_bytes
+    app.state.endpoints = ENDPOINTS
     app.state.warm_up = services.grammars.warm_up
     routes = [
         chat_routes(services),

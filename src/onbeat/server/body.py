@@ -123,6 +123,11 @@ async def read_json_object(request: Request) -> dict[str, Any]:
             f"the content type is {content_type[:MAX_QUOTED]!r}; send JSON as 'application/json'",
             code="invalid_content_type",
         )
+    if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise InvalidRequest(
+            f"the body is encoded as {encoding[:MAX_QUOTED]!r}; send it without content-encoding",
+            code="invalid_content_type",
+        )
     raw = await _read_body(request)
     context_of(request.scope).num_body_bytes = len(raw)
     turns = Turns()

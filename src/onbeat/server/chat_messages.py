@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
-from onbeat.core.errors import InvalidRequest
+from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.body import JsonReader, is_nested_too_deep
 from onbeat.server.errors import unsupported
 from onbeat.server.fields import Open, note_unknown
@@ -126,10 +126,7 @@ class MessageReader:
         calls = message.tool_calls or ()
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
         is_result = message.role == "tool"
-        result: dict[str, Any] = {
-            "role": message.role,
-            "content": text_of(message, f"{where}.content"),
-        }
+        result: dict[str, Any] = {"role": message.role, "content": text_of(message, f"{where}.content")}
         name = message.name
         if is_result and message.tool_call_id is not None:
             name = name or self._names.get(message.tool_call_id)
@@ -185,7 +182,7 @@ def _part_text(part: str | dict[str, Any], where: str) -> str:
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise unsupported(
-            f"{{field}} is {str(kind)[:50]!r}; this server takes parts of type 'text' only",
+            f"{{field}} is {quoted(kind)}; this server takes parts of type 'text' only",
             f"{where}.type",
         )
     text = part.get(_TEXT_PARTS[kind])

@@ -13,7 +13,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onbeat.core.errors import InvalidRequest, counted
+from onbeat.core.errors import InvalidRequest, counted, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.tokenizer import Tokenizer
@@ -71,7 +71,8 @@ def checked_prompts(value: Any, field: str = "prompt") -> list[PromptInput]:
     if value == []:
         raise ValueError(f"{field} is empty; send text or token ids")
     raise ValueError(
-        f"{field} must be a string, an array of strings, token ids, or an array of token id arrays"
+        f"{field} is {quoted(value)}; it must be a string, an array of strings, token ids, or an array of "
+        "token id arrays"
     )
 
 
@@ -130,7 +131,7 @@ class CompletionRequest(GenerationRequest):
     def check(self, config: ServerConfig, info: EngineInfo) -> None:
         super().check(config, info)
         if self.best_of not in {None, 1, self.n}:
-            raise unsupported("best_of is not supported by this server; leave it out", "best_of")
+            raise unsupported("best_of is not supported here; leave it out", "best_of")
         num_choices = self.num_prompts * self.num_choices
         if num_choices > config.max_choices:
             raise InvalidRequest(

@@ -29,7 +29,7 @@ from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.completions import TOKEN_IDS_SCHEMA, checked_prompts
 from onbeat.server.errors import error_reply
 from onbeat.server.fair_threads import Turns
-from onbeat.server.fields import WHOLE, Flag
+from onbeat.server.fields import WHOLE, Flag, only_one
 from onbeat.server.generation import MOST_EMBEDDED
 from onbeat.server.generation_request import EngineFields, read_request
 from onbeat.server.middleware import HttpContext, context_of
@@ -302,11 +302,9 @@ async def _embedded(body: EmbeddingRequest, request: HttpRequest, services: Serv
             "Ask for at most as many",
             param="dimensions",
         )
-    if (body.input is None) == (body.messages is None):
-        raise InvalidRequest("send either input or messages", param="input")
-    texts, param = body.input, "input"
+    texts, param = body.input, only_one(body, ("input", "messages"), context_of(request.scope).ignored_fields)
     if texts is None:
-        texts, param = [await render_chat(body, request, services)], "messages"
+        texts = [await render_chat(body, request, services)]
     check_texts(texts, param)
     options = encode_options(body, info.limits.max_model_len, param=param, special=param == "input")
     return await embed(services, request, body, texts, options)
@@ -366,23 +364,11 @@ class ScoreRequest(EngineFields):
     items: _OneOrMore | None = None
     data_2: _OneOrMore | None = None
 
-    def side(self, names: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the name that one side has in this request, and its texts.
-
-        Raises
-        ------
-        InvalidRequest : it is missing, or there twice.
-        """
-        given = {name: texts for name in names if (texts := getattr(self, name)) is not None}
-        if len(given) != 1:
-            found = f"{' and '.join(given)} are both given" if given else f"{names[0]} is missing"
-            raise InvalidRequest(
-                f"{found}; send one of {', '.join(names)}",
-                param=next(iter(given), names[0]),
-                code="invalid_value" if given else "missing_required_parameter",
-            )
-        ((name, texts),) = given.items()
-        return name, [texts] if isinstance(texts, str) else texts
+    def sides(self, ignored: Sequence[str]) -> dict[str, list[str]]:
+        """Return the names that the two sides have in this request, and their texts; see `only_one`."""
+        names = (only_one(self, each, ignored) for each in (_FIRST, _SECOND))
+        given = {name: getattr(self, name) for name in names}
+        return {name: [texts] if isinstance(texts, str) else texts for name, texts in given.items()}
 
 
 class RankedText(Struct):
@@ -424,7 +410,7 @@ def score_routes(services: Services) -> Routes:
     async def score(request: HttpRequest) -> Response:
         """Tell how near texts are to one another."""
         body, head = await read_request(request, ScoreRequest, services, "score")
-        sides = dict((body.side(_FIRST), body.side(_SECOND)))
+        sides = body.sides(context_of(request.scope).ignored_fields)
         num_first = _num_first(sides)
         embedded = await _embed(services, request, body, sides)
         about = head.completion_id, head.model, embedded.usage, embedded.slo

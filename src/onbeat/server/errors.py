@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -37,6 +38,7 @@ from starlette.responses import Response
 
 from onbeat.core import errors
 from onbeat.core.slo import SLO
+from onbeat.server.server_config import MAX_QUOTED
 
 CLIENT_GONE = 499
 """Logged and counted, never sent: the client closed the connection before it had its answer."""
@@ -311,9 +313,16 @@ def error_response(error: Exception, path: str) -> Response:
     return Response(msgspec.json.encode(body), reply.status, reply.headers, "application/json")
 
 
+_LIKENESS_OF_PATHS = 0.8
+"""From here on a path may be meant by another: a base address with /v1 too many, or without it."""
+
+
 async def handle_error(request: Request, error: Exception) -> Response:
     """Answer an exception (Starlette's shape of a handler; it runs one that is not async in a thread)."""
     path = request.url.path
     if isinstance(error, HTTPException) and error.status_code == 404:
-        error = ApiError(404, "there is no such path; GET /docs lists them", code="not_found")
+        shown = path[:MAX_QUOTED]
+        near = get_close_matches(shown, request.app.state.endpoints, 1, _LIKENESS_OF_PATHS)
+        hint = f"did you mean {near[0]}? " if near else ""
+        error = ApiError(404, f"there is no path {shown!r}; {hint}GET /docs lists all", code="not_found")
     return error_response(error, path)

@@ -12,7 +12,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from onbeat.core.errors import InvalidRequest, quoted
+from onbeat.core.errors import InvalidRequest, first_of, quoted
 from onbeat.files import packaged
 from onbeat.server.errors import unsupported
 from onbeat.server.server_config import MAX_QUOTED
@@ -184,19 +184,14 @@ def refuse_misplaced(body: Mapping[str, Any]) -> None:
     ------
     InvalidRequest : there is one.
     """
-    for name in body.keys() & _INSIDE_SLO.keys():
-        raise InvalidRequest(
-            f"unknown field {name!r}; did you mean {_INSIDE_SLO[name]!r}?",
-            param=name,
-            code="unknown_parameter",
-        )
+    ignorable(body.keys() & _INSIDE_SLO.keys(), ("slo",))
 
 
 def _check_no_op(name: str, value: object, no_ops: Sequence[Any]) -> None:
     # by type as well: 1 == True in Python
     if not any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in no_ops):
         cure = f"send {INSTEAD[name]}" if name in INSTEAD else "leave it out"
-        raise unsupported(f"{name} is not supported by this server; {cure}", name)
+        raise unsupported(f"{name} is not supported here; {cure}", name)
 
 
 def near_match(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
@@ -242,11 +237,13 @@ class Open(BaseModel):
     place: ClassVar[str]
     """The path of such objects, such as `messages[].`."""
 
-    @model_validator(mode="after")
-    def _note_others(self, info: ValidationInfo) -> Self:
-        if self.model_extra:
-            note_unknown(info, self.place, type(self).model_fields, self.model_extra)
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _note_others(cls, value: Any, info: ValidationInfo) -> Any:
+        """Note them before the others are checked: where one of these is missing, it may be meant."""
+        if isinstance(value, dict) and (others := [name for name in value if name not in cls.model_fields]):
+            note_unknown(info, cls.place, cls.model_fields, others)
+        return value
 
 
 def note_unknown(info: ValidationInfo, place: str, known: Collection[str], names: Iterable[str]) -> None:
@@ -278,23 +275,52 @@ def validated(model: type[_Model], fields: dict[str, Any], ignored: list[str]) -
 
     Parameters
     ----------
-    ignored : gets the names of the fields that the model ignores inside of objects.
+    ignored : names of fields that are ignored; gets those that the model ignores inside of objects.
 
     Raises
     ------
-    InvalidRequest : a field is missing or wrong.
+    InvalidRequest : a field is missing, misspelt or wrong.
     """
-    noted = _Noted({}, {})
+    noted, failure = _Noted({}, {}), None
     try:
         checked = model.model_validate(fields, context=noted)
     except ValidationError as error:
-        raise _first_error(error, noted.cures) from error
+        failure = error
     for (place, known), names in noted.ignorable.items():
         ignored += ignorable(names, known, where=place)
+    if failure is not None:
+        raise _first_error(failure, noted.cures, ignored) from failure
     return checked
 
 
-def _first_error(error: ValidationError, cures: Mapping[str, str]) -> InvalidRequest:
+def only_one(body: BaseModel, names: Sequence[str], ignored: Sequence[str]) -> str:
+    """Return which of some fields a body has.
+
+    Parameters
+    ----------
+    ignored : names of fields of the request that are ignored.
+
+    Raises
+    ------
+    InvalidRequest : it has none of them, or several.
+    """
+    given = [name for name in names if getattr(body, name) is not None]
+    cure = f"; send one of {', '.join(names)}"
+    if not given:
+        raise _missing(names[0], cure, ignored)
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} are given{cure}", param=given[0])
+    return given[0]
+
+
+def _missing(field: str, cure: str, ignored: Sequence[str]) -> InvalidRequest:
+    """Return the error that also names the fields which nobody knows: one of them may be meant."""
+    unknown = f"; unknown fields: {first_of(ignored)}" if ignored else ""
+    message = f"{{field}} is missing{cure}{unknown}"
+    return InvalidRequest(message, param=field, code="missing_required_parameter")
+
+
+def _first_error(error: ValidationError, cures: Mapping[str, str], ignored: Sequence[str]) -> InvalidRequest:
     first, *others = _of_meant_member(error.errors(include_url=False))
     if first["type"] == "missing":  # a field beside it that is not known may be meant for it
         unknown = [each for each in others if each["type"] == "extra_forbidden"]
@@ -302,7 +328,7 @@ def _first_error(error: ValidationError, cures: Mapping[str, str]) -> InvalidReq
     location = [part[:MAX_QUOTED] if isinstance(part, str) else part for part in first["loc"]]
     param, field = _param(location), _dotted(location)
     if first["type"] == "missing":
-        return InvalidRequest("{field} is missing", param=field, code="missing_required_parameter")
+        return _missing(field, "", ignored)
     if first["type"] == "extra_forbidden":
         name, cure = field[:MAX_QUOTED], cures[first["loc"][-1]]
         return InvalidRequest(f"unknown field '{{field}}'; {cure}", param=name, code="unknown_parameter")

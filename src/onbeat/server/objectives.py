@@ -29,7 +29,7 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.jobs.call import JobCall
 from onbeat.server.fields import NUMBER, Closed, Flag, near_match
 from onbeat.server.jobs import JOB_HEADERS, JobFields, Milliseconds, stated_by_headers, stated_job
-from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefaults, SLODefaults
+from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefaults, SLODefaults, shed_mode
 
 TTFT_HEADER = "x-llm-d-slo-ttft-ms"
 TBT_HEADER = "x-llm-d-slo-tpot-ms"
@@ -41,6 +41,7 @@ _STATED_BY_HEADERS = {
     TBT_HEADER: "tbt_ms",
 }
 """Headers that say the same as fields of `slo`."""
+_FAMILIES_OF_HEADERS = ("x-slo-", "x-llm-d-slo-")
 TENANT_HEADER = "x-llm-d-inference-fairness-id"
 LONGEST_TENANT = 128
 
@@ -136,6 +137,8 @@ def request_objectives(
     of_key = defaults.keys.get(caller.key_digest or "", _NO_KEY_DEFAULTS)
     named = _class_of_body(fields, defaults.classes) or of_key.slo_class
     of_headers = stated_by_headers(SLOFields, _STATED_BY_HEADERS, headers)
+    alike = [name for name in headers if name.startswith(_FAMILIES_OF_HEADERS)]
+    caller.ignored_fields.extend({*alike} - _STATED_BY_HEADERS.keys() - JOB_HEADERS.keys())
     slo = _filled(_slo_of(body), _slo_of(of_headers or _NOTHING_STATED))
     if named is None:
         slo, named = _filled(slo, defaults.slo), defaults.slo_class
@@ -149,7 +152,7 @@ def request_objectives(
         slo_class=named,
         weight=_weight(body.weight, of_key, of_class, defaults.classes),
         tenant=tenant,
-        shed=_shed_of_body(body) or of_class.shed or defaults.shed,
+        shed=shed_mode(is_refused=body.shed) or of_class.shed or defaults.shed,
         resumes=fields.resume is not False,
         job=stated_job(body.job, headers, tenant),
     )
@@ -195,12 +198,6 @@ def _known_class(name: str, param: str, classes: Mapping[str, object]) -> str:
         f"there is no class {name[:100]!r} of objectives; {hint}known are {', '.join(sorted(classes))}",
         param=param,
     )
-
-
-def _shed_of_body(body: SLOFields) -> ShedMode | None:
-    if body.shed is None:
-        return None
-    return ShedMode.REJECT if body.shed else ShedMode.RELEGATE
 
 
 def _weight(

@@ -9,13 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import cancelled_on_disconnect
 from onbeat.server.body import read_body
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import CompletionRequest
-from onbeat.server.fields import WHOLE, Flag, without_effect
+from onbeat.server.fields import WHOLE, Flag, only_one, without_effect
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes
@@ -94,8 +93,7 @@ def tokenizer_routes(services: Services) -> Routes:
         body = await read_body(request, TokenizeRequest, unused=_OF_ANSWERS)
         caller = context_of(request.scope).caller
         services.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("send either prompt or messages", param="prompt")
+        only_one(body, ("prompt", "messages"), context_of(request.scope).ignored_fields)
         text = body.prompt
         kind: type[GenerationRequest] = CompletionRequest
         if text is None:

@@ -215,8 +215,8 @@ async def test_what_the_engine_refuses_or_fails_on(served: Served, engine: FakeE
 @each_case(
     ("body", "param", "says"),
     [
-        ({}, "input", "input or messages"),
-        ({"input": "a", "messages": HELLO}, "input", "send either"),
+        ({}, "input", "input, messages"),
+        ({"input": "a", "messages": HELLO}, "input", "input and messages are given"),
         ({"input": []}, "input", "input is empty"),
         ({"input": ""}, "input", "input[0] is empty"),
         ({"input": ["a", ""]}, "input", "input[1] is empty"),

@@ -231,11 +231,65 @@ async def test_bad_completions(served: Served, fields: dict[str, Any], param: st
     check(await served.post(TEXT, {"prompt": "a", **fields}), 400, "invalid_value", param)
 
 
+async def test_a_body_that_is_packed_is_refused_in_words(served: Served) -> None:
+    answer = await served.post(TEXT, {"prompt": "a"}, headers={"content-encoding": "gzip"})
+    assert "'gzip'" in check(answer, 400, "invalid_content_type", None)
+    answer = await served.post(
+        TEXT, {"prompt": "a", "max_tokens": 1}, headers={"content-encoding": "identity"}
+    )
+    assert answer.status == 200
+
+
 async def test_missing_fields_are_named(served: Served) -> None:
     check(await served.post(CHAT, {}), 400, "missing_required_parameter", "messages")
     check(await served.post(TEXT, {}), 400, "missing_required_parameter", "prompt")
     check(await served.post("/detokenize", {}), 400, "missing_required_parameter", "tokens")
-    check(await served.post("/tokenize", {}), 400, "invalid_value", "prompt")
+    check(await served.post("/tokenize", {}), 400, "missing_required_parameter", "prompt")
+
+
+@each_case(
+    ("path", "body", "says"),
+    [
+        ("/rerank", {"query": "a", "docs": ["b"]}, "documents is missing; unknown fields: 'docs'"),
+        ("/rerank", {"query": "a", "documnts": ["b"]}, "unknown field 'documnts'; did you mean 'documents'?"),
+        (
+            "/score",
+            {"sentence": "a", "text_2": "b"},
+            "text_1 is missing; send one of text_1, queries, data_1; un",
+        ),
+        (
+            "/v1/embeddings",
+            {"texts": ["a"]},
+            "input is missing; send one of input, messages; unknown fields: 'te",
+        ),
+        (
+            "/tokenize",
+            {"content": "a"},
+            "prompt is missing; send one of prompt, messages; unknown fields: 'cont",
+        ),
+        ("/detokenize", {"ids": [1]}, "tokens is missing; unknown fields: 'ids'"),
+        (TEXT, {"text": "a"}, "prompt is missing; unknown fields: 'text'"),
+        (CHAT, {"conversation": HELLO, "x": 1}, "messages is missing; unknown fields: 'conversation', 'x'"),
+        (
+            CHAT,
+            {"messages": [{"roles": "user", "content": "a"}]},
+            "unknown field 'messages[].roles'; did you mean",
+        ),
+        (CHAT, {"messages": [{"speaker": "user", "content": "a"}]}, "fields: 'messages[].speaker'"),
+        (
+            CHAT,
+            {"messages": HELLO, "tools": [{"func": {}}]},
+            "tools[0].function is missing; unknown fields: 't",
+        ),
+        ("/v1/responses", {"query": "a"}, "input is missing; unknown fields: 'query'"),
+    ],
+)
+async def test_a_missing_field_is_named_with_what_may_be_meant_for_it(
+    served: Served, path: str, body: dict[str, Any], says: str
+) -> None:
+    answer = await served.post(path, body)
+    assert answer.status == 400
+    assert says in answer.error["message"]
 
 
 UNSUPPORTED = {

@@ -73,6 +73,8 @@ async def test_no_name_breaks_the_header(served: Served) -> None:
         ("max_new_tokens", "max_tokens"),
         ("repeat_penalty", "repetition_penalty"),
         ("stop_token", "stop_token_ids"),
+        ("slo_class", "slo.class"),
+        ("slo_ttft_ms", "slo.ttft_ms"),
     ],
 )
 async def test_a_slip_of_the_pen_is_refused(served: Served, name: str, meant: str) -> None:
@@ -164,7 +166,17 @@ async def test_what_changes_the_output_of_others_is_never_ignored(
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("max_output_tokens", "send max_tokens"), ("top_logprobs", "send logprobs")],
+    [
+        ("max_output_tokens", "send max_tokens"),
+        ("top_logprobs", "send logprobs"),
+        ("n_predict", "send max_tokens"),
+        ("num_predict", "send max_tokens"),
+        ("grammar", "send structured_outputs.grammar"),
+        ("ebnf", "send structured_outputs.grammar"),
+        ("regex", "send structured_outputs.regex"),
+        ("json_schema", "send structured_outputs.json"),
+        ("messages", "send them to /v1/chat/completions"),
+    ],
 )
 async def test_the_field_that_does_the_same_is_named(served: Served, name: str, instead: str) -> None:
     assert instead in refused(await served.post(TEXT, {"prompt": "a", name: 3}))[1]
@@ -179,16 +191,11 @@ async def test_what_a_message_carries_for_others_is_never_ignored(served: Served
 
 FOREIGN: dict[str, Any] = {
     "stop_regex": "a+",
-    "regex": "a+",
-    "ebnf": "root ::= [a]",
-    "json_schema": {"type": "object"},
     "reasoning": {"effort": "low"},
     "enable_thinking": True,
     "input_ids": [1],
     "dry_multiplier": 0.8,
     "mirostat": 2,
-    "n_predict": 3,
-    "num_predict": 3,
     "options": {"num_predict": 3},
     "think": True,
     "top_a": 0.1,

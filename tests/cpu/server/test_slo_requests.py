@@ -191,3 +191,10 @@ async def test_keys_stay_out_of_log_metrics_and_engine(
     assert engine.requests[0].tenant is not None
     told = [caplog.text, (await served.get("/metrics")).body.decode(), engine.requests[0].tenant]
     assert not any("very-secret" in text or "alice" in text for text in told)
+
+
+async def test_headers_that_resemble_those_of_objectives_are_named_as_ignored(served: Served) -> None:
+    headers = {"x-slo-ttft-ms": "900", "x-slo-class": "batch", "x-llm-d-slo-e2e-ms": "5", "x-other": "1"}
+    answer = await served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers)
+    ignored = answer.headers["x-onbeat-ignored-fields"].split(", ")
+    assert (answer.status, sorted(ignored)) == (200, ["x-llm-d-slo-e2e-ms", "x-slo-class"])

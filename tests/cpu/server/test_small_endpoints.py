@@ -67,6 +67,26 @@ async def test_what_is_asked_often_is_logged_only_for_debugging(
     assert [line.split()[2:4] for line in lines] == [["/version", "200"], ["/tokenize", "400"]]
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/embeddings", "/v1/embeddings"),
+        ("/completion", "/v1/completions"),
+        ("/healthz", "/health"),
+        ("/infill", None),
+        ("/v1/files/" + "x" * 5000, None),
+    ],
+)
+async def test_a_path_that_resembles_another_says_so(served: Served, path: str, meant: str | None) -> None:
+    answer = await served.post(path, {})
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    message = answer.error["message"]
+    assert (f"did you mean {meant}?" if meant else "lists all") in message
+    assert ("did you mean" in message) == bool(meant)
+    assert len(message) < 250
+
+
 async def test_served_names(engine: FakeEngine) -> None:
     async with serving(engine, served_model_names=("gpt", "alias")) as served:
         models = (await served.get("/v1/models")).json
