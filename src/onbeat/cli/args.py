@@ -183,6 +183,7 @@ def read_config_flags(path: Path, command: argparse.ArgumentParser, given: Colle
             raise ConfigError(f"{path}: a configuration file cannot name another ({key!r})")
         if flag in repeatable and flag in given:
             continue
+        _check_kind(f"{path}: {key!r}", value, command._option_string_actions.get(flag))
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, list) and not any(isinstance(item, (list, dict)) for item in value):
@@ -196,6 +197,21 @@ def read_config_flags(path: Path, command: argparse.ArgumentParser, given: Colle
         else:
             flags.append(f"{flag}={value}")
     return flags
+
+
+def _check_kind(what: str, value: object, action: argparse.Action | None) -> None:
+    """Raise ConfigError where a value from a file is of a kind that its flag cannot take."""
+    takes = ""
+    if action is None or action.metavar == JSON:
+        return
+    if action.nargs == 0 and not isinstance(value, bool):
+        takes = "true or false"
+    elif action.nargs is None and isinstance(value, bool):
+        takes = "a word or number; quote what YAML reads as true or false, such as 'off'"
+    elif action.nargs is None and isinstance(value, list) and type(action).__name__ != "_AppendAction":
+        takes = "one value, not a list"
+    if takes:
+        raise ConfigError(f"{what} is {quoted(value)}; this flag takes {takes}")
 
 
 def _ungrouped(content: Mapping[Any, Any], command: argparse.ArgumentParser) -> Iterator[tuple[Any, Any]]:

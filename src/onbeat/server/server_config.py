@@ -190,6 +190,8 @@ class ServerConfig:
         for name, keys in (("an API key", self.api_keys), ("the fleet's key", self.fleet_keys)):
             if any(not key or not key.isascii() for key in keys):
                 raise ConfigError(f"{name} is empty or not ASCII; leave it out or choose another")
+        if "" in self.served_model_names:
+            raise ConfigError("served_model_name is empty; give a name, or leave the flag out")
         if self.slo.keys.keys() - {key_digest(key) for key in self.api_keys}:
             raise ConfigError(
                 "api_keys of --slo-classes names an API key that opens nothing here; "

@@ -54,6 +54,11 @@ def test_a_prefix_is_a_path(wrong: str) -> None:
         ServerConfig(root_path=wrong)
 
 
+def test_a_model_has_no_empty_name() -> None:
+    with pytest.raises(ConfigError, match="served_model_name is empty"):
+        ServerConfig(served_model_names=("a", ""))
+
+
 @pytest.mark.parametrize("taken", ["/v1", "/docs", "/fleet"])
 def test_a_prefix_is_none_of_the_apis_own_paths(taken: str) -> None:
     with pytest.raises(ConfigError, match=f"root_path is '{taken}', where {taken}"):

@@ -116,6 +116,31 @@ def test_a_bad_file_is_one_line(
     assert expected in refusal(capsys, "serve", "--config", str(path))
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("port: [1, 2]", "'port' is [1, 2]; this flag takes one value"),
+        ("log-requests: maybe", "'log-requests' is 'maybe'; this flag takes true or false"),
+        ("log-requests: 1", "'log-requests' is 1; this flag takes true or false"),
+        ("shed: off", "'shed' is False; this flag takes a word or number; quote"),
+        ("port: true", "'port' is True; this flag takes a word or number"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_as_such(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(f"model: a.gguf\n{line}\n")
+    with pytest.raises(ConfigError) as refused:
+        serve("--config", path)
+    assert says in str(refused.value)
+    path.write_text("shed: 'off'\n")
+    assert serve("--config", path).shed == "off"
+
+
+def test_words_of_requests_and_of_other_servers_have_their_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, meant in (("--ttft-ms", "slo-ttft-ms"), ("--workers", "front-ends"), ("-c", "max-model-len")):
+        assert f"did you mean --{meant}?" in refusal(capsys, "serve", given, "5")
+
+
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "none.yaml: No such" in refusal(capsys, "serve", "--config", str(tmp_path / "none.yaml"))
     assert f"{tmp_path}: Is a" in refusal(capsys, "serve", "--config", str(tmp_path))
