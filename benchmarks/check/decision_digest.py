@@ -49,8 +49,8 @@ from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.resolve import resolve
+from onbeat.simulator.result import SimulationObserver
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.virtual_replica import make_scheduler
 from onbeat.workload.arrivals import gamma_arrivals

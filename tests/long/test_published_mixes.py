@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onbeat.planner.mix import MixProblem, solve_mix
+from onbeat.planner.mix_search import MixProblem, solve_mix
 from tests.long.published import shared_data
 
 

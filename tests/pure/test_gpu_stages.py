@@ -23,7 +23,7 @@ from onbeat.perfmodel.fitted import FitTarget, fit_best
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import Profile, ProfileKey
 from onbeat.perfmodel.shapes import MeasuredStep
-from onbeat.workload.slo_config import read_slo_config
+from onbeat.workload.slo_classes import read_slo_config
 from onbeat.workload.trace import read_trace
 from tests.waiting import wait_for
 

@@ -10,8 +10,8 @@ from typing import Any
 from onbeat.bench.bench_config import SendSLO, TargetConfig, choose_transport
 from onbeat.bench.bench_load import Workload
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
-from onbeat.bench.payload import Api, PayloadBuilder
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
+from onbeat.bench.record import Api, PayloadBuilder
 from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadRunner
 from onbeat.bench.session import RequestOffer

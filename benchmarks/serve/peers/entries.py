@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from benchmarks.harness.servers import free_port
-from onbeat.bench.payload import DEFAULT_PATHS, Api
+from onbeat.bench.record import DEFAULT_PATHS, Api
 
 VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}")
 """As in a shell: ${NAME}, or ${NAME:-DEFAULT}."""

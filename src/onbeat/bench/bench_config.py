@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from onbeat.bench.bench_load import BenchLoad, RunConfig
-from onbeat.bench.payload import DEFAULT_PATHS, Api
-from onbeat.bench.record import SentRequest
+from onbeat.bench.record import DEFAULT_PATHS, Api, SentRequest
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import changed, check, option, part
 from onbeat.core.slo import SLOMode

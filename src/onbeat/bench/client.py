@@ -14,8 +14,7 @@ import aiohttp
 import orjson
 
 from onbeat.bench.bench_config import SLOTransport
-from onbeat.bench.payload import PayloadBuilder, Prompt
-from onbeat.bench.record import SentRequest, Status, TokenCountSource, milliseconds
+from onbeat.bench.record import PayloadBuilder, Prompt, SentRequest, Status, TokenCountSource, milliseconds
 from onbeat.bench.stream import AnswerStream, StreamError, error_code, error_text
 
 CountTokens = Callable[[str], int]

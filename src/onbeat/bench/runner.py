@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.bench.payload import Prompt
-from onbeat.bench.record import SentRequest, Status
+from onbeat.bench.record import Prompt, SentRequest, Status
 from onbeat.bench.speculation import Drafts
 
 Send = Callable[[Prompt, SentRequest], Awaitable[SentRequest]]

@@ -21,9 +21,8 @@ import aiohttp
 from onbeat.bench.bench_config import BenchConfig, choose_transport
 from onbeat.bench.bench_load import TEXT_DATASETS, BenchLoad, PromptTools, RunConfig, Workload, workload_of
 from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_session
-from onbeat.bench.payload import Conversation, Message, PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
-from onbeat.bench.record import JobOfCall, SentRequest, Status
+from onbeat.bench.record import Conversation, JobOfCall, Message, PayloadBuilder, SentRequest, Status
 from onbeat.bench.result import BenchRun, build_result
 from onbeat.bench.runner import LoadRunner, Send
 from onbeat.bench.speculation import look_at_drafts

@@ -8,8 +8,7 @@ from typing import Any
 
 import orjson
 
-from onbeat.bench.payload import choice_text
-from onbeat.bench.record import ServerVerdict
+from onbeat.bench.record import ServerVerdict, choice_text
 
 FAILURES = frozenset({"abort", "error"})
 """Finish reasons of an answer that the server gave up, as vLLM and SGLang name them."""

@@ -163,8 +163,7 @@ def deliver(
     ------
     ConfigError : a file could not be written.
     """
-    from onbeat.report.page import write_page
-    from onbeat.report.result import save, show
+    from onbeat.report.result import save, show, write_page
 
     show(result, result_console())
     save_all({json: partial(save, result), report: partial(write_page, result), **(others or {})}, console)

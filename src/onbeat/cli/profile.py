@@ -29,8 +29,7 @@ from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.utilisation import StepOperations
 from onbeat.report import plot
-from onbeat.report.page import write_page
-from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table, show
+from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table, show, write_page
 from onbeat.report.units import exact_percent, whole_percent
 from onbeat.speculative_config import SpeculativeConfig
 

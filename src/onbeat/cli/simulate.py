@@ -40,10 +40,15 @@ from onbeat.report.run import SCHEDULED, Level, Run, RunHeader
 from onbeat.report.run_report import runs_result
 from onbeat.report.units import exact_percent, rate_text, whole_percent
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.idle import IdleReplica
-from onbeat.simulator.observer import OnRequests, SimulationObserver
 from onbeat.simulator.resolve import Resolved, resolve_for, step_times_text
-from onbeat.simulator.result import RunOutcomes, SimulationResult, tell_outcomes
+from onbeat.simulator.result import (
+    IdleReplica,
+    OnRequests,
+    RunOutcomes,
+    SimulationObserver,
+    SimulationResult,
+    tell_outcomes,
+)
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.job_kinds import LANES, summarise_calls
 from onbeat.workload.load import Load

@@ -85,7 +85,7 @@ def vllm_arguments(args: argparse.Namespace, address: str) -> list[str]:
     ------
     ConfigError : a value is wrong, or one of vLLM's options cannot be had together with onbeat.
     """
-    from onbeat.vllm.plugin_config import read_config
+    from onbeat.vllm.objectives import read_config
 
     passed_on = list(args.passed_on)
     _refuse_conflicts(passed_on)

@@ -15,9 +15,8 @@ from onbeat.planner.objectives import Allowance, Objective, Verdict
 from onbeat.planner.search import Stopped
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.resolve import resolve
-from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.result import SimulationObserver, SimulationResult
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad

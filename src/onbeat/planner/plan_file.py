@@ -16,7 +16,7 @@ from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.slo import SLO_CLASSES, SLOMode
 from onbeat.files import read, read_bytes, write
 from onbeat.typed import NotNegative, Share, convert
-from onbeat.workload.slo_config import read_slo_config
+from onbeat.workload.slo_classes import read_slo_config
 
 SECTION = "plan"
 """Key of what is not for the server."""

@@ -12,7 +12,7 @@ from onbeat.core.errors import OnbeatError
 from onbeat.core.fleet import PoolSizes
 from onbeat.metrics.distribution import student_half_width
 from onbeat.planner.fleets import FleetCase, FleetRun
-from onbeat.planner.mix import DEFAULT_SLICES
+from onbeat.planner.mix_search import DEFAULT_SLICES
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.search import Bracket, rate_interval
 from onbeat.planner.units import Bucket, RatedUnit, Unit

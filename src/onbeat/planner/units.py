@@ -29,8 +29,8 @@ from onbeat.perfmodel.memory import Choices
 from onbeat.planner.prices import Prices
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.resolve import resolve
+from onbeat.simulator.result import IdleReplica
 from onbeat.workload.offered import OfferedLoad
 
 PROMPT_EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)

@@ -24,7 +24,6 @@ from onbeat.server.completions import completion_routes
 from onbeat.server.embeddings import RERANK_PATHS, SCORE_PATHS, embedding_routes, score_routes
 from onbeat.server.engine_watch import EngineHealth, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
-from onbeat.server.fleet import adapter_routes, fleet_routes
 from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.messages import message_routes
@@ -35,7 +34,7 @@ from onbeat.server.reply import reply_style
 from onbeat.server.response_routes import response_routes
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
-from onbeat.server.status import health_routes, home_routes, model_routes
+from onbeat.server.status import adapter_routes, fleet_routes, health_routes, home_routes, model_routes
 from onbeat.server.structured import GrammarChecks
 from onbeat.server.telemetry import Telemetry
 from onbeat.server.tokenization import tokenizer_routes

@@ -20,7 +20,7 @@ from onbeat.core.options import check, option
 from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES, ShedMode, SLOMode
 from onbeat.core.slo_options import shed_option, slo_mode_option
 from onbeat.typed import Number, Size, Table
-from onbeat.workload.slo_config import ClassEntry, read_classes
+from onbeat.workload.slo_classes import ClassEntry, read_classes
 
 LARGEST_WEIGHT = 1000.0
 

@@ -20,8 +20,7 @@ from onbeat.core.step import BatchShape, ModelRunnerOutput, ScheduledRequest, Sc
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.replica.speculation.verified import correct_shape
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.simulator.observer import OnRequests, SimulationObserver
-from onbeat.simulator.result import DraftCounts
+from onbeat.simulator.result import DraftCounts, OnRequests, SimulationObserver
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.speculation import RequestDrafts
 from onbeat.simulator.virtual_clients import STOP, OfferedRequest

@@ -9,9 +9,8 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.simulator.deliveries import Collector
 from onbeat.simulator.fleet_loop import FleetLoop, OnlyReplica
-from onbeat.simulator.observer import OnRequests, SimulationObserver
 from onbeat.simulator.replica import make_replica
-from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.result import OnRequests, SimulationObserver, SimulationResult
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import Clients
 from onbeat.simulator.virtual_fleet import VirtualFleet

@@ -21,9 +21,8 @@ from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deliveries import REFUSALS, count_singles, refuse
 from onbeat.simulator.fleet_loop import HEAR, REPORT, TICK, FleetLoop, FrontEnd, Member
-from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.replica import make_replica
-from onbeat.simulator.result import FleetSize, ReplicaCounters
+from onbeat.simulator.result import FleetSize, ReplicaCounters, SimulationObserver
 from onbeat.simulator.simulation_config import FleetChange, ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_moves import VirtualMoves

@@ -23,8 +23,7 @@ from onbeat.scheduler.replica.steady import SteadyRun, begin_lockstep, begin_run
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deliveries import ORDINARY, Deliveries, VerifyingSampler, make_sampler
-from onbeat.simulator.observer import SimulationObserver
-from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.result import ReplicaCounters, SimulationObserver
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 

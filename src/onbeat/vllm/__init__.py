@@ -11,7 +11,7 @@ Nothing here is imported before vLLM asks for it by name: `--scheduler-cls onbea
 `middleware`, `relay`        an HTTP request and its answer: objectives in; refusals and verdicts out
 `verdicts`                   the open requests of an API server, their verdicts, and four numbers of all
 `telemetry`                  how the scheduler's process tells of refusals, predictions and step times
-`plugin_config`, `objectives` what the server's owner set; what a request is held to
+`objectives`                 what the server's owner set; what a request is held to
 ===========================  =====================================================================
 """
 

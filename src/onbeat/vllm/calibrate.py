@@ -32,8 +32,7 @@ from onbeat.perfmodel.precision import precision_by_weights
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.shapes import MeasuredStep, shape_matrix
 from onbeat.server.objectives import RequestObjectives
-from onbeat.vllm.objectives import as_extra_args
-from onbeat.vllm.plugin_config import PluginConfig
+from onbeat.vllm.objectives import PluginConfig, as_extra_args
 from onbeat.vllm.steps import EngineSteps, TakenStep
 from onbeat.vllm.surface import EngineRequest
 

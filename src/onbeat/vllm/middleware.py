@@ -29,8 +29,7 @@ from onbeat.core.errors import OnbeatError
 from onbeat.server.body import receive_body
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, ClientGone, error_response, predicted_ttft_header
 from onbeat.server.slo_defaults import key_digest
-from onbeat.vllm.objectives import ROUTES, KnownCaller, read_request
-from onbeat.vllm.plugin_config import log_as_vllm_does, read_config
+from onbeat.vllm.objectives import ROUTES, KnownCaller, log_as_vllm_does, read_config, read_request
 from onbeat.vllm.telemetry import Refusal, Subscriber, refusal_in
 from onbeat.vllm.verdicts import ClientRequest, OpenRequests
 

@@ -19,8 +19,7 @@ from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.vllm import calibrate, telemetry
-from onbeat.vllm.objectives import ID, read
-from onbeat.vllm.plugin_config import log_as_vllm_does, read_config
+from onbeat.vllm.objectives import ID, log_as_vllm_does, read, read_config
 from onbeat.vllm.steps import EngineSteps, Imposed, TakenStep, impose, mismatch
 from onbeat.vllm.surface import EngineRequest, Surface
 

@@ -37,8 +37,7 @@ from onbeat.workload.job_kinds import (
     lane_load,
 )
 from onbeat.workload.offered import OfferedLoad, Overlong, check_num_requests, have_traces
-from onbeat.workload.slo_classes import SLOClass
-from onbeat.workload.slo_config import built_in_slo, read_slo_config
+from onbeat.workload.slo_classes import SLOClass, built_in_slo, read_slo_config
 from onbeat.workload.trace import TIMED_KINDS, Trace, TraceKind, read_trace
 
 MIN_TOKENS = 4

@@ -11,8 +11,7 @@ import pytest
 
 from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
-from onbeat.bench.payload import PayloadBuilder
-from onbeat.bench.record import SentRequest, Status
+from onbeat.bench.record import PayloadBuilder, SentRequest, Status
 from tests.cpu.bench.measure import measure
 from tests.fake_openai import FakeOpenAI
 

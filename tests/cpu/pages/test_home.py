@@ -13,7 +13,7 @@ import pytest
 from onbeat.bench.bench_load import BenchLoad
 from onbeat.cli.capacity_output import capacity_result
 from onbeat.core.errors import SLOUnattainable
-from onbeat.report.page import write_page
+from onbeat.report.result import write_page
 from tests.cpu.pages.browser import open_tab
 from tests.cpu.pages.chatting import LAST, ask, needs_browser
 from tests.cpu.server.predicting_engine import PredictingEngine

@@ -11,7 +11,7 @@ from onbeat.cli.args import parse
 from onbeat.cli.main import build_parser, main
 from onbeat.core.errors import ConfigError, MissingExtra
 from onbeat.core.slo import SLO
-from onbeat.vllm.plugin_config import read_config
+from onbeat.vllm.objectives import read_config
 
 ADDRESS = "ipc:///x/y"
 

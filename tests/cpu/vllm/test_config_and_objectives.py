@@ -8,8 +8,7 @@ from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.server.objectives import RequestObjectives
 from onbeat.server.slo_defaults import SLODefaults
-from onbeat.vllm.objectives import as_extra_args, read
-from onbeat.vllm.plugin_config import PluginConfig, read_config
+from onbeat.vllm.objectives import PluginConfig, as_extra_args, read, read_config
 
 CLASSES = """
 classes:

@@ -11,8 +11,7 @@ import pytest
 
 from onbeat.bench.bench_config import SLOTransport
 from onbeat.bench.bench_load import BenchLoad, PromptTools, RunConfig
-from onbeat.bench.payload import Conversation, PayloadBuilder, Prompt
-from onbeat.bench.record import JobOfCall, SentRequest, Status
+from onbeat.bench.record import Conversation, JobOfCall, PayloadBuilder, Prompt, SentRequest, Status
 from onbeat.bench.runner import LoadRunner
 from onbeat.bench.session import JobOffer, summarise
 from onbeat.core.errors import ConfigError

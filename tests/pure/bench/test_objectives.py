@@ -11,8 +11,7 @@ import pytest
 
 from onbeat.bench.bench_config import BenchConfig, SendSLO, SLOTransport, check_transport, choose_transport
 from onbeat.bench.bench_load import BenchLoad, PromptTools, workload_of
-from onbeat.bench.payload import PayloadBuilder
-from onbeat.bench.record import SentRequest
+from onbeat.bench.record import PayloadBuilder, SentRequest
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.slo import SLO

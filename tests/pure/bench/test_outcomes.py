@@ -14,8 +14,7 @@ from onbeat.bench.client import refusal
 from onbeat.bench.record import SentRequest, ServerVerdict, Status
 from onbeat.bench.result import BenchRun
 from onbeat.core.slo import SLO
-from onbeat.report.page import write_page
-from onbeat.report.result import show
+from onbeat.report.result import show, write_page
 from tests.pure.bench.results import failure, make_records, make_result, result_of
 
 EASY, HARD = SLO(ttft=10.0, tbt=1.0), SLO(ttft=0.001)

@@ -17,8 +17,8 @@ from onbeat.bench.result import BenchRun
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import LatencyStatistic
 from onbeat.report import charts
-from onbeat.report.page import write_page
 from onbeat.report.plot import log_scale
+from onbeat.report.result import write_page
 from onbeat.report.run_report import latency_columns
 from tests.pure.bench.results import failure, make_records, make_result, result_of
 

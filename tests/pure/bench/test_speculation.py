@@ -14,8 +14,7 @@ from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
 from onbeat.bench.speculation import Drafts, drafts_of, measured_drafts
 from onbeat.core.step_stats import DraftStats
-from onbeat.report.page import write_page
-from onbeat.report.result import Facts, show
+from onbeat.report.result import Facts, show, write_page
 from tests.pure.bench.results import make_records, make_result, result_of
 from tests.pure.metrics.fake_server import FakeServer
 

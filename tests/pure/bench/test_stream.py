@@ -3,7 +3,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from onbeat.bench.payload import PayloadBuilder
+from onbeat.bench.record import PayloadBuilder
 from onbeat.bench.stream import AnswerStream, StreamError
 
 

@@ -18,8 +18,7 @@ from onbeat.planner.capacity import Capacity, Repeat, SearchEnd
 from onbeat.planner.objectives import Measure, parse_objective, verdict_of
 from onbeat.planner.search import Bracket, Trial
 from onbeat.planner.units import Unit, device_text
-from onbeat.report.page import write_page
-from onbeat.report.result import Table
+from onbeat.report.result import Table, write_page
 from tests.pure.cli.test_plan_warnings import fleet_of, report_of
 from tests.pure.planner.test_units import BASE
 from tests.told import numbers

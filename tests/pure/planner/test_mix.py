@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.planner.mix import MixProblem, lower_bound, solve_mix
+from onbeat.planner.mix_search import MixProblem, lower_bound, solve_mix
 from tests.examples import examples
 
 

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
-from onbeat.report.page import write_page
 from onbeat.report.plot import figure, trace
 from onbeat.report.result import (
     INTERRUPTED,
@@ -31,6 +30,7 @@ from onbeat.report.result import (
     Table,
     save,
     show,
+    write_page,
 )
 from onbeat.report.units import exact_percent
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from onbeat.core.slo import SLO, SLO_MODES
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
-from onbeat.simulator.idle import IdleReplica
+from onbeat.simulator.result import IdleReplica
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import ShapeTime, make_config, make_load

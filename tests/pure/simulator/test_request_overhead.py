@@ -6,7 +6,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.simulator.idle import IdleReplica
+from onbeat.simulator.result import IdleReplica
 from onbeat.simulator.simulate import simulate
 from tests.pure.simulator.loads import linear_time, make_config, make_load, random_load
 

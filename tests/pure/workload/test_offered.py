@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.workload.offered import OfferedLoad, assign_classes
-from onbeat.workload.slo_classes import SLOClass
-from onbeat.workload.slo_config import read_slo_config
+from onbeat.workload.slo_classes import SLOClass, read_slo_config
 
 HALF = tuple(SLOClass(name=name, slo=SLO_CLASSES[name], share=0.5) for name in ("interactive", "batch"))
 

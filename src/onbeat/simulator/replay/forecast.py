@@ -17,11 +17,10 @@ from onbeat.metrics.summary import collect_samples
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.replay.decisions import scheduler_config
 from onbeat.simulator.replay.history import RecordedRequest, RecordedStep, RunHistory, measured_acceptance
 from onbeat.simulator.replay.model import learning_model
-from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.result import SimulationObserver, SimulationResult
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import ClassIds, OfferedLoad
