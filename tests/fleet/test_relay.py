@@ -12,13 +12,12 @@ from typing import Any, cast
 
 import pytest
 
-from onbeat.cluster import gate_relay
+from onbeat.cluster import gate_client
 from onbeat.cluster.client import FleetClient
 from onbeat.cluster.front_ends import FrontEnds
-from onbeat.cluster.gate_client import GateClient
+from onbeat.cluster.gate_client import GateClient, GateRelay
 from onbeat.cluster.gate_host import GateHost, gates_endpoint
 from onbeat.cluster.gate_messages import Ask, Counted, Wish, by_keepers_clock
-from onbeat.cluster.gate_relay import GateRelay
 from onbeat.cluster.lease import LeaseRecord
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
@@ -77,7 +76,7 @@ async def test_a_gate_is_served_from_another_machine(tmp_path: Path) -> None:
 
 
 async def test_streams_go_on_where_a_connection_breaks(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(gate_relay, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(gate_client, "SILENT_SECONDS", 0.3)
     async with (
         keeper(step_seconds=0.004) as (client, host, found),
         far_gate(tmp_path, found) as (gate, relay),

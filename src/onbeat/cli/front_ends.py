@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from onbeat.cluster.client import FleetClient, Nursed
 from onbeat.cluster.front_ends import FrontEnds
-from onbeat.cluster.gate_client import GateClient
+from onbeat.cluster.gate_client import GateClient, GateRelay
 from onbeat.cluster.gate_host import GateHost, gates_endpoint
-from onbeat.cluster.gate_relay import GateRelay
 from onbeat.cluster.lease import Tenure
 from onbeat.cluster.roster import Roster
 from onbeat.core.protocols import EngineInfo

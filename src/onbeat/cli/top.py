@@ -16,8 +16,7 @@ from rich.live import Live
 from onbeat.bench.client import why_no_answer
 from onbeat.cli.args import checked, server_root
 from onbeat.core.errors import ConfigError
-from onbeat.report.live_frame import live_frame
-from onbeat.report.live_state import State, StateHistory
+from onbeat.report.live_frame import State, StateHistory, live_frame
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SHORTEST_INTERVAL = 0.1

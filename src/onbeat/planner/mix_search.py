@@ -49,7 +49,6 @@ Array = NDArray[np.float64]
 Counts = tuple[int, ...]
 """How many there are of each unit."""
 
-DEFAULT_SLICES = 8
 SLACK = 1e-9
 """Of a unit: a load that is 3 but for rounding takes 3 units, not 4."""
 COST_STEP = 1e-4
@@ -64,7 +63,7 @@ class MixProblem:
     """Of each unit, in any money an hour."""
     loads: Array
     """(buckets, units): units that all of a bucket needs; infinite where such a unit cannot serve it."""
-    slices: int = DEFAULT_SLICES
+    slices: int = 8
     """Of each bucket, at least 1."""
     types: tuple[str, ...] = ()
     """Type of device of each unit; empty where their number has no bound."""
@@ -267,7 +266,6 @@ def problem_of(
     return MixProblem(
         costs=tuple(each.unit.usd_per_hour for each in units),
         loads=loads[must] * np.array(scales),
-        slices=task.slices,
         types=tuple(each.unit.device for each in units),
         devices=tuple(each.unit.num_devices for each in units),
         available=task.available,

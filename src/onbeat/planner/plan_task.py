@@ -12,7 +12,6 @@ from onbeat.core.errors import OnbeatError
 from onbeat.core.fleet import PoolSizes
 from onbeat.metrics.distribution import student_half_width
 from onbeat.planner.fleets import FleetCase, FleetRun
-from onbeat.planner.mix_search import DEFAULT_SLICES
 from onbeat.planner.objectives import ShareObjective
 from onbeat.planner.search import Bracket, rate_interval
 from onbeat.planner.units import Bucket, RatedUnit, Unit
@@ -42,7 +41,6 @@ class PlanTask:
     load: OfferedLoad
     runs: tuple[OfferedLoad, ...]
     available: tuple[tuple[str, float], ...]
-    slices: int = DEFAULT_SLICES
     most_candidates: int = 16
     headroom: float = 0.0
 

@@ -6,7 +6,7 @@ The way of a request, and what holds for all of them:
 `connection`, `middleware`         bounds of a connection; id, log, key and size of a request
 `rate_limits`                      what an API key may take
 `chat`, `completions`              a route each, with its body and its answers
-`tokenization`, `status`           the tokenizer; health, version, models
+`tokenization`, `status`           the tokenizer; health, version, models, the fleet
 `body`, `fields`                   bytes to a checked body; which fields are honoured, refused, ignored
 `generation_request`               fields of both completion endpoints
 `engine_requests`                  the engine's requests, one for each choice
@@ -17,7 +17,7 @@ The way of a request, and what holds for all of them:
 `pen`, `logprobs`, `pieces`        what all APIs' answers share; log-probabilities; JSON that may be long
 `answer_report`                    usage, and how objectives were kept
 `errors`, `openapi`, `telemetry`   statuses and bodies of errors; the description; the metrics
-`app`, `services`, `server_config` put together: the parts that routes share, what can be configured
-`listening`, `run`, `engine_watch` the socket; drain, stop; whether the engine goes on
+`app`, `services`, `server_config` put together: what routes share and watch, what can be configured
+`listening`, `run`                 the socket; drain, stop
 =================================  ====================================================================
 """

@@ -22,23 +22,22 @@ from onbeat.server import middleware
 from onbeat.server.chat import chat_routes
 from onbeat.server.completions import completion_routes
 from onbeat.server.embeddings import RERANK_PATHS, SCORE_PATHS, embedding_routes, score_routes
-from onbeat.server.engine_watch import EngineHealth, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.messages import message_routes
 from onbeat.server.openapi import describe
+from onbeat.server.pieces import SlowReaders
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.rate_limits import RATE_HEADERS
 from onbeat.server.reply import reply_style
 from onbeat.server.response_routes import response_routes
 from onbeat.server.server_config import ServerConfig
-from onbeat.server.services import Services
+from onbeat.server.services import EngineHealth, Services, garbage_kept, tidy
 from onbeat.server.status import adapter_routes, fleet_routes, health_routes, home_routes, model_routes
 from onbeat.server.structured import GrammarChecks
 from onbeat.server.telemetry import Telemetry
 from onbeat.server.tokenization import tokenizer_routes
-from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.grammar.guard import GrammarGuard
 from onbeat.version import __version__

@@ -16,7 +16,6 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request as EngineRequest
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_report import SLOReport, Usage
-from onbeat.server.chat_messages import ChatMessages
 from onbeat.server.chat_prompt import continued_text, render_chat
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken, TextOptions
 from onbeat.server.engine_requests import encoded, engine_requests
@@ -29,7 +28,7 @@ from onbeat.server.openapi import Routes
 from onbeat.server.pen import DONE, AnswerHead, Extras, Head, Part, WholeChoice
 from onbeat.server.pieces import list_of, written
 from onbeat.server.reply import PromptEnd, ReplyPlan, plan_reply
-from onbeat.server.reply_fields import ChatFields, ToolUse
+from onbeat.server.reply_fields import ChatFields, ChatMessages, ToolUse
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.structured import grammar_of

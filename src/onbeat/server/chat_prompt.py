@@ -10,11 +10,10 @@ from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import cancelled_on_disconnect
-from onbeat.server.chat_messages import MessageReader, text_of
 from onbeat.server.errors import ApiError
 from onbeat.server.middleware import context_of
 from onbeat.server.prompts import PromptEncoder
-from onbeat.server.reply_fields import TemplateFields, unread_variables
+from onbeat.server.reply_fields import MessageReader, TemplateFields, text_of, unread_variables
 from onbeat.server.server_config import MAX_VARIABLES_BYTES
 from onbeat.server.services import Services
 from onbeat.text.chat_template import ChatTemplate

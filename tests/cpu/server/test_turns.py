@@ -25,7 +25,7 @@ from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO
-from onbeat.server import engine_watch, openapi
+from onbeat.server import openapi, services
 from onbeat.server.server_config import MAX_ANSWER_PARTS, MAX_INPUTS, MAX_JSON_VALUES
 from tests import fakes_engine
 from tests.cpu.server.loop_turns import KEY, post_from_outside, quickly
@@ -345,7 +345,7 @@ async def test_a_step_for_many_wakes_some_streams_at_a_time_and_keeps_the_order(
 async def test_full_rounds_of_garbage_collection_wait_until_nothing_is_open(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_watch, "TIDY_SECONDS", 0.01)
+    monkeypatch.setattr(services, "TIDY_SECONDS", 0.01)
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     monkeypatch.setattr(gc, "get_count", lambda: (0, 0, 1))

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from onbeat.server import middleware
-from onbeat.server.pieces import PIECE_BYTES, PiecesResponse
-from onbeat.server.unread import SlowReaders
+from onbeat.server.pieces import PIECE_BYTES, PiecesResponse, SlowReaders
 from tests.cpu.server.running import HELLO, Served, parse_events, serving
 from tests.cpu.server.test_disconnect import leave, send
 from tests.fakes_engine import FakeEngine, Script

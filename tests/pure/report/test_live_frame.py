@@ -12,8 +12,7 @@ from rich.console import Console
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.step_stats import DraftStats
-from onbeat.report.live_frame import LONG_GAPS, live_frame
-from onbeat.report.live_state import State, StateHistory
+from onbeat.report.live_frame import LONG_GAPS, State, StateHistory, live_frame
 from tests.pure.metrics.fake_server import FakeServer
 
 STORED = orjson.loads((Path(__file__).parents[2] / "data" / "top_state.json").read_bytes())

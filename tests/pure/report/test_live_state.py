@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import SLOUnattainable
-from onbeat.report.live_state import LATENCY_SECONDS, StateHistory, Window, quantile
+from onbeat.report.live_frame import LATENCY_SECONDS, StateHistory, Window, quantile
 from tests.pure.metrics.fake_server import FakeServer
 
 
