@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from onbeat.cluster import ray_lease
+from onbeat.cluster import lease
 
 MODULE = """
 import os
@@ -77,7 +77,7 @@ class RayActor:
 
     def start_again(self) -> None:
         """Lose the record, as an actor does whose process or node has died."""
-        self._actor = ray_lease._actor(type("ray", (), {"remote": _Local}), "keeper")
+        self._actor = lease._actor(type("ray", (), {"remote": _Local}), "keeper")
 
     def age(self, seconds: float) -> None:
         """Have it be older."""

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from onbeat.cluster import lease as leases
-from onbeat.cluster.kubernetes_lease import KubernetesLease
-from onbeat.cluster.lease import LeaseRecord, LeaseTaken, Tenure, keeper_endpoint
+from onbeat.cluster.lease import KubernetesLease, LeaseRecord, LeaseTaken, Tenure, keeper_endpoint, open_lease
 from onbeat.core.errors import ConfigError
 from tests.kubernetes_api import LeaseServer, lease_server
 from tests.waiting import until
@@ -176,7 +175,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LeaseServer
 
 
 def test_a_lease_of_kubernetes_says_who_has_it_and_where(api: LeaseServer) -> None:
-    lease = KubernetesLease("kubernetes:chat/keeper")
+    lease = KubernetesLease("chat", "keeper")
     assert lease.read() is None
     lease.write(LeaseRecord("a", ""))
     found = lease.read()
@@ -188,7 +187,7 @@ def test_a_lease_of_kubernetes_says_who_has_it_and_where(api: LeaseServer) -> No
     assert kept["spec"]["holderIdentity"] == "a"
     assert kept["spec"]["leaseDurationSeconds"] == 15
     assert kept["spec"]["acquireTime"] < kept["spec"]["renewTime"]
-    other = KubernetesLease("kubernetes:chat/keeper")
+    other = KubernetesLease("chat", "keeper")
     assert other.read() == LeaseRecord("a", ADDRESS, kept["metadata"]["resourceVersion"])
     other.write(LeaseRecord("b", ""))
     assert api.leases["chat/keeper"]["spec"]["leaseTransitions"] == 1
@@ -196,7 +195,7 @@ def test_a_lease_of_kubernetes_says_who_has_it_and_where(api: LeaseServer) -> No
 
 def test_of_two_that_write_at_once_one_has_it(api: LeaseServer) -> None:
     for _ in range(2):  # there is none yet; there is one
-        first, second = (KubernetesLease("kubernetes:chat/keeper") for _ in range(2))
+        first, second = (KubernetesLease("chat", "keeper") for _ in range(2))
         first.read()
         second.read()
         second.write(LeaseRecord("b", ""))
@@ -206,7 +205,7 @@ def test_of_two_that_write_at_once_one_has_it(api: LeaseServer) -> None:
 
 
 def test_what_is_wrong_with_a_lease_of_kubernetes(api: LeaseServer) -> None:
-    lease = KubernetesLease("kubernetes:elsewhere/keeper")
+    lease = KubernetesLease("elsewhere", "keeper")
     assert lease.read() is None
     with pytest.raises(OSError, match="answers 404"):
         lease.write(LeaseRecord("a", ""))
@@ -223,7 +222,7 @@ def test_what_is_wrong_with_a_lease_of_kubernetes(api: LeaseServer) -> None:
 )
 def test_what_names_no_lease(text: str) -> None:
     with pytest.raises(ConfigError, match="names no lease"):
-        KubernetesLease(text)
+        open_lease(text)
 
 
 def test_where_a_keeper_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 from onbeat.cluster import lease as leases
-from onbeat.cluster import ray_lease
-from onbeat.cluster.lease import LeaseRecord, LeaseTaken, Tenure
-from onbeat.cluster.ray_lease import RayLease
-from onbeat.cluster.start import open_lease
+from onbeat.cluster.lease import LeaseRecord, LeaseTaken, RayLease, Tenure, open_lease
 from onbeat.core.errors import ConfigError, MissingExtra
 from tests.fleet.test_lease import ADDRESS, ends  # noqa: F401 -- a fixture
 from tests.ray_actor import RayActor, ray_actor
@@ -24,7 +21,7 @@ from tests.waiting import until
 
 @pytest.fixture
 def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayActor]:
-    monkeypatch.setattr(ray_lease, "CALL_SECONDS", 30.0)  # another process starts meanwhile
+    monkeypatch.setattr(leases, "CALL_SECONDS", 30.0)  # another process starts meanwhile
     with ray_actor(tmp_path, monkeypatch) as started:
         started.age(60.0)
         yield started
@@ -93,14 +90,14 @@ def test_calls_end_in_time(actor: RayActor, monkeypatch: pytest.MonkeyPatch) -> 
     lease = RayLease("keeper")
     assert lease.read() is None
     lease.write(LeaseRecord("a", ""))
-    monkeypatch.setattr(ray_lease, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr(leases, "CALL_SECONDS", 0.2)
     actor.answers.clear()
     for _ in range(2):
         asked = time.monotonic()
         with pytest.raises(OSError, match="does not answer"):
             lease.write(LeaseRecord("a", ADDRESS))
         assert time.monotonic() - asked < 2
-    monkeypatch.setattr(ray_lease, "CALL_SECONDS", 30.0)
+    monkeypatch.setattr(leases, "CALL_SECONDS", 30.0)
     actor.answers.set()
     found = lease.read()  # and not the answer to what was asked before
     assert found is not None
@@ -140,7 +137,7 @@ async def test_an_election(actor: RayActor, ends: list[int], monkeypatch: Any) -
 def test_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(name='ray')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(ray_lease, "CALL_SECONDS", 30.0)
+    monkeypatch.setattr(leases, "CALL_SECONDS", 30.0)
     with pytest.raises(MissingExtra, match=r"onbeat\[cluster\]"):
         RayLease("keeper").read()
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.cluster.lease import LEASE_SECONDS, LeaseRecord, LeaseTaken
-from onbeat.cluster.ray_lease import RayLease
+from onbeat.cluster.lease import LEASE_SECONDS, LeaseRecord, LeaseTaken, RayLease
 from tests.cpu.e2e.program import serving
 from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, text_of
 from tests.ray.conftest import RayCluster, ray_cluster_of

@@ -116,8 +116,8 @@ async def _serve(
     announcer: _Announcer,
 ) -> int:
     from onbeat.cli.front_ends import Front, Machine, follow, keep
-    from onbeat.cluster.lease import Tenure, keeper_endpoint
-    from onbeat.cluster.start import open_fleet, open_lease
+    from onbeat.cluster.lease import Tenure, keeper_endpoint, open_lease
+    from onbeat.cluster.start import open_fleet
     from onbeat.engine.link import build_logged
     from onbeat.metrics.timeline import open_timeline
 

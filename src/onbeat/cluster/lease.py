@@ -2,6 +2,15 @@
 
 Whoever holds it renews it. Others take it once they have not seen it renewed for long enough, by their own
 clocks; the kernel ends a keeper that cannot renew it before that.
+
+A lease is an object of Kubernetes. Not by the library's own `leaderelection`: its renewals wait for an answer
+as long as it takes, and go by time of day, so that they cannot end a keeper in time; and it tells nobody
+where the keeper is.
+
+Or it is an actor of Ray that has a name, runs on the cluster's head, and outlives who made it. An actor that
+is started again has lost its record. For as long as a lease lasts it then gives the lease to nobody but the
+keeper that had it: by then that has renewed it or has ended. Another process speaks with Ray for this one.
+Ray ends a process whose raylet is gone, and lets some calls wait for the head as long as it takes.
 """
 
 from __future__ import annotations
@@ -9,15 +18,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from datetime import UTC, datetime
+from functools import cache
+from multiprocessing import get_context
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.extras import require
 
 logger = logging.getLogger("onbeat.cluster")
 
@@ -196,3 +212,195 @@ class Tenure:
             except Exception as error:
                 logger.warning("the keeper's lease is not given back, and others wait for it: %s", error)
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+ADDRESS = "onbeat/keeper-address"
+"""The annotation that says where the keeper is."""
+
+
+class KubernetesLease:
+    """Reads and writes a Lease of `coordination.k8s.io/v1`; the API server refuses what is out of date.
+
+    Parameters
+    ----------
+    namespace, name : of the object.
+
+    Raises
+    ------
+    ConfigError : there is no configuration of a cluster.
+    MissingExtra : the library is not installed.
+    """
+
+    def __init__(self, namespace: str, name: str) -> None:
+        self._namespace, self._name = namespace, name
+        config, self._client = (
+            require(f"kubernetes.{part}", extra="kubernetes", purpose="--keeper-lease kubernetes")
+            for part in ("config", "client")
+        )
+        try:
+            try:
+                config.load_incluster_config()  # of a pod
+            except config.ConfigException:
+                config.load_kube_config()  # as kubectl does
+        except config.ConfigException as error:
+            raise ConfigError(f"--keeper-lease kubernetes finds no cluster: {error}") from error
+        settings = self._client.Configuration.get_default_copy()
+        settings.retries = 0  # what fails is tried again, in time
+        self._api = self._client.CoordinationV1Api(self._client.ApiClient(settings))
+        self._last: Any = None
+
+    def read(self) -> LeaseRecord | None:
+        self._last = self._call(404, self._api.read_namespaced_lease, self._name, self._namespace)
+        if self._last is None:
+            return None
+        about = self._last.metadata
+        address = (about.annotations or {}).get(ADDRESS, "")
+        return LeaseRecord(self._last.spec.holder_identity or "", address, about.resource_version)
+
+    def write(self, record: LeaseRecord) -> None:
+        now = datetime.now(UTC)
+        last = None if self._last is None else self._last.spec
+        is_new = last is None or last.holder_identity != record.holder
+        spec = self._client.V1LeaseSpec(
+            holder_identity=record.holder,
+            lease_duration_seconds=round(LEASE_SECONDS),
+            acquire_time=now if last is None or is_new else last.acquire_time,
+            renew_time=now,
+            lease_transitions=0 if last is None else (last.lease_transitions or 0) + is_new,
+        )
+        about = self._client.V1ObjectMeta(name=self._name, annotations={ADDRESS: record.address})
+        body = self._client.V1Lease(metadata=about, spec=spec)
+        if self._last is None:
+            written = self._call(409, self._api.create_namespaced_lease, self._namespace, body)
+        else:
+            about.resource_version = self._last.metadata.resource_version
+            replace = self._api.replace_namespaced_lease
+            written = self._call(409, replace, self._name, self._namespace, body)
+        if written is None:
+            raise LeaseTaken
+
+    def _call(self, absent: int, call: Any, *arguments: Any) -> Any:
+        """Return what the API server answers; None where that is a certain status."""
+        try:
+            return call(*arguments, _request_timeout=CALL_SECONDS)
+        except self._client.ApiException as error:
+            if error.status == absent:
+                return None
+            what = f"the Lease {self._namespace}/{self._name}"
+            if error.status in (401, 403):
+                raise ConfigError(
+                    f"this machine may not use {what} ({error.reason}): let its service account get, create "
+                    "and update leases of coordination.k8s.io there"
+                ) from error
+            raise OSError(f"{what}: the API server answers {error.status} {error.reason}") from error
+
+
+IDLE_SECONDS = 30
+"""The process that speaks with Ray ends when it has been asked nothing, or has waited, for so long."""
+
+
+class RayLease:
+    """Reads and writes the record of an actor, which refuses what is out of date.
+
+    Parameters
+    ----------
+    name : of the actor.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._version, self._pool = name, "", _new_pool()
+        self._own: tuple[str, str] | None = None
+        """What was written here last, unless somebody else has written since, or it was given back."""
+
+    def read(self) -> LeaseRecord | None:
+        record, version, seconds_left = self._call("read")
+        if record is None and seconds_left > 0 and (record := self._own) is None:
+            raise OSError(f"its actor has just started, and its keeper may live for {seconds_left:.0f} s")
+        if record != self._own:
+            self._own = None
+        self._version = version
+        return None if record is None else LeaseRecord(record[0], record[1], version)
+
+    def write(self, record: LeaseRecord) -> None:
+        own = record.holder, record.address
+        if (version := self._call("write", own, self._version)) is None:
+            raise LeaseTaken
+        self._version, self._own = version, own if record.holder else None
+
+    def _call(self, *call: Any) -> Any:
+        """Return what the actor answers.
+
+        Raises
+        ------
+        OSError : it does not in time, or Ray says why it cannot.
+        MissingExtra : Ray is not installed.
+        """
+        try:
+            asked = self._pool.submit(ask_ray, self._name, *call)
+            try:
+                return asked.result(CALL_SECONDS)
+            finally:
+                asked.cancel()
+        except (BrokenProcessPool, TimeoutError) as error:
+            if isinstance(error, BrokenProcessPool):
+                self._pool = _new_pool()
+            raise OSError(f"Ray does not answer in {CALL_SECONDS:.0f} s") from error
+
+
+def _new_pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, get_context("spawn"))
+
+
+def ask_ray(name: str, *call: Any) -> Any:
+    """Return what the actor answers to a call: its method, and the arguments."""
+    signal.alarm(IDLE_SECONDS)  # it ends this process, whatever Ray does
+    ray = require("ray", extra="cluster", purpose="--keeper-lease ray")
+    try:
+        if not ray.is_initialized():
+            ray.init("auto", namespace="onbeat", log_to_driver=False, logging_level=logging.ERROR)
+        return ray.get(getattr(_actor(ray, name), call[0]).remote(*call[1:]), timeout=CALL_SECONDS)
+    except Exception as error:
+        if type(error).__name__ == "ActorDiedError":
+            _actor.cache_clear()  # for good: somebody has ended it
+        raise OSError(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
+
+
+@cache
+def _actor(ray: Any, name: str) -> Any:
+    """Return the actor that has a name; it is made if there is none."""
+
+    class RecordKeeper:  # in here, so that Ray sends all of it: the head may have no onbeat
+        def __init__(self) -> None:
+            self.record: tuple[str, str] | None = None
+            self.version, self.began = secrets.token_hex(8), time.monotonic()
+
+        def read(self) -> tuple[tuple[str, str] | None, str, float]:
+            return self.record, self.version, self.began + LEASE_SECONDS - time.monotonic()
+
+        def write(self, record: tuple[str, str], version: str) -> str | None:
+            if version != self.version:
+                return None
+            self.record, self.version = record, secrets.token_hex(8)
+            return self.version
+
+    # without the head's machine no cluster goes on anyway
+    kept: dict[str, Any] = {"resources": {"node:__internal_head__": 0.001}, "max_restarts": -1, "num_cpus": 0}
+    return (
+        ray.remote(RecordKeeper).options(name=name, lifetime="detached", get_if_exists=True, **kept).remote()
+    )
+
+
+def open_lease(text: str) -> Lease:
+    """Return the lease that `--keeper-lease` names.
+
+    Raises
+    ------
+    ConfigError : it names none, or its kind cannot be used here.
+    """
+    kind, _, name = text.partition(":")
+    namespace, _, own = name.partition("/")
+    if kind == "kubernetes" and namespace and own:
+        return KubernetesLease(namespace, own)
+    if kind == "ray" and name:
+        return RayLease(name)
+    raise ConfigError(f"--keeper-lease {text} names no lease; give kubernetes:NAMESPACE/NAME or ray:NAME")

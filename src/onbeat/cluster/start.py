@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from onbeat.cluster.client import FleetClient, Nursed
 from onbeat.cluster.controller import FleetController
 from onbeat.cluster.fleet_options import FleetOptions
-from onbeat.cluster.kubernetes_lease import KubernetesLease
 from onbeat.cluster.launcher import Launcher, ReplicaNeeds
-from onbeat.cluster.lease import Lease
 from onbeat.cluster.local_launcher import LocalLauncher, share_cores
-from onbeat.cluster.ray_lease import RayLease
 from onbeat.cluster.roster import Roster
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaId, replica_number
@@ -184,21 +181,6 @@ def open_fleet(
         hashes_prompts=router in ROUTERS_OF_PREFIXES,
         nursed=nursed,
     )
-
-
-def open_lease(text: str) -> Lease:
-    """Return the lease that `--keeper-lease` names.
-
-    Raises
-    ------
-    ConfigError : it names none, or its kind cannot be used here.
-    """
-    kind, _, name = text.partition(":")
-    if kind == "kubernetes":
-        return KubernetesLease(text)
-    if kind == "ray" and name:
-        return RayLease(name)
-    raise ConfigError(f"--keeper-lease {text} names no lease; give kubernetes:NAMESPACE/NAME or ray:NAME")
 
 
 def _launcher(options: FleetOptions, engine: EngineConfig, roster: Roster | None) -> Launcher:
