@@ -73,24 +73,14 @@ class MixProblem:
     """(type, devices that there are of it); none or infinite is no bound."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mix:
-    """How many of each unit, and what each is for."""
-
-    counts: Counts
-    cost: float
-    shares: Array
-    """(buckets, units): the share of each bucket that units of a kind serve; rows add up to 1."""
-
-
 class NoSolution(OnbeatError):
     """The time was over before the program was solved."""
 
 
 def solve_mix(
     problem: MixProblem, *, too_small: Sequence[Counts] = (), below: float = inf, time_limit: float = 60.0
-) -> Mix | None:
-    """Return the cheapest mix; None where there is none.
+) -> Counts | None:
+    """Return how many of each unit the cheapest mix has; None where there is none.
 
     Parameters
     ----------
@@ -109,11 +99,7 @@ def solve_mix(
         raise NoSolution(f"no cheapest mix was proved within {time_limit:g} s; take fewer kinds of units")
     if answer.x is None:
         return None
-    num_buckets, num_units = problem.loads.shape
-    counts = tuple(round(value) for value in answer.x[:num_units])
-    slices = np.round(answer.x[num_units : num_units * (1 + num_buckets)]).reshape(num_buckets, num_units)
-    cost = sum(cost * count for cost, count in zip(problem.costs, counts, strict=True))
-    return Mix(counts=counts, cost=cost, shares=slices / problem.slices)
+    return tuple(round(value) for value in answer.x[: len(problem.costs)])
 
 
 def lower_bound(problem: MixProblem) -> float:
@@ -431,10 +417,10 @@ class MixSearch:
                 return
             self._try(mix)
 
-    def _try(self, mix: Mix) -> bool:
+    def _try(self, mix: Counts) -> bool:
         """Simulate a mix that counts among the candidates."""
         self._left -= 1
-        return self._judge(mix.counts).is_kept
+        return self._judge(mix).is_kept
 
     def _grow(self) -> None:
         """Find any fleet, where all that the estimates proposed have failed."""
@@ -443,7 +429,7 @@ class MixSearch:
             mix = self._cheapest(position)
             if mix is None:
                 break
-            if self._judge(mix.counts).is_kept:
+            if self._judge(mix).is_kept:
                 return
             position = position * ROOM + 0.5
         self._try_everything()
@@ -458,7 +444,7 @@ class MixSearch:
         if not fleet.is_kept:
             self.infeasible = f"all devices together, {fleet.name}, are too few: {fleet.reason}"
 
-    def _cheapest(self, position: float) -> Mix | None:
+    def _cheapest(self, position: float) -> Counts | None:
         """Return the cheapest mix that is worth a try.
 
         Parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,15 @@ def melange(**fields: Any) -> MixProblem:
     return problem_of(rates, (1.01, 3.67), 30 * np.array([0.2, 0.1, 0.5, 0.2]), slices=1, **fields)
 
 
+def cost_of(problem: MixProblem, counts: Sequence[int]) -> float:
+    return float(np.dot(problem.costs, counts))
+
+
 def test_the_example_of_melange() -> None:
     mix = solve_mix(melange())
     assert mix is not None
-    assert mix.counts == (3, 1)
-    assert mix.cost == pytest.approx(6.70)
-    assert mix.shares.sum(axis=1) == pytest.approx(1.0)
+    assert mix == (3, 1)
+    assert cost_of(melange(), mix) == pytest.approx(6.70)
 
 
 @pytest.mark.parametrize(("unit", "count", "cost"), [(0, 12, 12.12), (1, 2, 7.34)])
@@ -40,15 +44,15 @@ def test_the_example_of_melange_with_one_type(unit: int, count: int, cost: float
     other = ("a10g", "a100")[1 - unit]
     mix = solve_mix(melange(types=("a10g", "a100"), devices=(1, 1), available=((other, 0),)))
     assert mix is not None
-    assert mix.counts[unit] == count
-    assert mix.cost == pytest.approx(cost)
+    assert mix[unit] == count
+    assert cost_of(melange(), mix) == pytest.approx(cost)
 
 
 def test_cuts_leave_out_mixes_and_all_that_are_no_better() -> None:
     cheapest = solve_mix(melange(), too_small=[(3, 1)])
     assert cheapest is not None
-    assert cheapest.cost == pytest.approx(7.34)
-    assert cheapest.counts == (0, 2)
+    assert cost_of(melange(), cheapest) == pytest.approx(7.34)
+    assert cheapest == (0, 2)
     assert solve_mix(melange(), too_small=[(3, 1)], below=7.34) is None
 
 
@@ -64,7 +68,7 @@ def test_next_to_no_load_takes_a_replica() -> None:
     problem = problem_of([[1.0], [2.0]], (3.0, 2.0), (1e-9,))
     mix = solve_mix(problem)
     assert mix is not None
-    assert mix.counts == (0, 1)
+    assert mix == (0, 1)
     assert lower_bound(problem) == pytest.approx(2.0)
 
 
@@ -77,7 +81,7 @@ def test_480_slices_on_four_types_take_a_moment() -> None:
     mix = solve_mix(problem, time_limit=100)
     assert time.process_time() - started < 10
     assert mix is not None
-    assert mix.cost >= lower_bound(problem) - 1e-6
+    assert cost_of(problem, mix) >= lower_bound(problem) - 1e-6
 
 
 tables = st.integers(0, 2**32 - 1)
@@ -97,12 +101,9 @@ def test_a_mix_costs_no_more_than_one_type_and_no_less_than_the_bound(seed: int)
     assert (mix is None) == (coarse is None) == (not (rates > 0).any(axis=0).all())
     if mix is None or coarse is None:
         return
-    assert mix.cost <= coarse.cost + 1e-6
-    assert mix.cost >= lower_bound(sliced) - 1e-6
+    cost = cost_of(sliced, mix)
+    assert cost <= cost_of(whole, coarse) + 1e-6
+    assert cost >= lower_bound(sliced) - 1e-6
     with np.errstate(divide="ignore"):
         alone = costs * np.ceil((demand / rates).sum(axis=1) - 1e-9)
-    assert mix.cost <= alone.min() + 1e-6
-    finite = np.where(np.isfinite(sliced.loads), sliced.loads, 0.0)
-    assert not mix.shares[np.isinf(sliced.loads)].any()
-    used = (mix.shares * finite).sum(axis=0)
-    assert (used <= np.array(mix.counts) + 1e-6).all()
+    assert cost <= alone.min() + 1e-6
