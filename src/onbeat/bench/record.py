@@ -275,6 +275,10 @@ class SentRequest:
         return self.status is Status.REJECTED
 
     @property
+    def is_expired(self) -> bool:
+        return self.status is Status.EXPIRED
+
+    @property
     def response_time(self) -> float:
         """Time from the send to the end of the answer, seconds: how long a refused caller waited."""
         return self.end - self.sent

@@ -24,7 +24,7 @@ from onbeat.core.options import values_of
 from onbeat.metrics.attainment import good_requests, has_objectives
 from onbeat.metrics.distribution import Distribution, describe, percentile
 from onbeat.metrics.jobs import JobSummary, lines_of_jobs
-from onbeat.metrics.summary import RunSummary, SummaryOptions, gaps, summarise, ttft, with_expired
+from onbeat.metrics.summary import RunSummary, SummaryOptions, gaps, summarise, ttft
 from onbeat.report.result import Fact, Facts, Show
 from onbeat.report.run import SCHEDULED, Level, Run, RunHeader, latency_values, milliseconds
 from onbeat.report.units import exact_percent, number
@@ -189,8 +189,7 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
         key=lambda record: record.index,
     )
     options = bench.summary()
-    expired = [record for record in records if record.status is Status.EXPIRED]
-    summary = with_expired(summarise(records, duration=outcome.duration, options=options), expired)
+    summary = summarise(records, duration=outcome.duration, options=options)
     queue_times = np.array([record.client_queue_time for record in records])
     lags_ms = np.array([max(0.0, each.client_queue_time - each.slot_wait) for each in records]) * 1e3
     most_lag_ms = percentile(lags_ms, 99) if lags_ms.size else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
@@ -44,10 +44,9 @@ from onbeat.simulator.resolve import Resolved, resolve_for, step_times_text
 from onbeat.simulator.result import (
     IdleReplica,
     OnRequests,
-    RunOutcomes,
     SimulationObserver,
     SimulationResult,
-    tell_outcomes,
+    outcomes_of,
 )
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.job_kinds import LANES, summarise_calls
@@ -229,25 +228,30 @@ def as_run(
     # Virtual time of an interrupted run may be 0.
     summary = summarise(result.records, duration=max(result.duration, 1e-9), options=options)
     idle = IdleReplica(simulation.step_time, simulation.config)
-    outcomes = tell_outcomes(summary, result.records, idle)
+    outcomes = outcomes_of(summary, result.records, idle)
     machine = Facts("Replicas", _machine_facts(simulation, result))
     drafts = Facts("Speculation", _draft_facts(simulation, result), key="speculation")
     jobs = _jobs(load, result)
     return Run(
         header=_header(settings, simulation, load, result, label),
-        summary=outcomes.summary,
+        summary=summary,
         num_gpus=simulation.num_devices,
         timing_origin=SCHEDULED,
         is_interrupted=not result.is_complete,
         records=result.records,
         # Calls of jobs may never have come.
         num_interrupted_requests=0 if result.is_complete else result.num_requests - len(result.records),
-        warnings=(*_warnings(simulation, load, result, outcomes), *filter(None, [result.beyond])),
-        facts=[Fact(name, value) for name, value in outcomes.whole.values.items()],
+        warnings=(
+            *_warnings(simulation, load, result, outcomes, summary.counts.num_expired),
+            *filter(None, [result.beyond]),
+        ),
+        facts=[Fact(name, value) for name, value in outcomes.items()],
         parts=[machine, drafts] if drafts.facts else [machine],
         lines=[*lines_of_jobs(jobs), *_fleet_lines(result)],
         settings=_settings(settings, simulation, result),
-        of_classes={name: own.values for name, own in outcomes.classes.items()},
+        of_classes={
+            name: outcomes_of(own, result.records, idle, name) for name, own in summary.classes.items()
+        },
         details={
             "speculation": drafts.values or None,
             "num_overlong": load.num_skipped,
@@ -388,7 +392,11 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _warnings(
-    simulation: Resolved, load: OfferedLoad, result: SimulationResult, outcomes: RunOutcomes
+    simulation: Resolved,
+    load: OfferedLoad,
+    result: SimulationResult,
+    outcomes: Mapping[str, float | None],
+    num_expired: int,
 ) -> Iterator[str]:
     if load.num_skipped:
         longest = simulation.config.scheduler.max_model_len
@@ -396,12 +404,12 @@ def _warnings(
     if num_preemptions := result.total.num_preemptions:
         preemptions = counted(num_preemptions, "preemption", ",")
         yield f"{preemptions}: the KV cache ran full, and prompts were computed again"
-    num_relegated, num_expired = outcomes.whole.num_relegated, outcomes.summary.counts.num_expired
+    num_relegated = int(outcomes["relegated"] or 0)
     if num_relegated or num_expired:
         relegated = counted(num_relegated, "request", ",")
         yield f"relegated {relegated} to best effort, and ended {num_expired:,} in the queue"
-    if num_infeasible := outcomes.whole.num_infeasible:
-        infeasible = counted(num_infeasible, "request", ",")
+    if num_infeasible := outcomes["hopeless"]:
+        infeasible = counted(int(num_infeasible), "request", ",")
         yield f"even an idle machine would miss the objectives of {infeasible}"
 
 

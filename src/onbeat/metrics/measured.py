@@ -76,6 +76,10 @@ class MeasuredRequest(Protocol):
     def is_rejected(self) -> bool:
         """Whether the request was refused for want of capacity."""
 
+    @property
+    def is_expired(self) -> bool:
+        """Whether the request was ended in a queue."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeliveryChunk:

@@ -160,6 +160,11 @@ class RequestRecord:
         return self.fate is Fate.REJECTED
 
     @property
+    def is_expired(self) -> bool:
+        """Whether it was ended in the queue."""
+        return self.finish_reason == "expired"
+
+    @property
     def is_completed(self) -> bool:
         """Whether the whole answer came."""
         return self.finish_reason in ("stop", "length")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,8 +72,8 @@ class Counts:
     num_offered: int
     num_completed: int
     num_rejected: int
-    num_expired: int = 0
-    """Ended in a queue; 0 also where nobody tells these from failures."""
+    num_expired: int
+    """Ended in a queue."""
     num_prompt_tokens: int
     num_output_tokens: int
 
@@ -324,6 +324,7 @@ def _counts(requests: Sequence[MeasuredRequest], duration: float) -> Counts:
         num_offered=len(requests),
         num_completed=len(done),
         num_rejected=sum(request.is_rejected for request in requests),
+        num_expired=sum(request.is_expired for request in requests),
         num_prompt_tokens=sum(request.num_prompt_tokens for request in done),
         num_output_tokens=sum(request.num_output_tokens for request in done),
     )
@@ -352,24 +353,6 @@ def _latencies(samples: Mapping[str, Array], options: SummaryOptions) -> dict[st
         metric: describe(values, options.percentiles if metric in options.metrics else (), overwrite=True)
         for metric, values in samples.items()
     }
-
-
-def with_expired(summary: RunSummary, expired: Sequence[MeasuredRequest]) -> RunSummary:
-    """Return a summary that counts requests ended in a queue apart from failures, in its classes too.
-
-    Parameters
-    ----------
-    expired : those of the summary's requests that were ended there.
-    """
-    by_class = Counter(request.request_class for request in expired)
-    return replace(
-        summary,
-        counts=replace(summary.counts, num_expired=len(expired)),
-        classes={
-            name: replace(own, counts=replace(own.counts, num_expired=by_class[name]))
-            for name, own in summary.classes.items()
-        },
-    )
 
 
 def grouped_samples(groups: Sequence[Sequence[MeasuredRequest]]) -> tuple[Samples, list[Samples]]:

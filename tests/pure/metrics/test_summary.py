@@ -38,6 +38,7 @@ class Measured:
     num_prompt_tokens: int = 10
     is_completed: bool = True
     is_rejected: bool = False
+    is_expired: bool = False
     end: float = field(default=0.0)
     delivery_sizes: Sequence[int] = ()
     slo: SLO | None = None

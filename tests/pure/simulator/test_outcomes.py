@@ -10,7 +10,7 @@ import pytest
 from onbeat.core.slo import SLO, Fate
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import GroupSummary, summarise
-from onbeat.simulator.result import tell_outcomes
+from onbeat.simulator.result import outcomes_of
 
 
 def make_record(reason: str, *, name: str = "fast", ttft: float = 0.1, **fields: Any) -> RequestRecord:
@@ -51,26 +51,30 @@ def test_each_outcome_is_counted_once_in_all_and_by_class():
         make_record("expired", name="slow"),
         make_record("abort", name="slow"),
     ]
-    outcomes = tell_outcomes(
-        summarise(records, duration=2.0), records, lambda record: record.finish_reason == "rejected"
-    )
-    summary, whole, slow = outcomes.summary, outcomes.whole, outcomes.classes["slow"]
+    summary = summarise(records, duration=2.0)
+
+    def outcomes(name: str | None) -> list[float | None]:
+        own = summary if name is None else summary.classes[name]
+        return list(outcomes_of(own, records, lambda each: each.finish_reason == "rejected", name).values())
+
+    num_relegated, num_infeasible, error = outcomes(None)
     assert counted(summary) == {"offered": 7, "completed": 3, "rejected": 1, "expired": 2, "failed": 1}
-    assert whole.num_relegated == 1
+    assert num_relegated == 1
     assert summary.counts.num_admitted == 6
     assert summary.score.attainment == 2 / 7
     assert summary.attainment_admitted == 2 / 6
     # Only requests with a first token show how good their prediction was.
-    assert whole.median_predicted_ttft_error == pytest.approx((0.1 + 0.5) / 2)
+    assert error == pytest.approx((0.1 + 0.5) / 2)
     slow_counts = counted(summary.classes["slow"])
     assert slow_counts == {"offered": 3, "completed": 1, "rejected": 0, "expired": 1, "failed": 1}
-    assert (slow.num_relegated, slow.num_infeasible, slow.median_predicted_ttft_error) == (0, 0, None)
-    assert whole.num_infeasible == outcomes.classes["fast"].num_infeasible == 1
+    assert outcomes("slow") == [0, 0, None]
+    assert num_infeasible == outcomes("fast")[1] == 1
 
 
 def test_without_objectives_there_is_no_share():
     record = make_record("length")
     record.slo = record.request_class = None
-    outcomes = tell_outcomes(summarise([record], duration=2.0), [record], lambda record: True)
-    assert outcomes.summary.attainment_admitted is outcomes.whole.num_infeasible is None
-    assert outcomes.classes == outcomes.summary.classes == {}
+    summary = summarise([record], duration=2.0)
+    assert outcomes_of(summary, [record], lambda record: True)["hopeless"] is None
+    assert summary.attainment_admitted is None
+    assert summary.classes == {}
