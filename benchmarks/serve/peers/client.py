@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from onbeat.bench.bench_config import SendSLO, TargetConfig, choose_transport
-from onbeat.bench.bench_load import Workload
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
 from onbeat.bench.record import Api, PayloadBuilder
@@ -84,9 +83,8 @@ class LoadClient:
 
     def warm_up(self, target: Target, cell: Cell, *, num_requests: int, salt: str) -> None:
         """Send a few requests of a load's kind, in words of their own, and forget them."""
-        workload = cell.workload(PromptWriter(self._pool, f"{salt}/warm-up"), seed=self._seed)
-        limit = min(num_requests, len(workload))
-        asyncio.run(self._offer(target, workload, cell.concurrency, limit=limit))
+        offer = cell.offer(PromptWriter(self._pool, f"{salt}/warm-up"), seed=self._seed)
+        asyncio.run(self._send(target, offer, cell.concurrency, limit=num_requests))
 
     def run(self, target: Target, cell: Cell, *, salt: str) -> dict[str, Any]:
         """Offer a load; equal salts give equal prompts, whoever serves them.
@@ -96,8 +94,8 @@ class LoadClient:
         Numbers of the run by the keys of a bench result; those of the short prompts apart, where there are
         two kinds.
         """
-        workload = cell.workload(PromptWriter(self._pool, f"{salt}/{cell.name}"), seed=self._seed)
-        outcome = asyncio.run(self._offer(target, workload, cell.concurrency))
+        offer = cell.offer(PromptWriter(self._pool, f"{salt}/{cell.name}"), seed=self._seed)
+        outcome = asyncio.run(self._send(target, offer, cell.concurrency))
         summary = summarise(outcome.records, duration=outcome.duration, options=self._options)
         short = [each for each in outcome.records if each.offered_prompt_tokens < LONG_PROMPT_TOKENS]
         apart = summarise(short, duration=outcome.duration, options=self._options)
@@ -111,8 +109,8 @@ class LoadClient:
             "errors": group_errors(outcome.records),
         }
 
-    async def _offer(
-        self, target: Target, workload: Workload, concurrency: int, *, limit: int | None = None
+    async def _send(
+        self, target: Target, offer: RequestOffer, concurrency: int, *, limit: int | None = None
     ) -> LoadOutcome:
         config = TargetConfig(
             base_url=target.url,
@@ -133,10 +131,7 @@ class LoadClient:
                 timeout=config.request_timeout,
             )
             client = StreamingClient(session, endpoint, count_tokens=self._count_tokens)
-            if self._classes:
-                load = workload.load.with_classes(self._classes, seed=self._seed)
-                workload = replace(workload, load=load)
-            offer = RequestOffer(workload)
+            offer = RequestOffer(offer.load.with_classes(self._classes, seed=self._seed), offer.prompts)
             items = await offer.items(limit)
             runner = LoadRunner(client.send, offsets=offer.starts, max_concurrency=concurrency)
             with settled_memory():

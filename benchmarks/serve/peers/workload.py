@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onbeat.bench.bench_load import Workload, every_nth
+from onbeat.bench.bench_load import every_nth
+from onbeat.bench.session import RequestOffer
 from onbeat.workload.arrivals import LogNormalLength
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.prompts import FreshPrompts, PromptWriter
@@ -31,15 +32,13 @@ class Cell:
     """Of the requests, with prompts of `LONG_PROMPT_TOKENS`."""
     num_requests: int
 
-    def workload(self, writer: PromptWriter, *, seed: int) -> Workload:
+    def offer(self, writer: PromptWriter, *, seed: int) -> RequestOffer:
         """Return the requests: lengths follow from the seed, words from the writer."""
         rng, size = np.random.default_rng([seed, 0]), self.num_requests
         prompts, outputs = PROMPTS.draw(size, rng), OUTPUTS.draw(size, rng)
         prompts[every_nth(size, self.long_share)] = LONG_PROMPT_TOKENS
-        return Workload(
-            load=OfferedLoad(name=self.name, num_prompt_tokens=prompts, num_output_tokens=outputs),
-            prompts=FreshPrompts(writer=writer, num_tokens=prompts.tolist()),
-        )
+        load = OfferedLoad(name=self.name, num_prompt_tokens=prompts, num_output_tokens=outputs)
+        return RequestOffer(load, FreshPrompts(writer=writer, num_tokens=prompts.tolist()))
 
 
 def make_cells(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -179,31 +179,8 @@ class PromptTools:
     """Whether answers stay in the records."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Requests and their prompts, which are made only when asked for."""
-
-    load: OfferedLoad
-    prompts: PromptSource
-
-    def __len__(self) -> int:
-        return len(self.load)
-
-
-def workload_of(load: BenchLoad, classes: Sequence[SLOClass], tools: PromptTools) -> Workload:
-    """Return the requests of a load that stand for themselves, with their prompts.
-
-    Lengths depend on the seed alone; words on the salt of `tools`.
-
-    Raises
-    ------
-    ConfigError : see `Load.offered`.
-    """
-    offered = load.offered(classes, count_tokens=tools.count_tokens)
-    return Workload(load=offered, prompts=_prompts(load, offered, tools.writer))
-
-
-def _prompts(load: BenchLoad, offered: OfferedLoad, writer: PromptWriter) -> PromptSource:
+def prompts_of(load: BenchLoad, offered: OfferedLoad, writer: PromptWriter) -> PromptSource:
+    """Return what makes the prompts of an offered load."""
     num_tokens, prefix, groups = offered.num_prompt_tokens.tolist(), load.random_prefix_len, None
     if load.dataset_name == "prefix_repetition":
         prefix = load.prefix_repetition_prefix_len

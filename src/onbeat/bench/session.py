@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import aiohttp
 
 from onbeat.bench.bench_config import BenchConfig, choose_transport
-from onbeat.bench.bench_load import TEXT_DATASETS, BenchLoad, PromptTools, RunConfig, Workload, workload_of
+from onbeat.bench.bench_load import TEXT_DATASETS, BenchLoad, PromptTools, RunConfig, prompts_of
 from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_session
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
 from onbeat.bench.record import Conversation, JobOfCall, Message, PayloadBuilder, SentRequest, Status
@@ -34,7 +34,7 @@ from onbeat.workload.job import Call, Job
 from onbeat.workload.job_kinds import summarise_calls
 from onbeat.workload.load import JOB_LOADS
 from onbeat.workload.offered import JobRows, OfferedLoad
-from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
+from onbeat.workload.prompts import PromptSource, PromptWriter, WordPool, estimated_pool, tokenizer_pool
 
 
 @dataclass(slots=True)
@@ -162,6 +162,8 @@ def summarise(rows: JobRows, records: Sequence[SentRequest]) -> Mapping[str, Job
 
 
 BATCH = 64
+LOOKAHEAD = 64 * BATCH
+"""Prompts that are made before a run, so that short runs are not disturbed at all."""
 
 
 class PlannedRequest(NamedTuple):
@@ -171,82 +173,58 @@ class PlannedRequest(NamedTuple):
     record: SentRequest
 
 
-class PromptFeed:
-    """Hands out the requests of a workload in order, to any number of tasks.
-
-    The first `lookahead` prompts are made before the run, so that short runs are not disturbed at all;
-    longer ones are topped up in a thread while the run goes on. Prompts are let go once handed out.
+class RequestOffer:
+    """Requests that stand for themselves.
 
     Parameters
     ----------
-    lookahead : prompts that are made before the run.
-    limit : hand out this many requests only.
+    prompts : called when a prompt is needed, which is let go once handed out.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        *,
-        lookahead: int = 4096,
-        limit: int | None = None,
-    ) -> None:
-        self._workload = workload
-        self._lookahead = lookahead
-        self._indices: Iterator[int] = iter(range(len(workload) if limit is None else limit))
-        self._ready: deque[PlannedRequest] = deque()
-        self._is_exhausted = False
-        self._lock = asyncio.Lock()
-        self._refill: asyncio.Task[None] | None = None
-
-    async def fill(self) -> None:
-        """Make the first prompts; call before the clock starts."""
-        while not self._is_exhausted and len(self._ready) < self._lookahead:
-            await self._make_batch()
-
-    def __aiter__(self) -> PromptFeed:
-        return self
-
-    async def __anext__(self) -> PlannedRequest:
-        while not self._ready:
-            if self._is_exhausted:
-                raise StopAsyncIteration
-            await self._make_batch()
-        offered = self._ready.popleft()
-        is_low = len(self._ready) < self._lookahead // 2
-        if is_low and not self._is_exhausted and (self._refill is None or self._refill.done()):
-            self._refill = asyncio.create_task(self.fill())
-        return offered
-
-    async def _make_batch(self) -> None:
-        async with self._lock:  # one batch at a time keeps the order
-            indices = list(islice(self._indices, BATCH))
-            batch = await asyncio.to_thread(lambda: [self._offer(index) for index in indices])
-            self._is_exhausted = len(batch) < BATCH
-            self._ready.extend(batch)
-
-    def _offer(self, index: int) -> PlannedRequest:
-        workload = self._workload
-        return PlannedRequest(workload.prompts(index), SentRequest.of(workload.load, index))
-
-
-class RequestOffer:
-    """Requests that stand for themselves."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload, self.load = workload, workload.load
-        self.num_prompts = len(workload)
-        self.starts = self.load.arrivals
+    def __init__(self, load: OfferedLoad, prompts: PromptSource) -> None:
+        self.load, self.prompts = load, prompts
+        self.num_prompts = len(load)
+        self.starts = load.arrivals
 
     @classmethod
     def make(cls, run: RunConfig, tools: PromptTools) -> RequestOffer:
-        """Return the requests of a run."""
-        return cls(workload_of(run.load, run.classes, tools))
+        """Return the requests of a run: lengths depend on the seed alone, words on the salt of `tools`.
 
-    async def items(self, limit: int | None = None) -> PromptFeed:
-        """Return the requests, or the first so many, of which the first prompts are made."""
-        feed = PromptFeed(self._workload, limit=limit)
-        await feed.fill()
-        return feed
+        Raises
+        ------
+        ConfigError : see `Load.offered`.
+        """
+        load = run.load.offered(run.classes, count_tokens=tools.count_tokens)
+        return cls(load, prompts_of(run.load, load, tools.writer))
+
+    async def items(self, limit: int | None = None) -> AsyncIterator[PlannedRequest]:
+        """Return the requests, or the first so many, in order.
+
+        The first `LOOKAHEAD` prompts are made by then; of more, as many as are taken are made in a thread.
+        """
+        one_at_a_time = asyncio.Lock()
+
+        async def make(indices: range) -> list[PlannedRequest]:
+            async with one_at_a_time:
+                return await asyncio.to_thread(lambda: [self._plan(index) for index in indices])
+
+        indices = range(self.num_prompts)[:limit]
+        batches = (indices[first : first + BATCH] for first in range(0, len(indices), BATCH))
+        making = (asyncio.create_task(make(batch)) for batch in batches)
+        ahead = deque(islice(making, LOOKAHEAD // BATCH))
+        await asyncio.gather(*ahead)
+
+        async def take() -> AsyncIterator[PlannedRequest]:
+            while ahead:
+                batch = await ahead.popleft()
+                ahead.extend(islice(making, 1))
+                for planned in batch:
+                    yield planned
+
+        return take()
+
+    def _plan(self, index: int) -> PlannedRequest:
+        return PlannedRequest(self.prompts(index), SentRequest.of(self.load, index))
 
     async def begin(self, runner: LoadRunner, planned: PlannedRequest, due: float) -> None:
         """Send a request."""

@@ -8,7 +8,8 @@ import numpy as np
 import orjson
 import pytest
 
-from onbeat.bench.bench_load import BenchLoad, PromptTools, Workload, workload_of
+from onbeat.bench.bench_load import BenchLoad, PromptTools, RunConfig
+from onbeat.bench.session import RequestOffer
 from onbeat.core.errors import ConfigError
 from onbeat.workload.prompts import PromptWriter, estimated_pool
 
@@ -17,9 +18,10 @@ def count_words(text: str) -> int:
     return len(text.split())
 
 
-def load(config: BenchLoad, num_prompts: int | None = 40, *, seed: int = 0, salt: str = "s") -> Workload:
+def load(config: BenchLoad, num_prompts: int | None = 40, *, seed: int = 0, salt: str = "s") -> RequestOffer:
     tools = PromptTools(writer=PromptWriter(estimated_pool(), salt), count_tokens=count_words)
-    return workload_of(replace(config, num_prompts=num_prompts, seed=seed).named(), (), tools)
+    asked = replace(config, num_prompts=num_prompts, seed=seed).named()
+    return RequestOffer.make(RunConfig(load=asked), tools)
 
 
 def test_random_has_the_asked_lengths() -> None:

@@ -5,8 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from onbeat.bench.bench_load import Workload
-from onbeat.bench.session import PromptFeed
+from onbeat.bench.session import LOOKAHEAD, RequestOffer
 from onbeat.workload.offered import OfferedLoad
 
 
@@ -21,52 +20,30 @@ class CountingPrompts:
         return f"prompt {index}"
 
 
-def workload(count: int, prompts: CountingPrompts | None = None) -> Workload:
+def offer(count: int, prompts: CountingPrompts | None = None) -> RequestOffer:
     lengths = np.full(count, 2, dtype=np.int64)
-    return Workload(
-        load=OfferedLoad(name="test", num_prompt_tokens=lengths, num_output_tokens=lengths),
-        prompts=prompts or CountingPrompts(),
-    )
+    load = OfferedLoad(name="test", num_prompt_tokens=lengths, num_output_tokens=lengths)
+    return RequestOffer(load, prompts or CountingPrompts())
 
 
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 1000])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 1000, LOOKAHEAD + 65])
 async def test_every_request_comes_once_and_in_order(count: int) -> None:
-    feed = PromptFeed(workload(count), lookahead=100)
-    await feed.fill()
+    planned = [request async for request in await offer(count).items()]
 
-    offered = [request async for request in feed]
-
-    assert [request.record.index for request in offered] == list(range(count))
-    assert [request.prompt for request in offered] == [f"prompt {i}" for i in range(count)]
+    assert [request.record.index for request in planned] == list(range(count))
+    assert [request.prompt for request in planned] == [f"prompt {i}" for i in range(count)]
 
 
-async def test_several_readers_share_one_feed() -> None:
-    feed = PromptFeed(workload(500), lookahead=70)
-    seen: list[int] = []
-
-    async def read() -> None:
-        async for request in feed:
-            seen.append(request.record.index)
-            await asyncio.sleep(0)
-
-    await asyncio.gather(*(read() for _ in range(7)))
-
-    assert sorted(seen) == list(range(500))
-
-
-async def test_no_more_prompts_than_the_lookahead_wait_in_memory() -> None:
+async def test_few_more_prompts_than_the_lookahead_wait_in_memory() -> None:
     prompts = CountingPrompts()
-    feed = PromptFeed(workload(10_000, prompts), lookahead=128)
-    await feed.fill()
+    requests = await offer(10_000, prompts).items()
 
-    assert prompts.num_made == 128
+    assert prompts.num_made == LOOKAHEAD
     for _ in range(300):
-        await anext(feed)
+        await anext(requests)
     await asyncio.sleep(0.05)
-    assert prompts.num_made <= 300 + 2 * 128
+    assert prompts.num_made <= 300 + LOOKAHEAD + 64
 
 
-async def test_a_limit_ends_the_feed_early() -> None:
-    feed = PromptFeed(workload(500), limit=3)
-
-    assert [request.record.index async for request in feed] == [0, 1, 2]
+async def test_a_limit_ends_the_requests_early() -> None:
+    assert [request.record.index async for request in await offer(500).items(3)] == [0, 1, 2]

@@ -10,8 +10,9 @@ import orjson
 import pytest
 
 from onbeat.bench.bench_config import BenchConfig, SendSLO, SLOTransport, check_transport, choose_transport
-from onbeat.bench.bench_load import BenchLoad, PromptTools, workload_of
+from onbeat.bench.bench_load import BenchLoad, PromptTools, RunConfig
 from onbeat.bench.record import PayloadBuilder, SentRequest
+from onbeat.bench.session import RequestOffer
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
@@ -150,7 +151,7 @@ def test_a_class_with_a_trace_sends_prompts_as_long_as_that(tmp_path: Path) -> N
     )
     classes = (TIGHT, replace(LOOSE, trace=trace))
     asked = BenchLoad(dataset_name="custom", dataset_path=custom)
-    mixed = workload_of(asked, classes, tools)
+    mixed = RequestOffer.make(RunConfig(load=asked, classes=classes), tools)
     lengths = mixed.load.num_output_tokens.tolist()
     assert sorted(lengths) == [2] * 5 + [7] * 15
     for index, length in enumerate(lengths):

@@ -168,9 +168,9 @@ class TestWorkload:
         (cell,) = make_cells([8], per_slot=10, interference=None)
         pool = estimated_pool()
 
-        first, second = (cell.workload(PromptWriter(pool, salt), seed=1) for salt in ("a", "b"))
+        first, second = (cell.offer(PromptWriter(pool, salt), seed=1) for salt in ("a", "b"))
 
-        assert len(first) == 80
+        assert first.num_prompts == 80
         assert first.load.num_prompt_tokens.tolist() == second.load.num_prompt_tokens.tolist()
         assert first.load.num_output_tokens.tolist() == second.load.num_output_tokens.tolist()
         assert first.prompts(0) != second.prompts(0)
@@ -178,18 +178,18 @@ class TestWorkload:
     def test_one_prompt_in_eight_of_the_last_load_is_long(self) -> None:
         *_, cell = make_cells([1], per_slot=10, interference=8)
 
-        workload = cell.workload(PromptWriter(estimated_pool(), ""), seed=1)
+        offer = cell.offer(PromptWriter(estimated_pool(), ""), seed=1)
 
-        lengths = workload.load.num_prompt_tokens.tolist()
+        lengths = offer.load.num_prompt_tokens.tolist()
         assert lengths.count(LONG_PROMPT_TOKENS) == 10
         assert max(lengths) == LONG_PROMPT_TOKENS
 
     def test_requests_fit_in_the_context_that_servers_are_started_with(self) -> None:
         *_, cell = make_cells([32], per_slot=100, interference=32)
 
-        workload = cell.workload(PromptWriter(estimated_pool(), ""), seed=1)
+        offer = cell.offer(PromptWriter(estimated_pool(), ""), seed=1)
 
-        assert (workload.load.num_prompt_tokens + workload.load.num_output_tokens).max() < 2048
+        assert (offer.load.num_prompt_tokens + offer.load.num_output_tokens).max() < 2048
 
 
 class TestMachine:
