@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 import numpy as np
 
@@ -105,7 +104,7 @@ class PlannedFleet:
     def attainment(self) -> tuple[float, float, float] | None:
         """Mean share of good requests and its interval; None where a run was not finished."""
         shares = [run.attainment for run in self.runs if run.attainment is not None]
-        return interval_of(shares, most=1.0) if len(shares) == len(self.runs) else None
+        return interval_of(shares) if len(shares) == len(self.runs) else None
 
     @property
     def capacity(self) -> tuple[float, float, float] | None:
@@ -182,13 +181,13 @@ def _means(runs: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
     return {name: float(np.mean([run[name] for run in found if name in run])) for name in names}
 
 
-def interval_of(values: Sequence[float], *, most: float = inf) -> tuple[float, float, float]:
-    """Return the mean and its interval by Student's t, within [0, most]; of one value, the value itself."""
-    mean = float(np.mean(values))
-    if len(values) == 1 or not np.isfinite(values).all():
-        return mean, min(values), max(values)
-    half = student_half_width(values)
-    return mean, max(0.0, mean - half), min(most, mean + half)
+def interval_of(shares: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean and its interval by Student's t, within [0, 1]; of one share, the share itself."""
+    mean = float(np.mean(shares))
+    if len(shares) == 1:
+        return mean, mean, mean
+    half = student_half_width(shares)
+    return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from onbeat.metrics.attainment import USUAL_SHARE
 from onbeat.metrics.distribution import Array
 from onbeat.metrics.summary import LatencyStatistic, RunSummary, collect_samples
 from onbeat.report import plot
-from onbeat.report.objectives import limits_of, limits_of_all
+from onbeat.report.objectives import limits_of
 from onbeat.report.run import AnyRun, ReportedRequest
 
 VISIBLE_SECONDS = 1e-3
@@ -46,7 +46,7 @@ def cdf_figure(results: Sequence[AnyRun], metric: str, title: str) -> plot.Figur
             curves.append(plot.trace(result.header.level.name, xs, ys, hover=hover, colour=colour))
     if not curves:
         return None
-    limits = limits_of(results[0].summary, metric)
+    limits = limits_of([results[0].summary], metric)
     scale = plot.log_scale([*(value for curve in curves for value in curve["x"]), *limits])
     # Along its line: a legend would take the room of the curves.
     place = {"y": 4, "textangle": -90, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
@@ -147,7 +147,7 @@ def gaps_figure(result: AnyRun, num_runs: int = 1) -> plot.Figure | None:
         data.append(plot.trace(name, plot.rounded(centres), ys, colour=colour))
     drawn = plot.figure("Gaps between deliveries (TBT) over time", data, TIME, "ms", height=340)
     most = MOST_OF_LIMIT * gap_ms.max()
-    near = {limit: who for limit, who in limits_of(result.summary, "itl").items() if limit <= most}
+    near = {limit: who for limit, who in limits_of([result.summary], "itl").items() if limit <= most}
     return plot.with_limits(drawn, near)
 
 
@@ -241,7 +241,7 @@ def tradeoff_figure(runs: Sequence[AnyRun], latency: LatencyStatistic, title: st
     hover = "%{x:.1f} tok/s, %{y:.1f} ms (%{customdata})"
     line = plot.series("", 0, xs, ys, hover=hover, customdata=levels) | text | {"mode": "lines+markers+text"}
     is_one = all(run.num_gpus == 1 for run in runs)
-    limits = limits_of_all((run.summary for run in runs), latency.metric)
+    limits = limits_of((run.summary for run in runs), latency.metric)
     ms = plot.axis("ms", **plot.latency_axis([*ys, *limits]))
     drawn = plot.figure(title, [line], "output tokens/s" if is_one else "output tokens/s per GPU", ms)
     return plot.with_limits(drawn, limits)

@@ -31,27 +31,19 @@ def run_text(summary: RunSummary) -> str:
     return f"{text} ({summary.score.slo_mode} mode)" if is_judged_by_mode else text
 
 
-def limits_of(summary: RunSummary, metric: str) -> dict[float, str]:
-    """Return the objectives of a metric, ms, each with the classes that have it.
+def limits_of(summaries: Iterable[RunSummary], metric: str) -> dict[float, str]:
+    """Return the objectives of a metric in some runs, ms, each with the classes that have it.
 
     Parameters
     ----------
     metric : of `METRICS`.
     """
-    asked, own = _asked(summary), _OBJECTIVE_OF.get(metric, "")
-    found: dict[float, list[str]] = {}
-    for name, limits in asked.items():
-        if own in limits:
-            found.setdefault(limits[own] * 1e3, []).append(name if len(asked) > 1 else "objective")
-    return {limit: ", ".join(found[limit]) for limit in sorted(found)}
-
-
-def limits_of_all(summaries: Iterable[RunSummary], metric: str) -> dict[float, str]:
-    """Return the objectives of a metric over several runs, as `limits_of` does."""
+    own = _OBJECTIVE_OF.get(metric, "")
     found: dict[float, dict[str, None]] = {}
-    for summary in summaries:
-        for limit, who in limits_of(summary, metric).items():
-            found.setdefault(limit, {})[who] = None
+    for asked in map(_asked, summaries):
+        for name, limits in asked.items():
+            if own in limits:
+                found.setdefault(limits[own] * 1e3, {})[name if len(asked) > 1 else "objective"] = None
     return {limit: ", ".join(found[limit]) for limit in sorted(found)}
 
 

@@ -250,7 +250,7 @@ def _run_sections(run: AnyRun, metrics: Sequence[str], percentiles: Sequence[flo
         Section("Numbers", [parts]),
         Section("Not completed", [Table("", ERROR_COLUMNS, run.errors)]),
         Section("Classes of objectives (times in ms)", [of_classes]),
-        *breakdown_sections(run.summary.breakdown, limits_of(run.summary, "ttft")),
+        *breakdown_sections(run.summary.breakdown, limits_of([run.summary], "ttft")),
         Section("", [Lines(run.lines)]),
         Section("Distributions", [Plots(curves)]),
         Section("Over time", list(_over_time(run, 1))),
@@ -284,7 +284,7 @@ def _sweep_sections(runs: Sequence[AnyRun]) -> list[Section]:
     for run in runs:
         parts = [
             part
-            for each in breakdown_sections(run.summary.breakdown, limits_of(run.summary, "ttft"))
+            for each in breakdown_sections(run.summary.breakdown, limits_of([run.summary], "ttft"))
             for part in each.parts
         ]
         title = f"{run.title}: {number(run.summary.counts.output_throughput)} output tokens/s"

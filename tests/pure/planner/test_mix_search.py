@@ -145,7 +145,7 @@ def test_intervals_widen_with_the_spread() -> None:
     assert mean == pytest.approx(0.92)
     assert high - mean == pytest.approx(4.303 * 0.02 / 3**0.5, rel=1e-3)
     assert low == pytest.approx(2 * mean - high)
-    assert interval_of([0.9, 1.0], most=1.0)[2] == 1.0
+    assert interval_of([0.9, 1.0])[2] == 1.0
 
 
 def test_nothing_is_left_to_try_below_the_fewest_of_one_kind() -> None:
