@@ -171,14 +171,14 @@ class JobOfCall(NamedTuple):
     job_id: str
     e2e: float
     """Seconds from the start of its first call to the end of its last."""
-    calls_left: int | None
-    """Calls that follow; None where the server has to learn it."""
+    calls_left: int
+    """Calls that follow."""
     kind: str
 
     def fields(self) -> dict[str, Any]:
         """Return the object `slo.job`."""
-        stated = {"id": self.job_id, "e2e_ms": self.e2e * 1e3, "class": self.kind}
-        return stated if self.calls_left is None else {**stated, "calls_left": self.calls_left}
+        e2e_ms = self.e2e * 1e3
+        return {"id": self.job_id, "e2e_ms": e2e_ms, "class": self.kind, "calls_left": self.calls_left}
 
 
 @dataclass(slots=True, kw_only=True)

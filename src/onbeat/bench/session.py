@@ -144,9 +144,7 @@ class JobOffer:
         record = SentRequest.of(load, int(self._rows.firsts[state.number]) + index)
         record.scheduled = None if load.arrivals is None else due
         if job.deadline < inf:
-            record.job = JobOfCall(
-                state.job_id, job.deadline, job.calls_left[index] if job.says_calls_left else None, job.kind
-            )
+            record.job = JobOfCall(state.job_id, job.deadline, job.calls_left[index], job.kind)
         return record
 
 

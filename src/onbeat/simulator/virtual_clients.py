@@ -99,7 +99,7 @@ class JobChains:
         call = JobCall(
             job_id=str(number),
             e2e=job.deadline,
-            calls_left=job.calls_left[index] if job.says_calls_left else None,
+            calls_left=job.calls_left[index],
             kind=job.kind,
         )
         opened = self._book.open(call, now, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)

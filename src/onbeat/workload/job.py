@@ -79,8 +79,6 @@ class Job:
     """Jobs of a kind have their system prompt in common, and are told apart in results."""
     tenant: str | None = None
     system_tokens: int = 0
-    says_calls_left: bool = True
-    """Whether its calls say how many follow; else a server has to learn it."""
 
     def __post_init__(self) -> None:
         if not self.calls:
