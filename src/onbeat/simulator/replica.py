@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from math import inf
 
 from onbeat.core.errors import RequestRejected
@@ -191,13 +192,12 @@ class SerialReplica(VirtualReplica):
 
         It stops at the end of the run, or with the step during which the next request arrives (anywhere).
         """
-        run, shape, noise = step.run, self._shape, self._noise
-        overhead, num_before = self._overhead, self._num_steps
+        run, shape, noise, overhead = step.run, self._shape, self._noise, self._overhead
         ends, num_left, num_rows = self._ends, self._num_left, shape.num_lm_head_rows
         bound = run if isinstance(run, SteadyRun) and run.limit < inf else None
         is_watched = self._is_watched
         num_at_once = 1 if is_watched else _STEPS_AT_ONCE
-        num_free = num_left - (1 if is_watched or self._is_alone else _LOOKAHEAD)
+        least = 1 if is_watched or self._is_alone else _LOOKAHEAD
         times: Sequence[float]
         is_over = False
         while not is_over:
@@ -206,19 +206,20 @@ class SerialReplica(VirtualReplica):
                 times = (self._model.step_time(shape),)
             else:  # every row reads a token more in each
                 times = self._step_times(shape, range(first, first + num * num_rows, num_rows))
-            for seconds in times:
-                if not 0.0 < seconds < inf:
-                    refuse_prediction(seconds, shape)
-                if noise is not None:
-                    seconds *= noise.factor(num_before + len(ends))
-                end = end + (seconds + overhead)
-                ends.append(end)
-                num_left -= 1
-                if num_left:
-                    shape.decode_context_tokens += num_rows
-                is_over = not num_left or (num_left <= num_free and (end >= next_arrival or is_watched))
-                if is_over:
-                    break
+            if not (min(times) > 0.0 and sum(times) < inf):
+                refuse_prediction(next(each for each in times if not 0.0 < each < inf), shape)
+            if noise is not None:
+                num_before = self._num_steps + len(ends)
+                times = [each * noise.factor(number) for number, each in enumerate(times, num_before)]
+            if overhead:
+                times = [each + overhead for each in times]
+            found = list(accumulate(times, initial=end))
+            last = max(least, 1 if is_watched else bisect_left(found, next_arrival, 1))
+            is_over = num == num_left or last <= num
+            num = min(num, last)
+            ends.extend(found[1 : num + 1])
+            end, num_left, least = found[num], num_left - num, least - num
+            shape.decode_context_tokens = first + (num if num_left else num - 1) * num_rows
             if bound is not None:
                 num_asked = len(ends) - is_over
                 # Nobody cuts short what goes up to the next arrival anywhere.
