@@ -73,7 +73,11 @@ class VirtualFleet(FrontEnd):
             self._fleet.ask_before_choices(self._newest)
         self._dispatcher = events.EventDispatcher(self._fleet.on_event, self)
         self._is_reported = self.hears_plans or wants_all
-        self._kinds, self._around = kinds, Around(observer, is_watched=wants_all)
+        takes = bool(config.kv_link or config.fleet_changes or config.fleet.autoscale)
+        self._kinds = kinds
+        self._around = Around(
+            observer, is_watched=wants_all, looks_at_streams=self._is_reported or takes
+        )
         self._counters: dict[int, ReplicaCounters] = {}
         """Of replicas that have lived, by number."""
         self._starting: dict[int, int] = {}

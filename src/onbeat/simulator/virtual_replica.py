@@ -55,6 +55,8 @@ class Around(NamedTuple):
     """Whether every arrival comes to this replica, so that no router asks about it."""
     is_watched: bool = False
     """Whether somebody asks for its load after each step."""
+    looks_at_streams: bool = False
+    """Whether somebody asks how it stands, or takes requests from it that run."""
 
 
 class VirtualReplica(ABC):
@@ -89,7 +91,7 @@ class VirtualReplica(ABC):
         self._num_steps = 0
         """Steps that have ended."""
         self._busy_seconds = 0.0
-        observer, self._is_alone, self._is_watched = around
+        observer, self._is_alone, self._is_watched, looks_at_streams = around
         self._observer = observer if observer is not None and observer.wants_steps else None
         self._reporter = None if self._observer is None else StepReporter(self.scheduler)
         self._writes_times = limits.speculation is None
@@ -98,7 +100,7 @@ class VirtualReplica(ABC):
         self.scheduler.table.makes_rows = (
             not self._writes_times or self._may_stop or known.holds_finished or bool(limits.num_snapshots)
         )
-        if self._is_alone and self._observer is None:
+        if not looks_at_streams and self._observer is None:
             begin_lockstep(self.scheduler, ORDINARY)
         self._work = BatchShape()
         self._measured: ShapeRange | None = getattr(step_time, "shape_range", None)

@@ -88,10 +88,16 @@ def test_runs_of_steps_equal_single_steps(load, policy, num_blocks, num_replicas
     num_blocks=st.integers(16, 48),
     max_num_seqs=st.integers(1, 8),
     steps_ahead=st.integers(0, 1),
+    num_replicas=st.integers(1, 3),
 )
 @examples(80)
-def test_streams_in_lockstep_equal_single_rows(load, policy, num_blocks, max_num_seqs, steps_ahead):
-    """Steps with prompts among them, and streams that end, fill blocks and are preempted."""
+def test_streams_in_lockstep_equal_single_rows(
+    load, policy, num_blocks, max_num_seqs, steps_ahead, num_replicas
+):
+    """Steps with prompts among them, and streams that end, fill blocks and are preempted.
+
+    Behind a router runs end where requests come that may go elsewhere.
+    """
     offered, is_closed = load
     config = make_config(
         policy,
@@ -99,6 +105,8 @@ def test_streams_in_lockstep_equal_single_rows(load, policy, num_blocks, max_num
         host_overhead=1e-3,
         max_concurrency=5 if is_closed else None,
         steps_ahead=steps_ahead,
+        replicas=num_replicas,
+        router="least-outstanding",
     )
     check_runs_equal_single_steps(offered, config, linear_time())
 
