@@ -24,8 +24,8 @@ class FrontEnd:
 
     hears_all = False
     """Whether it hears of all steps, and before each plan; else of those that begin or end requests."""
-    hears_plans = False
-    """Whether it hears of the last step of each plan, and before that."""
+    hears_news = False
+    """Whether it hears of plans of something else than one more token for each."""
 
     def open(self) -> None:
         """Begin, at time 0."""
@@ -41,8 +41,8 @@ class FrontEnd:
     def before_plan(self, member: Member, now: float) -> None:
         """Hear that a replica is about to plan."""
 
-    def before_end(self, member: Member, now: float) -> None:
-        """Hear that a replica is about to end the last step of a plan."""
+    def on_news(self, member: Member, now: float) -> None:
+        """Hear that a replica has planned something else than before."""
 
     def on_expired(self, member: Member, offered: OfferedRequest, now: float) -> None:
         """Hear of a request that a replica let wait in vain."""
@@ -176,14 +176,12 @@ class Member:
             self._due = inf
         if replica.next_time != now or self.is_gone:
             return  # out of date
-        if is_heard := front_end.hears_plans and replica.is_over:
-            front_end.before_end(self, now)
         finished = replica.end(now)
         if self._planned != now:
             self._planned = now
             loop.num_events += 1
             heappush(loop.events, (now, PLAN, self.number, loop.num_events, self._plan))
-        if finished or replica.started or front_end.hears_all or is_heard:
+        if finished or replica.started or front_end.hears_all:
             front_end.on_step(self, finished, now)
 
     def _plan(self, now: float) -> None:
@@ -198,6 +196,8 @@ class Member:
             front_end.before_plan(self, now)
         for offered in replica.start(now, loop.clients.next_time):
             front_end.on_expired(self, offered, now)
+        if front_end.hears_news and replica.has_news:
+            front_end.on_news(self, now)
         when = replica.next_time
         if when != self._due and when < inf:
             self._due = when

@@ -50,8 +50,6 @@ class SerialReplica(VirtualReplica):
         """Ends of the steps of the run, as far as they are predicted."""
         self._num_left = 0
         """Steps that the run may still have beyond those predicted."""
-        self._num_told = 0
-        """Of the first steps of the run that the scheduler has not seen, those that a router was told of."""
         self._plans_ahead = config.steps_ahead > 0
         self._held: list[tuple[float, OfferedRequest]] = []
         """Requests that no plan has seen, and when they came."""
@@ -85,7 +83,6 @@ class SerialReplica(VirtualReplica):
             self._step, self.next_time = None, inf
         elif num_ended := bisect_right(ends, now):
             self._advance(step, num_ended)
-            self._num_told = 0
 
     def end(self, now: float) -> list[OfferedRequest]:
         """Take the results of the step or run that ends now."""
@@ -118,7 +115,7 @@ class SerialReplica(VirtualReplica):
             self._num_left, self._shape = 1, step.shape
             if step.run is not None:
                 self._num_left, self._shape = step.run.max_steps, step.shape.copy()
-            self._ends, self._num_told = array("d"), 0
+            self._ends = array("d")
             self._look_ahead(step, now + self._charged, next_arrival)
             self._charged = 0.0
         if self.scheduler.planner.expired:
@@ -137,26 +134,6 @@ class SerialReplica(VirtualReplica):
                     refused.append(offered)
         self._held = [(when, offered) for when, offered in self._held if when >= came_before]
         return refused
-
-    @property
-    def is_over(self) -> bool:  # type: ignore[override]
-        """Whether what was planned ends with the step that ends next."""
-        return not self._num_left
-
-    def load_by(self, now: float, delay: float) -> tuple[float, ReplicaLoad] | None:
-        """See `VirtualReplica.load_by`."""
-        step, ends, num_told = self._step, self._ends, self._num_told
-        if step is None or num_told > len(ends) - 2 or ends[num_told] + delay > now:
-            return None
-        num = bisect_right(ends, now, num_told, len(ends) - 1, key=lambda end: end + delay)
-        when, busy = ends[num - 1], ends[num] - ends[num - 1]
-        if self.scheduler.kv.num_tables > 1:  # what the windows have passed is known once it is given back
-            self._advance(step, num)
-            return when, self.scheduler.load(when, busy=busy)
-        self._num_told = num
-        if self._learns and isinstance(step.run, SteadyRun):
-            step.run.learn(ends[:num])
-        return when, self.scheduler.load(when, busy=busy, num_behind=num)
 
     def load(self, now: float) -> ReplicaLoad:
         """Return how it stands, as if the steps of a run had been planned one by one."""

@@ -12,7 +12,7 @@ from functools import partial
 from math import inf, nan
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected
-from onbeat.core.fleet import ReplicaId, ReplicaLoad, replica_id, replica_number
+from onbeat.core.fleet import replica_id, replica_number
 from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.cluster import events
@@ -63,20 +63,16 @@ class VirtualFleet(FrontEnd):
         self._loop, self._members = loop, loop.members
         self._config, self._times = config, config.fleet_times
         router = make_router(config.router)
-        # Something may be decided whenever a replica reports; or what a step costs is taken from reports.
-        counts_reports = router.reads_reports and not composition(config.scheduler.policy).predicts_waits
+        # Something may be decided whenever a replica reports.
         decides = router.reads_every_report or bool(config.kv_link or config.fleet.autoscale)
-        wants_all = (counts_reports or decides) and not config.is_of_one
-        self.hears_plans = router.reads_reports and not (wants_all or config.is_of_one)
+        self._reports_all = wants_all = decides and not config.is_of_one
+        self.hears_news = router.reads_reports and not (wants_all or config.is_of_one)
         self._fleet = Fleet(router, config.fleet_rules, on_decision=on_decision)
-        if self.hears_plans:
-            self._fleet.ask_before_choices(self._newest)
         self._dispatcher = events.EventDispatcher(self._fleet.on_event, self)
-        self._is_reported = self.hears_plans or wants_all
         takes = bool(config.kv_link or config.fleet_changes or config.fleet.autoscale)
         self._kinds = kinds
         self._around = Around(
-            observer, is_watched=wants_all, looks_at_streams=self._is_reported or takes
+            observer, is_watched=wants_all, looks_at_streams=self.hears_news or wants_all or takes
         )
         self._counters: dict[int, ReplicaCounters] = {}
         """Of replicas that have lived, by number."""
@@ -166,7 +162,7 @@ class VirtualFleet(FrontEnd):
             self._close(offered, now)
         if not member.is_gone:
             self._moves.on_step_end(member.number)
-        if self._is_reported:
+        if self._reports_all:
             self._ask_for_report(member.number)
 
     def _tell_resumed(self, member: Member, now: float) -> None:
@@ -259,7 +255,7 @@ class VirtualFleet(FrontEnd):
         moves = self._config.kv_link is not None and not composition(kind.scheduler.policy).holds_finished
         limits = kind.scheduler.replica_limits(device=kind.device, moves_streams=moves)
         self._tell(events.Joined(replica_id(number), limits), now)
-        if self._is_reported:
+        if self.hears_news or self._reports_all:
             self._take_report(number, now)
 
     def do_stop(self, action: events.Stop, now: float) -> None:
@@ -286,27 +282,9 @@ class VirtualFleet(FrontEnd):
 
     # ---- reports and moves ----
 
-    def _newest(self, replica: ReplicaId, now: float) -> tuple[float, ReplicaLoad] | None:
-        """Return the newest report of a replica that would have come by now, if nobody has heard of it."""
-        delay = self._times.report_seconds
-        member = self._members.get(replica_number(replica))
-        told = None if member is None else member.replica.load_by(now, delay)
-        return None if told is None else (told[0] + delay, told[1])
-
-    def before_end(self, member: Member, now: float) -> None:
-        """Let the last report of a run be heard, where a choice may come between it and the next."""
-        clients, delay = self._loop.clients, self._times.report_seconds
-        if not clients.is_open or clients.next_time < now + delay:
-            self._report_run(member.number, now)
-
-    def _report_run(self, number: int, now: float) -> None:
-        """Let be heard how a replica stands whose run is about to end, or to be cut."""
-        if not self.hears_plans:
-            return
-        replica = self._members[number].replica
-        for delay in (self._times.report_seconds, 0.0):  # what is heard of by now, and what will be
-            if (told := replica.load_by(now, delay)) is not None:
-                self._send_report(number, told[1], told[0], now)
+    def on_news(self, member: Member, now: float) -> None:
+        """Let it be heard of a little later how a replica stands."""
+        self._take_report(member.number, now)
 
     def _ask_for_report(self, number: int) -> None:
         """Let a replica say how it stands at this instant, once all have planned."""
@@ -320,20 +298,13 @@ class VirtualFleet(FrontEnd):
         member = self._members.get(number)
         if member is None or member.replica.next_time <= now:
             return  # it is gone; or its run had no further step, and it reports once that has ended
-        self._send_report(number, member.replica.load(now), now, now)
+        member.replica.has_news = False
+        report = events.Reported(replica_id(number), member.replica.load(now))
+        self._loop.at(now + self._times.report_seconds, HEAR, partial(self._hear, member, report))
 
-    def _send_report(self, number: int, load: ReplicaLoad, when: float, now: float) -> None:
-        """Let a report be heard a little after it was taken."""
-        member, heard = self._members[number], when + self._times.report_seconds
-
-        def hear(_then: float) -> None:
-            if not member.is_gone:
-                self._dispatcher.dispatch(events.Reported(replica_id(member.number), load), heard)
-
-        if heard <= now:
-            hear(now)
-        else:
-            self._loop.at(heard, HEAR, hear)
+    def _hear(self, member: Member, report: events.Reported, now: float) -> None:
+        if not member.is_gone:
+            self._dispatcher.dispatch(report, now)
 
     def do_send(self, action: events.Send, now: float) -> None:
         """Let a replica take a request, behind the tokens that its client has, or refuse it."""
@@ -350,7 +321,6 @@ class VirtualFleet(FrontEnd):
             self._num_before[request.request_id] = len(times)
             self.hears_all = True
         member = self._members[number]
-        self._report_run(number, now)
         try:
             member.replica.add(offered, now)
             if action.stops:
@@ -366,7 +336,6 @@ class VirtualFleet(FrontEnd):
         """Take a request from a replica, unless that has refused it, of which the fleet has yet to hear."""
         number = replica_number(action.replica)
         if self._open[action.request_id].refusal is None:
-            self._report_run(number, now)
             self._members[number].replica.withdraw(action.request_id, now)
         self._moves.forget(number, action.request_id)
         self._num_before.pop(action.request_id, None)

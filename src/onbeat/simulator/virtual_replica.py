@@ -79,6 +79,10 @@ class VirtualReplica(ABC):
         """When it wants to be called next; infinite while nothing runs."""
         self.started: list[OfferedRequest] = []
         """Requests that got their first token in the last `end`, if there is a router to be told."""
+        self.has_news = True
+        """Whether it has changed in more than token counts since somebody took note of that."""
+        self._num_waiting = 0
+        """When it planned last."""
         self._model = step_time
         self._overhead = config.host_overhead
         self._charged = 0.0
@@ -107,22 +111,6 @@ class VirtualReplica(ABC):
         self._largest = None if self._measured is None else LargestStep()
         self._busy_since = inf
         """Since when it runs steps; infinite while it is idle."""
-
-    is_over = True
-    """Whether what was planned ends with the step that ends next."""
-
-    def load_by(self, now: float, delay: float) -> tuple[float, ReplicaLoad] | None:  # noqa: ARG002
-        """Return how it stood when the newest step before the last of a run ended, and when that was.
-
-        Parameters
-        ----------
-        delay : the step must have ended so many seconds before now.
-
-        Returns
-        -------
-        None where none has, or none since this was asked.
-        """
-        return None
 
     @abstractmethod
     def add(self, offered: OfferedRequest, now: float) -> None:
@@ -158,6 +146,7 @@ class VirtualReplica(ABC):
         self.settle(now)
         self._deliveries.drop(request_id)
         self.scheduler.abort((request_id,))
+        self.has_news = True
 
     def adopt(self, handover_id: str, offered: OfferedRequest, detached: Detached, now: float) -> None:
         """Go on with a request that has come with its KV, after `settle`.
@@ -240,6 +229,14 @@ class VirtualReplica(ABC):
         shape = scheduled.shape
         if isinstance(self._sampler, VerifyingSampler):
             shape = self._sampler.begin(scheduled)
+        num_before, self._num_waiting = self._num_waiting, table.waiting.length
+        self.has_news = self.has_news or bool(
+            shape.num_chunks
+            or scheduled.admitted
+            or scheduled.released_ids
+            or num_before != self._num_waiting
+            or not self.scheduler.policy.composer.steady_limit(table.running, table.waiting)
+        )
         planned = predicted = None
         if self._reporter is not None:
             planned, model = self._reporter.take_planned(), self.scheduler.step_time_model
@@ -253,7 +250,9 @@ class VirtualReplica(ABC):
 
     def _expire(self, now: float) -> list[OfferedRequest]:
         """Return the requests that the last plan has ended."""
-        return self._deliveries.expire(self.scheduler.take_expired(), now)
+        expired = self._deliveries.expire(self.scheduler.take_expired(), now)
+        self.has_news = self.has_news or bool(expired)
+        return expired
 
     def _end_step(
         self, step: StepUnderWay, ends: array[float], started: list[OfferedRequest] | None
@@ -275,6 +274,7 @@ class VirtualReplica(ABC):
         if started is not None and step.run is None:
             started += self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, now) if outputs else []
+        self.has_news = self.has_news or bool(outputs or step.shape.num_chunks)
         if self._observer is not None and self._reporter is not None and step.planned is not None:
             stats = self._reporter.stats(scheduled, step.planned, start=step.start, end=now)
             # Where nothing learns, the device takes what is predicted.
@@ -366,7 +366,8 @@ def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predict
     ------
     ConfigError : a policy that needs predictions, and a model that cannot be handed to it.
     """
-    config = replace(config, window_tokens=None)  # virtual clients take all that comes
+    if config.window_tokens is not None:
+        config = replace(config, window_tokens=None)  # virtual clients take all that comes
     speculation = config.speculation
     weighs_drafts = speculation is not None and speculation.draft_length == "adaptive"
     needs_model = composition(config.policy).needs_step_time or weighs_drafts

@@ -107,6 +107,15 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
     assert wait == inf or predicted.seconds == pytest.approx(wait, rel=1e-6)
 
 
+def test_steps_of_decodes_are_taken_to_follow_one_another_where_none_is_reported():
+    """Each takes 10 ms; of the first, 4 ms were left."""
+    view = LoadView(limits())
+    view.on_report(load(busy=0.004, num_running=3, num_decodes=3, decode_seconds=0.01), 1.0)
+    waits = [view.soonest(0.1, now) - 0.1 for now in (1.001, 1.004, 1.007, 1.05)]
+    assert waits == pytest.approx([0.003, 0.0, 0.007, 0.004], abs=1e-6)
+    assert view.first_token(inf, inf, 0.1, 0, 1.007).seconds >= view.soonest(0.1, 1.007)
+
+
 def test_the_least_busy_replica_gets_a_prompt_that_none_holds():
     busy = load(backlog=((0.5, 0.4, 1),), num_waiting=1)
     assert place(router_of(busy, load()), request()) == 1

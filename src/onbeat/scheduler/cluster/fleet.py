@@ -11,13 +11,12 @@ How many replicas a fleet has: as many as are asked for, or as it decides itself
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import count, islice
 from math import inf
 from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ReplicaId, ReplicaLoad, ReplicaView, ScalingView, replica_id
+from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView, replica_id
 from onbeat.scheduler.cluster import events
 from onbeat.scheduler.cluster.membership import (
     FleetRules,
@@ -39,7 +38,6 @@ MOST_WAITING = 1024
 MOST_LIVES = 3
 """Replicas in a row that may die under a request before its next token: one that kills them must end."""
 Decided = Callable[[events.FleetEvent, float, Sequence[events.FleetAction]], None]
-Newest = Callable[[ReplicaId, float], tuple[float, ReplicaLoad] | None]
 
 
 class Fleet:
@@ -112,16 +110,6 @@ class Fleet:
         if self._on_decision is not None:
             self._on_decision(event, now, actions)
         return actions
-
-    def ask_before_choices(self, newest: Newest) -> None:
-        """Ask how those stand that a choice compares, where replicas do not report each step.
-
-        Parameters
-        ----------
-        newest : returns when the newest report of a replica would have come by a time, and what it says; None
-            if that was heard.
-        """
-        self._router.ask = partial(self._ask, newest)
 
     @property
     def next_time(self) -> float:
@@ -245,15 +233,6 @@ class Fleet:
             self._watcher.on_report(event.load, replica.limits)
             self._router.on_report(replica.number, event.load, now)
             self._migration.on_report(replica, now)
-
-    def _ask(self, newest: Newest, number: int, now: float) -> None:
-        """Let the newest report of a replica be heard, if it has not been."""
-        replica = self._members.by_number[number]
-        if (told := newest(replica.replica_id, now)) is not None:
-            when, replica.load = told
-            self._router.on_report(number, replica.load, when)
-            if self._on_decision is not None:
-                self._on_decision(events.Reported(replica.replica_id, replica.load), when, ())
 
     def _on_join(self, event: events.Joined, now: float) -> None:
         replica = self._members.get(event.replica)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -41,8 +41,6 @@ class Router:
     """Whether it goes by what replicas report, which else need not be told."""
     reads_every_report = False
     """Whether reports that come between its choices change what it chooses."""
-    ask: Callable[[int, float], None] | None = None
-    """Has the newest report of a replica heard before a choice compares it; None: each is heard anyway."""
 
     def route(
         self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED

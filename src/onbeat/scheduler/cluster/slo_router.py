@@ -140,9 +140,14 @@ class LoadView:
         ----------
         seconds : of prefill work, on this replica.
         """
-        load = self.load
-        start = max(now, self.reported + load.busy)
-        return start - now + max(_A_BIT_LESS * seconds, load.decode_seconds)
+        return self._step_left(now) + max(_A_BIT_LESS * seconds, self.load.decode_seconds)
+
+    def _step_left(self, now: float) -> float:
+        """Return the seconds until a step ends, which may be one of many alike that nobody reports."""
+        seconds, left = self.load.decode_seconds, self.reported + self.load.busy - now
+        if left < 0.0 and self.load.num_decodes and seconds:
+            return left % seconds
+        return max(left, 0.0)
 
     def first_token(
         self, deadline: float, objective: float, seconds: float, num_blocks: int, now: float
@@ -163,7 +168,7 @@ class LoadView:
         costs = self.load.costs
         if costs is None:
             return None
-        start = max(now, self.reported + self.load.busy)
+        start = now + self._step_left(now)
         jobs, best_effort = self._jobs(now)
         total = sum([job.seconds for job in jobs])
         num_ahead = bisect_right(jobs, deadline, key=itemgetter(0))
@@ -388,9 +393,6 @@ class SLORouter(routing.Router):
         if not self._members:
             return []
         first, holders = next(iter(self._members)), self._prefixes.look_up(request.block_hashes)
-        if self.ask is not None:
-            for number in {first, *self._candidates(holders, routing.NONE_EXCLUDED)}:
-                self.ask(number, now)
         # The costs by which the work of a choice is measured, wherever it is done.
         reference = self._views[first].load.costs or _UNKNOWN_COSTS
         num_tokens = request.num_prompt_tokens + request.num_output_tokens

@@ -38,19 +38,20 @@ class LoadReporter:
         self._slo = policy.slo
         self._has_deadlines = policy.known.order is not None
         self._budget = config.max_num_batched_tokens
-        self._cost_model = None if model is None else CostModel(model, None)
+        self._cost_model: CostModel | None = None
         """What prompts cost now."""
         if policy.slo is not None:
             self._cost_model = policy.slo.cost_model
+        elif model is not None:
+            self._cost_model = CostModel(model, None)
 
-    def take(self, now: float, *, num_taken: int, busy: float, num_behind: int = 0) -> ReplicaLoad:
+    def take(self, now: float, *, num_taken: int, busy: float) -> ReplicaLoad:
         """Return how things stand.
 
         Parameters
         ----------
         num_taken : requests that came so far.
         busy : seconds until the step under way is expected to end.
-        num_behind : steps of a steady run that the table has yet to be told of, of a model without windows.
         """
         cost_model, table = self._cost_model, self._table
         if cost_model is not None and self._slo is None:
@@ -66,7 +67,7 @@ class LoadReporter:
             if num_tokens >= state.pause_at:
                 continue
             wanted = num_tokens + state.num_in_flight_tokens - state.num_computed_tokens
-            num_computed = state.num_computed_tokens + num_behind
+            num_computed = state.num_computed_tokens
             num_lacking = num_computed - state.num_allocated_tokens
             num_free -= -(-num_lacking // kv.block_size) if num_lacking > 0 else 0
             if wanted == 1:

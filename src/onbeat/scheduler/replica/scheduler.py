@@ -237,17 +237,16 @@ class Scheduler:
         """Return how queues and objectives stand; None where the policy keeps no deadlines."""
         return self.planner.state()
 
-    def load(self, now: float, *, busy: float = 0.0, num_behind: int = 0) -> ReplicaLoad:
+    def load(self, now: float, *, busy: float = 0.0) -> ReplicaLoad:
         """Return how the replica stands, for whoever shares requests out. It changes no plan.
 
         Parameters
         ----------
         busy : seconds from now until the steps under way are expected to end.
-        num_behind : steps of a steady run that it has learnt from but not taken; 0 for models with windows.
         """
         if self._load_reporter is None:
             self._load_reporter = LoadReporter(self.config, self.policy, self.table, self.step_time_model)
-        return self._load_reporter.take(now, num_taken=self._num_taken, busy=busy, num_behind=num_behind)
+        return self._load_reporter.take(now, num_taken=self._num_taken, busy=busy)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests and free their blocks; unknown or finished ids are ignored."""
