@@ -1,11 +1,13 @@
 """Builds the native CPU engine: a hook of `pip install`, or by hand with `python hatch_build.py`.
 
+A wheel has all instruction sets. An editable install and a build by hand have those that this machine runs.
 Where there is no compiler, onbeat installs all the same, and computes with torch if that is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import platform
@@ -124,7 +126,7 @@ def build_library(
     compiler = find_compiler()
     extra = SANITIZERS[sanitizer] if sanitizer else ()
     variant = f"{sanitizer}-" if sanitizer else ""
-    fault = amx_fault(compiler)
+    fault = amx_fault(compiler) if not only or "amx" in only else ""
     if fault:
         (warn or _write_line)(
             f"The native CPU engine of onbeat is built without the instruction set amx: {fault}"
@@ -145,16 +147,18 @@ def build_library(
     link = (*compiler.command, *LINK_FLAGS, *(extra or STRICT_LINK_FLAGS), *own)
     digest = _digest(*link, *(path.name for path in objects))
     stamp = cache / f"{variant}{output.name}.stamp"
-    if output.is_file() and stamp.is_file() and stamp.read_text() == digest:
-        return False
     cache.mkdir(parents=True, exist_ok=True)
-    missing = [path for path in objects if not path.is_file()]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda path: _compile(compiler, objects[path], path), missing))
-    _make([*link, *map(str, objects)], output)
-    stamp.write_text(digest)
-    _remove_old_objects(cache, variant, units, keep=objects.keys())
-    return True
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two builds at once one finds what the other has made
+        if output.is_file() and stamp.is_file() and stamp.read_text() == digest:
+            return False
+        missing = [path for path in objects if not path.is_file()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda path: _compile(compiler, objects[path], path), missing))
+        _make([*link, *map(str, objects)], output)
+        stamp.write_text(digest)
+        _remove_old_objects(cache, variant, units, keep=objects.keys())
+        return True
 
 
 def amx_fault(compiler: Compiler) -> str:
@@ -167,6 +171,29 @@ def amx_fault(compiler: Compiler) -> str:
         return ""
     said = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[0]
     return f"{compiler.version} does not know it ({said}); g++ 11 or newer with binutils 2.35 or newer does"
+
+
+def sets_of_this_machine() -> list[str]:
+    """Return the instruction sets that the processor here runs, by what the compiler finds of it.
+
+    One for AVX-512 BF16 counts as one for AMX, too: whether the system lets a process use tiles is asked, and
+    told, by the library.
+
+    Raises
+    ------
+    BuildFailed : without a compiler, or where it does not know this processor.
+    """
+    if not _is_x86():
+        return list(OTHER_INSTRUCTION_SETS)
+    command = [*find_compiler().command, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    macros = set(re.findall(r"#define __(\w+)__ ", _run(command)))
+    return [
+        name
+        for name, flags in X86_INSTRUCTION_SETS.items()
+        if macros.issuperset(
+            flag.removeprefix("-m").replace("-", "_").upper() for flag in flags if flag not in AMX_FLAGS
+        )
+    ]
 
 
 def _write_line(text: str) -> None:
@@ -198,9 +225,9 @@ def translation_units(native: Path, *, has_amx: bool = True, only: Collection[st
         sets.pop("amx", None)
     if only:
         sets = {name: flags for name, flags in sets.items() if name in ("portable", *only)}
-    have = (*(("-DOB_HAVE_X86=1",) if _is_x86() else ()), *(("-DOB_HAVE_AMX=1",) if "amx" in sets else ()))
-    shared = (f"-I{native / 'include'}", f"-I{native / 'src'}", *have)
-    built = tuple(f"-DOB_HAVE_{name.upper()}=1" for name in sets)
+    shared = (f"-I{native / 'include'}", f"-I{native / 'src'}")
+    # Only one unit knows which there are, so that a build of more sets compiles the others no second time.
+    built = (*(("-DOB_HAVE_X86=1",) if _is_x86() else ()), *(f"-DOB_HAVE_{name.upper()}=1" for name in sets))
     units = [
         Unit(path, path.stem, (*shared, *built) if path.name == CHOOSES_INSTRUCTION_SET else shared)
         for path in sources
@@ -256,17 +283,21 @@ def _remove_old_objects(cache: Path, variant: str, units: Sequence[Unit], keep: 
                 path.unlink(missing_ok=True)
 
 
-def add_to_wheel(root: Path, build_data: dict[str, Any], warn: Callable[[str], None]) -> None:
+def add_to_wheel(
+    root: Path, build_data: dict[str, Any], warn: Callable[[str], None], *, stays_here: bool = False
+) -> None:
     """Build in place and put the library into the wheel: one of this platform then, for any Python 3.
 
     Parameters
     ----------
     build_data : what hatchling wants to know of a wheel; stays that of a pure one where nothing can be built.
     warn : is told why.
+    stays_here : it is of an editable install: only instruction sets of this machine are built, in a third of
+        the time.
     """
     output = root / LIBRARY
     try:
-        build_library(root, output, warn=warn)
+        build_library(root, output, only=sets_of_this_machine() if stays_here else (), warn=warn)
     except (BuildFailed, OSError) as error:
         output.unlink(missing_ok=True)  # one of older sources would do harm
         warn(
@@ -284,23 +315,27 @@ def add_to_wheel(root: Path, build_data: dict[str, Any], warn: Callable[[str], N
 class NativeEngineHook(BuildHookInterface):  # type: ignore[misc, unused-ignore]
     """Called by hatchling for each thing that it builds."""
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 -- hatchling's
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build for wheels, those of editable installs too."""
         if self.target_name == "wheel":
-            add_to_wheel(Path(self.root), build_data, self.app.display_warning)
+            is_editable = version == "editable"
+            add_to_wheel(Path(self.root), build_data, self.app.display_warning, stays_here=is_editable)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build from the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Build the native CPU engine in place.")
     parser.add_argument("--sanitize", choices=sorted(SANITIZERS), help="a build for tests, elsewhere")
-    parser.add_argument("--sets", nargs="*", default=(), help="instruction sets to build (default: all)")
+    parser.add_argument(
+        "--sets", nargs="+", metavar="SET", help="instruction sets to build (default: those of this machine)"
+    )
     parser.add_argument("--output", type=Path, help="where the library goes")
     args = parser.parse_args(arguments)
     default = f"{CACHE}/libonbeat_native-{args.sanitize}.so" if args.sanitize else LIBRARY
     output = args.output or ROOT / default
     try:
-        is_new = build_library(ROOT, output.absolute(), sanitizer=args.sanitize, only=args.sets)
+        only = args.sets or sets_of_this_machine()
+        is_new = build_library(ROOT, output.absolute(), sanitizer=args.sanitize, only=only)
     except BuildFailed as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

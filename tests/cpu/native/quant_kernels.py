@@ -53,7 +53,7 @@ def hatch_build() -> ModuleType:
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)  # as hatchling loads it: under no name in sys.modules
     spec.loader.exec_module(module)
     return module
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import platform
 import shutil
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.cpu.native import quant_kernels
+
 KERNELS = """
 #include "kernels.h"
 namespace OB_NAMESPACE { int answer() { return ANSWER; } }
@@ -25,12 +25,7 @@ extern "C" __attribute__((visibility("default"))) int answer() { return portable
 
 @pytest.fixture(scope="module")
 def hatch_build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)  # as hatchling loads it: under no name in sys.modules
-    spec.loader.exec_module(module)
-    return module
+    return quant_kernels.hatch_build()
 
 
 @pytest.fixture
@@ -80,6 +75,21 @@ def test_a_copy_of_the_tree_only_links(hatch_build: ModuleType, tree: Path) -> N
     (copy / hatch_build.LIBRARY).unlink()
     assert hatch_build.build_library(copy, copy / hatch_build.LIBRARY)
     assert objects(copy) == objects(tree)
+
+
+@needs_compiler
+def test_an_editable_install_has_the_sets_of_this_machine_and_a_wheel_adds_the_others(
+    hatch_build: ModuleType, tree: Path
+) -> None:
+    hatch_build.add_to_wheel(tree, {"artifacts": []}, print, stays_here=True)
+    own = objects(tree)
+    built = {name[:-19].removeprefix("kernels_") for name in own if name.startswith("kernels_")}
+    assert built == set(hatch_build.sets_of_this_machine())
+    assert built - {"amx"} == set(quant_kernels.instruction_sets())
+    hatch_build.add_to_wheel(tree, {"artifacts": []}, print)
+    assert own.items() <= objects(tree).items(), "nothing is compiled twice"
+    has_amx = not hatch_build.amx_fault(hatch_build.find_compiler())
+    assert len(objects(tree)) == len(hatch_build.translation_units(tree / "native", has_amx=has_amx))
 
 
 @needs_compiler
