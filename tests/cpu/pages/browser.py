@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,23 +89,27 @@ class Tab:
         path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot"))["data"]))
 
 
-@contextlib.asynccontextmanager
-async def open_tab(
-    url: str, *, width: int = 1280, height: int = 800, dark: bool = False
-) -> AsyncIterator[Tab]:
-    """Open a page in a browser of its own."""
-    assert CHROMIUM
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        browser = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        try:
-            port = _port(Path(profile) / "DevToolsActivePort")
-            async with aiohttp.ClientSession() as session:
-                async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                    pages = [each for each in await answer.json() if each["type"] == "page"]
-                async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+class Browser:
+    """A browser that listens; starting one takes longer than most of what is done in it."""
+
+    def __init__(self, port: int) -> None:
+        self._address = f"http://127.0.0.1:{port}"
+
+    @contextlib.asynccontextmanager
+    async def tab(
+        self, url: str, *, width: int = 1280, height: int = 800, dark: bool = False
+    ) -> AsyncIterator[Tab]:
+        """Open a page as a visitor who has never been there: nothing is kept of this tab, or of others."""
+        async with aiohttp.ClientSession(self._address) as session:
+            async with session.get("/json/version") as answer:
+                whole = (await answer.json())["webSocketDebuggerUrl"]
+            async with session.ws_connect(whole) as socket:
+                browser = Tab(socket)
+                visitor = await browser.call("Target.createBrowserContext", disposeOnDetach=True)
+                target = await browser.call("Target.createTarget", url="about:blank", **visitor)
+                async with session.ws_connect(
+                    f"/devtools/page/{target['targetId']}", max_msg_size=0
+                ) as socket:
                     tab = Tab(socket)
                     for domain in ("Page", "Runtime", "Log"):
                         await tab.call(f"{domain}.enable")
@@ -121,10 +125,25 @@ async def open_tab(
                     await tab.call("Page.navigate", url=url)
                     await tab.until("document.readyState === 'complete' && location.href !== 'about:blank'")
                     yield tab
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Browser]:
+    """Run a browser until the block ends."""
+    assert CHROMIUM
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        process = subprocess.Popen(
+            [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            yield Browser(_port(Path(profile) / "DevToolsActivePort"))
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(browser.pid, signal.SIGKILL)
-            browser.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _port(path: Path) -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.cpu.pages.browser import CHROMIUM, Tab
+from tests.cpu.pages.browser import Tab
 
 LAST = "[...document.querySelectorAll('.message')].at(-1)"
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 
 async def begin(tab: Tab, question: str) -> None:

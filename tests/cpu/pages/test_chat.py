@@ -7,13 +7,12 @@ from statistics import median
 
 import pytest
 
-from tests.cpu.pages.browser import open_tab
-from tests.cpu.pages.chatting import LAST, ask, begin, click, ended, fill, needs_browser, reload
+from tests.cpu.pages.browser import Browser
+from tests.cpu.pages.chatting import LAST, ask, begin, click, ended, fill, reload
 from tests.cpu.server.predicting_engine import PredictingEngine
 from tests.cpu.server.running import serving
 from tests.fakes_engine import FakeEngine, Script
 
-pytestmark = needs_browser
 SLOW = Script(text="word " * 400, seconds_per_step=0.01, tokens_per_step=5)
 KEPT = "localStorage.getItem('onbeat/')"
 
@@ -23,9 +22,9 @@ def prompt(engine: FakeEngine) -> str:
     return bytes(each for each in engine.requests[-1].prompt_token_ids if each < 256).decode()
 
 
-async def test_what_is_cleared_while_it_streams_is_gone() -> None:
+async def test_what_is_cleared_while_it_streams_is_gone(browser: Browser) -> None:
     engine = PredictingEngine(script=SLOW)
-    async with serving(engine) as served, open_tab(served.url) as tab:
+    async with serving(engine) as served, browser.tab(served.url) as tab:
         await begin(tab, "my SECRET")
         await tab.until(f"{LAST}.innerText.includes('word')")
         await click(tab, "Clear")
@@ -38,11 +37,11 @@ async def test_what_is_cleared_while_it_streams_is_gone() -> None:
         assert "SECRET" not in kept
 
 
-async def test_a_phone_follows_the_answer_above_the_form() -> None:
+async def test_a_phone_follows_the_answer_above_the_form(browser: Browser) -> None:
     lines = "".join(f"Paragraph {number} of it.\n\n" for number in range(60))
     script = Script(text=lines, seconds_per_step=0.005, tokens_per_step=20)
     engine = PredictingEngine(script=script, max_model_len=8192)
-    async with serving(engine) as served, open_tab(served.url, width=390, height=844) as tab:
+    async with serving(engine) as served, browser.tab(served.url, width=390, height=844) as tab:
         await fill(tab, "most", 1900)
         await ask(tab, "tell")
         last = "[...document.querySelectorAll('.verdict')].at(-1).getBoundingClientRect()"
@@ -62,9 +61,9 @@ async def test_a_phone_follows_the_answer_above_the_form() -> None:
         assert await tab.js(f"{last}.bottom") <= await tab.js(f"{form}.top + 1")
 
 
-async def test_an_answer_that_is_cut_off_says_so_and_goes_on() -> None:
+async def test_an_answer_that_is_cut_off_says_so_and_goes_on(browser: Browser) -> None:
     engine = PredictingEngine(script=Script(answers=["Once upon a time", " there was"]))
-    async with serving(engine) as served, open_tab(served.url) as tab:
+    async with serving(engine) as served, browser.tab(served.url) as tab:
         await fill(tab, "most", 9)
         assert "cut off at 9 tokens · Go on" in await ask(tab, "tell")
         await fill(tab, "most", 50)
@@ -77,7 +76,7 @@ async def test_an_answer_that_is_cut_off_says_so_and_goes_on() -> None:
         assert prompt(engine) == ("[user]tell\n[assistant]Once upon there was\n[user]and then?\n[assistant]")
 
 
-async def test_what_a_model_writes_becomes_no_html() -> None:
+async def test_what_a_model_writes_becomes_no_html(browser: Browser) -> None:
     text = (
         "<script>window.hacked = 1</script> <img src=x onerror='window.hacked = 1'> "
         "[click](javascript:window.hacked=1) [data](data:text/html,x) ![i](https://example.org/i.png) "
@@ -86,7 +85,7 @@ async def test_what_a_model_writes_becomes_no_html() -> None:
         "| <i>a</i> | b |\n|---|---|\n| `<b>` | **two** |\n\n- one\n  - _inner_\n"
     )
     engine = PredictingEngine(script=Script(text=text, tokens_per_step=3))
-    async with serving(engine) as served, open_tab(served.url) as tab:
+    async with serving(engine) as served, browser.tab(served.url) as tab:
         await tab.js("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
         await ask(tab, "<img src=x onerror='window.hacked = 1'>")
         inside = f"[...{LAST}.querySelectorAll('.text *')].map((each) => each.localName)"
@@ -122,11 +121,11 @@ MARKDOWN = [
 ]
 
 
-async def test_markdown_is_laid_out_while_it_comes() -> None:
+async def test_markdown_is_laid_out_while_it_comes(browser: Browser) -> None:
     outline = """(node) => node.nodeType === 3 ? node.data
         : node.localName + '(' + [...node.childNodes].map(outline).join('') + ')'"""
     found = []
-    async with serving(PredictingEngine()) as served, open_tab(served.url) as tab:
+    async with serving(PredictingEngine()) as served, browser.tab(served.url) as tab:
         await tab.js(f"window.outline = {outline}; 0")
         for source, _ in MARKDOWN:
             whole = json.dumps(source)
@@ -136,7 +135,7 @@ async def test_markdown_is_laid_out_while_it_comes() -> None:
     assert found == MARKDOWN
 
 
-async def test_long_and_odd_answers_are_laid_out_at_once() -> None:
+async def test_long_and_odd_answers_are_laid_out_at_once(browser: Browser) -> None:
     odd = [
         "*",
         "**a ",
@@ -155,7 +154,7 @@ async def test_long_and_odd_answers_are_laid_out_at_once() -> None:
         "\n",
         " ",
     ]
-    async with serving(PredictingEngine()) as served, open_tab(served.url) as tab:
+    async with serving(PredictingEngine()) as served, browser.tab(served.url) as tab:
         for text in odd:
             whole = json.dumps(text)
             took = await tab.js(
@@ -166,9 +165,9 @@ async def test_long_and_odd_answers_are_laid_out_at_once() -> None:
             assert took < 5000, text
 
 
-async def test_one_conversation_and_the_objective_outlive_a_reload() -> None:
+async def test_one_conversation_and_the_objective_outlive_a_reload(browser: Browser) -> None:
     engine = PredictingEngine(predicted_ttft=0.05)
-    async with serving(engine) as served, open_tab(served.url) as tab:
+    async with serving(engine) as served, browser.tab(served.url) as tab:
         await fill(tab, "ttft", 5000)
         await fill(tab, "tbt", 1000)
         await ask(tab, "first")
@@ -187,9 +186,9 @@ async def test_one_conversation_and_the_objective_outlive_a_reload() -> None:
         assert prompt(engine) == "[user]third\n[assistant]"
 
 
-async def test_what_was_not_answered_is_not_kept() -> None:
+async def test_what_was_not_answered_is_not_kept(browser: Browser) -> None:
     engine = PredictingEngine(script=SLOW)
-    async with serving(engine) as served, open_tab(served.url) as tab:
+    async with serving(engine) as served, browser.tab(served.url) as tab:
         await begin(tab, "first")
         await tab.until(f"{LAST}.innerText.includes('word')")
         await tab.js("document.getElementById('prompt').focus()")
@@ -205,9 +204,9 @@ async def test_what_was_not_answered_is_not_kept() -> None:
         assert kept[0]["content"] == "first"
 
 
-async def test_system_message_and_temperature_are_sent() -> None:
+async def test_system_message_and_temperature_are_sent(browser: Browser) -> None:
     engine = PredictingEngine()
-    async with serving(engine) as served, open_tab(served.url) as tab:
+    async with serving(engine) as served, browser.tab(served.url) as tab:
         await fill(tab, "system", "Be brief.")
         await fill(tab, "temperature", 0.25)
         assert await tab.js("document.querySelector('#more summary').textContent") == "More (set)"
@@ -216,9 +215,9 @@ async def test_system_message_and_temperature_are_sent() -> None:
         assert engine.requests[-1].sampling.temperature == 0.25
 
 
-async def test_strips_share_a_labelled_scale_and_an_early_stream_is_ahead() -> None:
+async def test_strips_share_a_labelled_scale_and_an_early_stream_is_ahead(browser: Browser) -> None:
     engine = PredictingEngine(script=Script(text="some words", seconds_per_step=0.01))
-    async with serving(engine) as served, open_tab(served.url) as tab:
+    async with serving(engine) as served, browser.tab(served.url) as tab:
         await fill(tab, "ttft", 60000)
         await fill(tab, "tbt", 1)
         said = await ask(tab, "fast")
@@ -237,8 +236,8 @@ async def test_strips_share_a_labelled_scale_and_an_early_stream_is_ahead() -> N
         assert quick < 0.5 * slow
 
 
-async def test_the_state_beside_it_speaks_to_visitors() -> None:
-    async with serving(PredictingEngine()) as served, open_tab(served.url) as tab:
+async def test_the_state_beside_it_speaks_to_visitors(browser: Browser) -> None:
+    async with serving(PredictingEngine()) as served, browser.tab(served.url) as tab:
         await fill(tab, "ttft", 5000)
         await ask(tab, "hi")
         await tab.until("document.getElementById('classes').innerText.includes('%')")
@@ -271,8 +270,8 @@ CONTRAST = """(() => {
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_texts_can_be_read_and_the_form_keeps_its_lines(dark: bool) -> None:
-    async with serving(PredictingEngine()) as served, open_tab(served.url, dark=dark) as tab:
+async def test_texts_can_be_read_and_the_form_keeps_its_lines(browser: Browser, dark: bool) -> None:
+    async with serving(PredictingEngine()) as served, browser.tab(served.url, dark=dark) as tab:
         await fill(tab, "tbt", 0.001)
         await ask(tab, "hi")
         assert await tab.js(CONTRAST) == []

@@ -14,8 +14,8 @@ from onbeat.bench.bench_load import BenchLoad
 from onbeat.cli.capacity_output import capacity_result
 from onbeat.core.errors import SLOUnattainable
 from onbeat.report.result import write_page
-from tests.cpu.pages.browser import open_tab
-from tests.cpu.pages.chatting import LAST, ask, needs_browser
+from tests.cpu.pages.browser import Browser
+from tests.cpu.pages.chatting import LAST, ask
 from tests.cpu.server.predicting_engine import PredictingEngine
 from tests.cpu.server.running import Served, serving
 from tests.pure.bench.results import result_of
@@ -35,10 +35,9 @@ async def test_the_page_loads_nothing_and_runs_its_own_script_alone() -> None:
     assert policy.startswith("default-src 'none'; ")
 
 
-@needs_browser
-async def test_a_chat_with_an_objective_shows_its_verdict_gaps_and_refusal() -> None:
+async def test_a_chat_with_an_objective_shows_its_verdict_gaps_and_refusal(browser: Browser) -> None:
     engine = PredictingEngine(predicted_ttft=0.05)
-    async with serving(engine) as served, open_tab(served.url) as tab:
+    async with serving(engine) as served, browser.tab(served.url) as tab:
         await tab.until("document.title.startsWith('fake/model')")
         assert "tokens" in await ask(tab, "hi")
         await tab.js(
@@ -66,9 +65,8 @@ async def test_a_chat_with_an_objective_shows_its_verdict_gaps_and_refusal() -> 
         assert not complaints
 
 
-@needs_browser
-async def test_a_server_with_keys_is_asked_with_the_key() -> None:
-    async with serving(PredictingEngine(), api_keys=("secret",)) as served, open_tab(served.url) as tab:
+async def test_a_server_with_keys_is_asked_with_the_key(browser: Browser) -> None:
+    async with serving(PredictingEngine(), api_keys=("secret",)) as served, browser.tab(served.url) as tab:
         assert "wants an API key" in await ask(tab, "hi")
         await tab.js("document.getElementById('key').focus()")
         await tab.keys("secret")
@@ -76,22 +74,20 @@ async def test_a_server_with_keys_is_asked_with_the_key() -> None:
         assert "first token" in await ask(tab, "hi")
 
 
-@needs_browser
 @pytest.mark.parametrize("width", [360, 1280])
-async def test_nothing_is_wider_than_the_screen(width: int) -> None:
-    async with serving(PredictingEngine()) as served, open_tab(served.url, width=width, height=740) as tab:
+async def test_nothing_is_wider_than_the_screen(browser: Browser, width: int) -> None:
+    async with serving(PredictingEngine()) as served, browser.tab(served.url, width=width, height=740) as tab:
         await ask(tab, "word" * 60)
         assert await tab.js("document.documentElement.scrollWidth") <= width
 
 
-@needs_browser
-async def test_all_of_it_is_reached_by_keyboard_and_has_a_name() -> None:
+async def test_all_of_it_is_reached_by_keyboard_and_has_a_name(browser: Browser) -> None:
     kinds = "'button, input, textarea, a, svg, section, aside'"
     name = "each.labels?.length || each.getAttribute('aria-label') || each.textContent.trim()"
     unnamed = (
         f"[...document.querySelectorAll({kinds})].filter((each) => !({name})).map((each) => each.outerHTML)"
     )
-    async with serving(PredictingEngine()) as served, open_tab(served.url) as tab:
+    async with serving(PredictingEngine()) as served, browser.tab(served.url) as tab:
         await ask(tab, "hi")
         assert await tab.js(unnamed) == []
         assert await tab.js("document.querySelectorAll('[tabindex]:not([tabindex=\"0\"])').length") == 0
@@ -107,13 +103,12 @@ WIDE = """[...document.querySelectorAll('h1, h2, h3, p, summary, .tile, .card:no
   .map((each) => each.outerHTML)"""
 
 
-@needs_browser
-async def test_no_text_of_a_report_is_cut_on_screens_and_paper(tmp_path: Path) -> None:
+async def test_no_text_of_a_report_is_cut_on_screens_and_paper(browser: Browser, tmp_path: Path) -> None:
     levels = [BenchLoad(request_rate=float(rate)) for rate in (1, 4)]
     cases = page_report(found(policy="prefill-first"), found(policy="slo"))
     write_page(capacity_result(cases), tmp_path / "capacity.html")
     write_page(result_of(*(with_classes(2.0, load) for load in levels)), tmp_path / "sweep.html")
-    async with open_tab("about:blank#") as tab:
+    async with browser.tab("about:blank#") as tab:
         for page in ("capacity", "sweep"):
             for width in (1280, 390):
                 await tab.call(
