@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.files import json_lines, read_text
-from onbeat.metrics.distribution import Array, bootstrap_draws, percentile
+from onbeat.metrics.distribution import Array, bootstrap_draws, quantiles
 from onbeat.metrics.summary import METRICS, LatencyStatistic
 from onbeat.report.result import SCHEMA, Column, Table
 from onbeat.typed import NotJSON, Number, convert, decode, take
@@ -217,12 +218,17 @@ def compare_runs(baseline: SavedRun, candidate: SavedRun, rng: np.random.Generat
         for key, value in baseline.throughputs.items()
         if key in candidate.throughputs
     ]
-    for latency, value in baseline.latencies_ms.items():
-        # Spreads are no gain or loss, single values no statistic, and P50 says what the median does.
-        if latency in candidate.latencies_ms and latency.statistic not in {"std", "max", "median"}:
-            interval = _ratio_interval(baseline, candidate, latency, rng)
-            name = f"{latency.statistic}_{latency.metric}_ms"
-            rows.append(Row(name, value, candidate.latencies_ms[latency], interval, higher_is_better=False))
+    # Spreads are no gain or loss, single values no statistic, and P50 says what the median does.
+    shared = [
+        latency
+        for latency in baseline.latencies_ms
+        if latency in candidate.latencies_ms and latency.statistic not in {"std", "max", "median"}
+    ]
+    intervals = _ratio_intervals(baseline, candidate, shared, rng)
+    for latency in shared:
+        name = f"{latency.statistic}_{latency.metric}_ms"
+        values = baseline.latencies_ms[latency], candidate.latencies_ms[latency]
+        rows.append(Row(name, *values, intervals.get(latency), higher_is_better=False))
     before, after = baseline.settings, candidate.settings
     differences = tuple(
         f"{name}: {before.get(name)} against {after.get(name)}"
@@ -232,27 +238,32 @@ def compare_runs(baseline: SavedRun, candidate: SavedRun, rng: np.random.Generat
     return Comparison(baseline.title, tuple(rows), differences)
 
 
-def _ratio_interval(
-    baseline: SavedRun, candidate: SavedRun, latency: LatencyStatistic, rng: np.random.Generator
-) -> tuple[float, float] | None:
-    groups = [_groups(run.requests, latency.metric) for run in (baseline, candidate)]
-    if not all(sum(map(len, group)) for group in groups):
-        return None
-    compute = _statistic(latency.statistic)
-    # Pooled gaps are many: fewer resamples keep a comparison within seconds.
-    num_resamples = 200 if latency.metric == "itl" else 1000
-    old, new = (bootstrap_draws(group, compute, rng, num_resamples=num_resamples) for group in groups)
-    valid = old > 0
-    if not valid.any():
-        return None
-    ratios = new[valid] / old[valid]
-    return percentile(ratios, 2.5), percentile(ratios, 97.5)
+def _ratio_intervals(
+    baseline: SavedRun, candidate: SavedRun, latencies: Sequence[LatencyStatistic], rng: np.random.Generator
+) -> dict[LatencyStatistic, tuple[float, float]]:
+    """Return an interval of each whose requests are saved; those of one metric are of the same resamples."""
+    intervals = {}
+    for metric, own in groupby(latencies, lambda latency: latency.metric):
+        groups = [_groups(run.requests, metric) for run in (baseline, candidate)]
+        if not all(sum(map(len, group)) for group in groups):
+            continue
+        names = [latency.statistic for latency in own]
+        # Pooled gaps are many: fewer resamples keep a comparison within seconds.
+        num_resamples = 200 if metric == "itl" else 1000
+        compute = partial(_statistics, names=names)
+        old, new = (bootstrap_draws(group, compute, rng, num_resamples=num_resamples).T for group in groups)
+        for name, before, after in zip(names, old, new, strict=True):
+            valid = before > 0
+            if valid.any():
+                low, high = quantiles(after[valid] / before[valid], [2.5, 97.5])
+                intervals[LatencyStatistic(metric, name)] = low, high
+    return intervals
 
 
-def _statistic(name: str) -> Callable[[Array], float]:
-    if name == "mean":
-        return lambda values: float(values.mean())
-    return partial(percentile, p=float(name.removeprefix("p")))
+def _statistics(values: Array, names: Sequence[str]) -> list[float]:
+    """Return the mean, or percentiles, by their names."""
+    found = quantiles(values, [float(name.removeprefix("p")) for name in names if name != "mean"])
+    return [float(values.mean()) if name == "mean" else found.pop(0) for name in names]
 
 
 def _groups(requests: SavedRequests | None, metric: str) -> list[Array]:

@@ -124,12 +124,12 @@ def _standard_deviation(values: Array) -> float:
 
 def bootstrap_draws(
     groups: Sequence[Array],
-    statistic: Callable[[Array], float],
+    statistics: Callable[[Array], float | Sequence[float]],
     rng: np.random.Generator,
     *,
     num_resamples: int = 1000,
 ) -> Array:
-    """Return the statistic of pooled values in each of `num_resamples` resamples.
+    """Return the statistics of pooled values in each of `num_resamples` resamples.
 
     Whole groups are drawn again, not single values: the gaps of one request depend on each other, so a
     request's gaps are one group. For one value a request, pass arrays of length one.
@@ -137,7 +137,7 @@ def bootstrap_draws(
     Parameters
     ----------
     groups : at least one non-empty array.
-    statistic : maps pooled values to one number.
+    statistics : maps pooled values to one number, or to several, which then lie beside each other.
 
     References
     ----------
@@ -148,13 +148,13 @@ def bootstrap_draws(
         raise ValueError("a bootstrap needs at least one value")
     pooled = np.concatenate(list(groups))
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    draws = np.empty(num_resamples)
-    for i in range(num_resamples):
+    draws = []
+    for _ in range(num_resamples):
         chosen = rng.integers(len(groups), size=len(groups))
         while not sizes[chosen].sum():  # every drawn group is empty: possible when most requests have no gap
             chosen = rng.integers(len(groups), size=len(groups))
-        draws[i] = statistic(pooled[_ranges(starts[chosen], sizes[chosen])])
-    return draws
+        draws.append(statistics(pooled[_ranges(starts[chosen], sizes[chosen])]))
+    return np.array(draws, dtype=np.float64)
 
 
 def _ranges(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
