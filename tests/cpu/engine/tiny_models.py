@@ -10,55 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
 from numpy.typing import NDArray
-from transformers import (
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Ernie4_5Config,
-    Ernie4_5ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Glm4Config,
-    Glm4ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Ministral3Config,
-    Ministral3ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-)
 
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.model_config.families import FAMILIES as ARCHITECTURES
@@ -99,10 +52,14 @@ YARN_ROPE = {
     "original_max_position_embeddings": 128,
 }
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
+    "llama3": (
+        hf.LlamaForCausalLM,
+        hf.LlamaConfig,
+        {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False},
+    ),
     "llama-tied-linear-rope": (
-        LlamaForCausalLM,
-        LlamaConfig,
+        hf.LlamaForCausalLM,
+        hf.LlamaConfig,
         {
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
             "tie_word_embeddings": True,
@@ -111,19 +68,19 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "mistral-sliding": (
-        MistralForCausalLM,
-        MistralConfig,
+        hf.MistralForCausalLM,
+        hf.MistralConfig,
         {"sliding_window": 24, "head_dim": 16, "tie_word_embeddings": False},
     ),
     "qwen2": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
+        hf.Qwen2ForCausalLM,
+        hf.Qwen2Config,
         {"tie_word_embeddings": True, "rope_parameters": YARN_ROPE},
     ),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24, "tie_word_embeddings": False}),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, {"head_dim": 24, "tie_word_embeddings": False}),
     "gemma3": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
+        hf.Gemma3ForCausalLM,
+        hf.Gemma3TextConfig,
         {
             "head_dim": 32,
             "num_key_value_heads": 1,
@@ -134,16 +91,16 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "phi3": (
-        Phi3ForCausalLM,
-        Phi3Config,
+        hf.Phi3ForCausalLM,
+        hf.Phi3Config,
         {
             "sliding_window": 30,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
     ),
     "phi3-longrope": (
-        Phi3ForCausalLM,
-        Phi3Config,
+        hf.Phi3ForCausalLM,
+        hf.Phi3Config,
         {
             "num_key_value_heads": 1,
             "tie_word_embeddings": True,
@@ -158,15 +115,15 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             },
         },
     ),
-    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config, {}),
     "smollm3": (
-        SmolLM3ForCausalLM,
-        SmolLM3Config,
+        hf.SmolLM3ForCausalLM,
+        hf.SmolLM3Config,
         {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
     ),
     "granite": (
-        GraniteForCausalLM,
-        GraniteConfig,
+        hf.GraniteForCausalLM,
+        hf.GraniteConfig,
         {
             "embedding_multiplier": 3.0,
             "attention_multiplier": 0.2,
@@ -176,8 +133,8 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "gpt-oss": (
-        GptOssForCausalLM,
-        GptOssConfig,
+        hf.GptOssForCausalLM,
+        hf.GptOssConfig,
         {
             "attn_implementation": "eager",
             "head_dim": 24,
@@ -197,10 +154,10 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             },
         },
     ),
-    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
+        hf.Qwen3MoeForCausalLM,
+        hf.Qwen3MoeConfig,
         {
             "head_dim": 24,
             "num_hidden_layers": 3,
@@ -212,8 +169,8 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "gemma2": (
-        Gemma2ForCausalLM,
-        Gemma2Config,
+        hf.Gemma2ForCausalLM,
+        hf.Gemma2Config,
         {
             "head_dim": 24,
             "sliding_window": 20,
@@ -222,11 +179,15 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "final_logit_softcapping": 5.0,
         },
     ),
-    "command-r": (CohereForCausalLM, CohereConfig, {"use_qk_norm": True, "logit_scale": 0.3}),
-    "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config, {"sliding_window": 40, "intermediate_size": 72}),
+    "command-r": (hf.CohereForCausalLM, hf.CohereConfig, {"use_qk_norm": True, "logit_scale": 0.3}),
+    "starcoder2": (
+        hf.Starcoder2ForCausalLM,
+        hf.Starcoder2Config,
+        {"sliding_window": 40, "intermediate_size": 72},
+    ),
     "phi-moe": (
-        PhimoeForCausalLM,
-        PhimoeConfig,
+        hf.PhimoeForCausalLM,
+        hf.PhimoeConfig,
         {
             "num_local_experts": 5,
             "router_jitter_noise": 0.3,
@@ -235,10 +196,10 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "intermediate_size": 40,
         },
     ),
-    "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 24, "pad_token_id": 0}),
+    "glm4": (hf.Glm4ForCausalLM, hf.Glm4Config, {"head_dim": 24, "pad_token_id": 0}),
     "olmo3": (
-        Olmo3ForCausalLM,
-        Olmo3Config,
+        hf.Olmo3ForCausalLM,
+        hf.Olmo3Config,
         {
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention"],
@@ -249,8 +210,8 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "granite4": (
-        GraniteMoeHybridForCausalLM,
-        GraniteMoeHybridConfig,
+        hf.GraniteMoeHybridForCausalLM,
+        hf.GraniteMoeHybridConfig,
         {
             "num_local_experts": 0,
             "shared_intermediate_size": 80,
@@ -262,8 +223,8 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "ministral3": (
-        Ministral3ForCausalLM,
-        Ministral3Config,
+        hf.Ministral3ForCausalLM,
+        hf.Ministral3Config,
         {
             "head_dim": 16,
             "rope_parameters": {
@@ -277,22 +238,22 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 KIN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "cohere2": (Cohere2ForCausalLM, Cohere2Config, {"num_hidden_layers": 4, "sliding_window": 24}),
-    "ernie4_5": (Ernie4_5ForCausalLM, Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
+    "cohere2": (hf.Cohere2ForCausalLM, hf.Cohere2Config, {"num_hidden_layers": 4, "sliding_window": 24}),
+    "ernie4_5": (hf.Ernie4_5ForCausalLM, hf.Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
     "seed-oss": (
-        SeedOssForCausalLM,
-        SeedOssConfig,
+        hf.SeedOssForCausalLM,
+        hf.SeedOssConfig,
         {"head_dim": 24, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
     "phi3-long": (
-        Phi3ForCausalLM,
-        Phi3Config,
+        hf.Phi3ForCausalLM,
+        hf.Phi3Config,
         # The first token turns by no angle; from the second on transformers takes those for long contexts.
         FAMILIES["phi3-longrope"][2] | {"original_max_position_embeddings": 1},
     ),
     "granite4-rope": (
-        GraniteMoeHybridForCausalLM,
-        GraniteMoeHybridConfig,
+        hf.GraniteMoeHybridForCausalLM,
+        hf.GraniteMoeHybridConfig,
         FAMILIES["granite4"][2] | {"position_embedding_type": "rope"},
     ),
 }
@@ -327,12 +288,10 @@ class StateCheckpoint(Checkpoint):
 
 
 @dataclass(frozen=True)
-class TinyModel:
-    """A reference, and the same weights in our layout."""
+class Reference:
+    """A model of transformers, and what it has been asked."""
 
-    name: str
     hf_model: Any
-    weights: TorchWeights
     answers: dict[tuple[tuple[int, ...], int], tuple[list[int], torch.Tensor]] = field(
         default_factory=dict, compare=False
     )
@@ -377,6 +336,14 @@ class TinyModel:
         return token_ids
 
 
+@dataclass(frozen=True, kw_only=True)
+class TinyModel(Reference):
+    """A reference, and the same weights in our layout."""
+
+    name: str
+    weights: TorchWeights
+
+
 def hf_tiny_model(name: str, dtype: torch.dtype) -> Any:
     """Return a random reference model, the same for the same name."""
     model_class, config_class, options = (ON_TORCH | KIN | STATEFUL | WINDOWED)[name]
@@ -408,7 +375,7 @@ def hf_tiny_model(name: str, dtype: torch.dtype) -> Any:
 def tiny_model(name: str, dtype: torch.dtype = torch.float64) -> TinyModel:
     hf_model = hf_tiny_model(name, dtype)
     weights = load_weights(StateCheckpoint(hf_model), dtype=dtype, device=torch.device("cpu"))
-    return TinyModel(name, hf_model, weights)
+    return TinyModel(name=name, hf_model=hf_model, weights=weights)
 
 
 def random_prompt(length: int, vocab_size: int = 211) -> list[int]:

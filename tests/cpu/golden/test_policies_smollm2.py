@@ -6,6 +6,7 @@ The rule of exactness: a token may differ only where the reference's two largest
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.engine.tiny_models import Reference
 from tests.cpu.gguf_reading import read_once
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
 from tests.cpu.golden.test_policies_tiny import MIXING
@@ -32,34 +34,22 @@ TIE_GAP = 1e-4
 TEXT = Path(__file__).parents[3] / "LICENSE"
 
 
-class Reference:
+class Answers:
     """transformers' greedy continuation of slices of a text, and how near the second choice was."""
 
     def __init__(self, gguf: Path) -> None:
-        self.hf_model = read_hf_model(gguf)
+        self.model = Reference(read_hf_model(gguf))
         self.token_ids = load_tokenizer(gguf).encode(TEXT.read_text(encoding="utf-8"))
-        self.answers: dict[int, tuple[list[int], list[float]]] = {}
 
     def prompt(self, length: int) -> list[int]:
         start = 11 * length % 300
         return self.token_ids[start : start + length]
 
-    def answer(self, length: int) -> tuple[list[int], list[float]]:
-        if length not in self.answers:
-            prompt = torch.tensor([self.prompt(length)])
-            with torch.inference_mode():
-                output = self.hf_model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=MAX_TOKENS,
-                    do_sample=False,
-                    return_dict_in_generate=True,
-                    output_logits=True,
-                )
-            top_two = torch.stack(output.logits)[:, 0].topk(2).values
-            gaps = (top_two[:, 0] - top_two[:, 1]).tolist()
-            self.answers[length] = output.sequences[0, length:].tolist(), gaps
-        return self.answers[length]
+    def answer(self, length: int, guess: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Return tokens and gaps."""
+        token_ids, logits = self.model.reference(self.prompt(length), MAX_TOKENS, guess)
+        top_two = logits.topk(2).values
+        return token_ids, (top_two[:, 0] - top_two[:, 1]).tolist()
 
 
 def read_hf_model(gguf: Path) -> Any:
@@ -81,8 +71,8 @@ def read_hf_model(gguf: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_gguf: Path) -> Reference:
-    return Reference(smollm2_gguf)
+def reference(smollm2_gguf: Path) -> Answers:
+    return Answers(smollm2_gguf)
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
@@ -94,13 +84,13 @@ def make_forward(request: pytest.FixtureRequest, smollm2_gguf: Path) -> MakeForw
 
 
 def check(
-    reference: Reference, make_forward: MakeForward, lengths: tuple[int, ...], setting: Setting
+    reference: Answers, make_forward: MakeForward, lengths: tuple[int, ...], setting: Setting
 ) -> Outcome:
     prompts = [reference.prompt(length) for length in lengths]
     outcome = run_engine(make_forward, prompts, MAX_TOKENS, setting, max_model_len=MAX_MODEL_LEN)
     num_ties = 0
     for length, tokens in zip(lengths * setting.repeats, outcome.tokens, strict=True):
-        expected, gaps = reference.answer(length)
+        expected, gaps = reference.answer(length, tokens)
         if tokens != expected:
             first = next(i for i in range(MAX_TOKENS) if tokens[i] != expected[i])
             assert gaps[first] < TIE_GAP, f"prompt of {length} tokens differs at token {first}"
@@ -126,13 +116,13 @@ OBJECTIVES = Setting(policy="slo", arrivals=2, depth=2)
     ],
     ids=str,
 )
-def test_some_prompts(reference: Reference, make_forward: MakeForward, setting: Setting):
+def test_some_prompts(reference: Answers, make_forward: MakeForward, setting: Setting):
     check(reference, make_forward, FAST_LENGTHS, setting)
 
 
 @pytest.mark.parametrize("make_forward", ["torch"], indirect=True)
 @pytest.mark.parametrize("setting", [WHOLE_PROMPTS, CHUNKS, OBJECTIVES], ids=str)
-def test_some_prompts_with_torch(reference: Reference, make_forward: MakeForward, setting: Setting):
+def test_some_prompts_with_torch(reference: Answers, make_forward: MakeForward, setting: Setting):
     """A kind of step each: its policies all run with the tiny models, and the others in the slow test."""
     check(reference, make_forward, FAST_LENGTHS, setting)
 
@@ -153,7 +143,7 @@ def test_some_prompts_with_torch(reference: Reference, make_forward: MakeForward
     ],
     ids=str,
 )
-def test_all_prompts(reference: Reference, make_forward: MakeForward, setting: Setting):
+def test_all_prompts(reference: Answers, make_forward: MakeForward, setting: Setting):
     outcome = check(reference, make_forward, ALL_LENGTHS, setting)
     if setting.policy in MIXING:
         assert outcome.num_mixed_steps > 0
@@ -161,7 +151,7 @@ def test_all_prompts(reference: Reference, make_forward: MakeForward, setting: S
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_all_prompts_with_prefix_hits(reference: Reference, make_forward: MakeForward, policy: str):
+def test_all_prompts_with_prefix_hits(reference: Answers, make_forward: MakeForward, policy: str):
     budget = 512 if policy == "sarathi" else None
     setting = Setting(policy=policy, budget=budget, num_blocks=1000, repeats=2)
     outcome = check(reference, make_forward, ALL_LENGTHS, setting)
@@ -170,7 +160,7 @@ def test_all_prompts_with_prefix_hits(reference: Reference, make_forward: MakeFo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["prefill-first", "sarathi", "slo"])
-def test_all_prompts_with_forced_preemption(reference: Reference, make_forward: MakeForward, policy: str):
+def test_all_prompts_with_forced_preemption(reference: Answers, make_forward: MakeForward, policy: str):
     budget = 64 if policy == "sarathi" else None
     setting = Setting(policy=policy, budget=budget, num_blocks=97, max_num_seqs=20)
     outcome = check(reference, make_forward, ALL_LENGTHS, setting)
