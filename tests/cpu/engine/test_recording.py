@@ -28,7 +28,7 @@ from tests.cpu.core.shedding import SheddingScheduler, shedding_core
 from tests.fake_runner import FakeRunner
 from tests.pure.recording.recorded import make_header
 
-NUM_STEPS = 1200
+NUM_STEPS = 500
 
 
 def recorded_core(
