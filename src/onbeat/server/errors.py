@@ -324,5 +324,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
         shown = path[:MAX_QUOTED]
         near = get_close_matches(shown, request.app.state.endpoints, 1, _LIKENESS_OF_PATHS)
         hint = f"did you mean {near[0]}? " if near else ""
+        if near == [shown]:  # of an API that is not there without a flag
+            hint = "it needs a server started with --enable-lora; "
         error = ApiError(404, f"there is no path {shown!r}; {hint}GET /docs lists all", code="not_found")
     return error_response(error, path)

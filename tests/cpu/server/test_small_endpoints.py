@@ -85,6 +85,8 @@ async def test_a_path_that_resembles_another_says_so(served: Served, path: str, 
     assert (f"did you mean {meant}?" if meant else "lists all") in message
     assert ("did you mean" in message) == bool(meant)
     assert len(message) < 250
+    adapters = await served.post("/v1/load_lora_adapter", {})
+    assert (adapters.status, "--enable-lora" in adapters.error["message"]) == (404, True)
 
 
 async def test_served_names(engine: FakeEngine) -> None:
