@@ -14,19 +14,20 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
-from onbeat.core.errors import ConfigError, OnbeatError
+from onbeat.core.errors import OnbeatError
 from onbeat.core.fleet import FleetView
 from onbeat.core.protocols import EngineClient
 from onbeat.core.tokenizer import Tokenizer
 from onbeat.server import middleware
 from onbeat.server.chat import chat_routes
 from onbeat.server.completions import completion_routes
-from onbeat.server.embeddings import RERANK_PATHS, SCORE_PATHS, embedding_routes, score_routes
+from onbeat.server.embeddings import embedding_routes, score_routes
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.messages import message_routes
 from onbeat.server.openapi import describe
+from onbeat.server.paths import ENDPOINTS
 from onbeat.server.pieces import SlowReaders
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.rate_limits import RATE_HEADERS
@@ -42,16 +43,6 @@ from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.grammar.guard import GrammarGuard
 from onbeat.version import __version__
 
-ENDPOINTS = middleware.OPEN_PATHS | {
-    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
-    *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
-    *("/v1/responses/{response_id}/cancel", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/tokenize", "/detokenize", "/tokenizer_info"),
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    *("/v1/embeddings", *RERANK_PATHS, *SCORE_PATHS),
-    *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),
-}
-"""The paths that the log and the metrics tell apart."""
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry"),
     *(PREDICTED_TTFT_HEADER, IGNORED_FIELDS_HEADER, *RATE_HEADERS),
@@ -79,20 +70,13 @@ def create_app(
     telemetry : metrics and timeline; its tracker must observe the engine.
     fleet : the replicas behind the engine client, to show and to ask; None where there is nothing to ask.
 
-    Raises
-    ------
-    ConfigError : the prefix of paths is one that the API has itself.
-
     Notes
     -----
     `app.state` has what `server.run` needs of the application: `lifecycle`, `fleet`, `telemetry`, and
-    `warm_up`, which does ahead what first requests would wait for; `max_body_bytes`, for `body`; and
-    `endpoints`, for `errors`.
+    `warm_up`, which does ahead what first requests would wait for; and `max_body_bytes`, for `body`.
     """
     lifecycle = Lifecycle()
-    info, prefix = engine.info, config.prefix
-    if prefix and (taken := [path for path in sorted(ENDPOINTS) if f"{path}/".startswith(f"{prefix}/")]):
-        raise ConfigError(f"root_path is {prefix!r}, where {taken[0]} already is; choose another prefix")
+    info = engine.info
     services = Services(
         engine=engine,
         fleet=fleet,
@@ -133,13 +117,12 @@ def create_app(
         redirect_slashes=False,
         redoc_url=None,
         static_url=middleware.DOCS_FILES,
-        servers=[{"url": prefix}] if prefix else None,
+        servers=[{"url": config.prefix}] if config.prefix else None,
     )
     app.state.lifecycle = lifecycle
     app.state.fleet = fleet
     app.state.telemetry = telemetry
     app.state.max_body_bytes = config.max_body_bytes
-    app.state.endpoints = ENDPOINTS
     app.state.warm_up = services.grammars.warm_up
     routes = [
         chat_routes(services),

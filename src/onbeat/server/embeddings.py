@@ -35,6 +35,7 @@ from onbeat.server.generation_request import EngineFields, read_request
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.objectives import RequestObjectives, request_objectives
 from onbeat.server.openapi import Routes
+from onbeat.server.paths import RERANK_PATHS, SCORE_PATHS
 from onbeat.server.pen import AnswerHead
 from onbeat.server.pieces import PiecesResponse, gathered, list_of, written
 from onbeat.server.prompts import EncodeOptions, PromptInput
@@ -327,11 +328,6 @@ def _numbers(vector: NDArray[np.float32]) -> bytes:
 def _base64(vector: NDArray[np.float32]) -> bytes:
     """Return a vector as JSON text: the base64 of its numbers."""
     return b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes())
-
-
-RERANK_PATHS = ("/v1/rerank", "/rerank")
-"""Jina's path, and vLLM's."""
-SCORE_PATHS = ("/score", "/v1/score")
 
 
 _Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]

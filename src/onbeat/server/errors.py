@@ -38,6 +38,7 @@ from starlette.responses import Response
 
 from onbeat.core import errors
 from onbeat.core.slo import SLO
+from onbeat.server.paths import ENDPOINTS
 from onbeat.server.server_config import MAX_QUOTED
 
 CLIENT_GONE = 499
@@ -322,7 +323,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     if isinstance(error, HTTPException) and error.status_code == 404:
         shown = path[:MAX_QUOTED]
-        near = get_close_matches(shown, request.app.state.endpoints, 1, _LIKENESS_OF_PATHS)
+        near = get_close_matches(shown, ENDPOINTS, 1, _LIKENESS_OF_PATHS)
         hint = f"did you mean {near[0]}? " if near else ""
         if near == [shown]:  # of an API that is not there without a flag
             hint = "it needs a server started with --enable-lora; "

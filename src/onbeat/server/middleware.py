@@ -25,6 +25,7 @@ from onbeat.core.request import Grammar
 from onbeat.jobs.call import JobCall
 from onbeat.server import errors
 from onbeat.server.connection import refusal_of
+from onbeat.server.paths import OPEN_PATHS
 from onbeat.server.server_config import MAX_QUOTED
 from onbeat.server.shared import Desk
 from onbeat.server.slo_defaults import key_digest
@@ -43,11 +44,6 @@ _OURS = re.compile(r"[^.]*|.*\.localhost|[0-9.]+|[0-9a-f.:]*:[0-9a-f.:]*")
 """Hosts that no name of a stranger is: without a dot, below `localhost`, or an address."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
-OPEN_PATHS = frozenset(
-    ("/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/state", "/docs", "/openapi.json")
-)
-"""The paths that need no API key, beside the files of the page of `/docs`. All others do, those that do not
-exist included."""
 DOCS_FILES = "/docs/static"
 
 

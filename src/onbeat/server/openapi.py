@@ -22,8 +22,8 @@ from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.errors import ErrorBody
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES, without_effect
 from onbeat.server.jobs import JOB_HEADERS, JobFields
-from onbeat.server.middleware import OPEN_PATHS
 from onbeat.server.objectives import LONGEST_TENANT, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
+from onbeat.server.paths import OPEN_PATHS
 from onbeat.server.prompts import TOKEN_ID_SCHEMA
 
 _COMPONENT = "#/components/schemas/{name}"

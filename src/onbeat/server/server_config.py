@@ -14,6 +14,7 @@ from typing import Literal
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hang import HangLimits
 from onbeat.core.options import check, option, part
+from onbeat.server.paths import ENDPOINTS
 from onbeat.server.slo_defaults import SLODefaults, key_digest
 from onbeat.text.reply.families import FAMILIES, REASONING, family_named, reasoning_named
 
@@ -111,7 +112,7 @@ class ServerConfig:
         help="name in /v1/models and requests; repeatable, the first is in responses (default: the engine's)",
     )
     api_keys: tuple[str, ...] = ()
-    """Any of them opens the server. If there are any, only `middleware.OPEN_PATHS` are open without one."""
+    """Any of them opens the server. If there are any, only `OPEN_PATHS` are open without one."""
     fleet_key: str | None = _option(
         None,
         metavar="KEY",
@@ -210,6 +211,9 @@ class ServerConfig:
             raise ConfigError(
                 f"root_path is {quoted(self.root_path)}; give a path such as /llm, without / at its end"
             )
+        prefix = self.prefix
+        if prefix and (taken := [path for path in sorted(ENDPOINTS) if f"{path}/".startswith(f"{prefix}/")]):
+            raise ConfigError(f"root_path is {prefix!r}, where {taken[0]} already is; choose another prefix")
 
     @property
     def prefix(self) -> str:

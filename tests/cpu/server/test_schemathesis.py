@@ -24,8 +24,8 @@ from onbeat.core.fleet import ReplicaLoad, ReplicaView
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Adapter
 from onbeat.metrics.fleet_counts import FleetCounts
-from onbeat.server.app import ENDPOINTS
-from onbeat.server.embeddings import RERANK_PATHS, SCORE_PATHS, score_routes
+from onbeat.server.embeddings import score_routes
+from onbeat.server.paths import ENDPOINTS, RERANK_PATHS, SCORE_PATHS
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from tests.cpu.server.fake_app import make_app
