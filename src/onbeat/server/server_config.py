@@ -189,8 +189,11 @@ class ServerConfig:
         if self.reasoning_parser not in ("auto", "none"):
             reasoning_named(self.reasoning_parser)
         for name, keys in (("an API key", self.api_keys), ("the fleet's key", self.fleet_keys)):
-            if any(not key or not key.isascii() for key in keys):
-                raise ConfigError(f"{name} is empty or not ASCII; leave it out or choose another")
+            if any(not (key.isascii() and key.isprintable() and key.strip() == key != "") for key in keys):
+                raise ConfigError(
+                    f"{name} is empty, not ASCII, or has a space or line end around it, as no request can "
+                    "carry it; leave it out or choose another"
+                )
         if "" in self.served_model_names:
             raise ConfigError("served_model_name is empty; give a name, or leave the flag out")
         if self.slo.keys.keys() - {key_digest(key) for key in self.api_keys}:
