@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.step_log import StepOrder, read_forward_pass
+from onbeat.perfmodel.step_log import HINT, ForwardPassMetrics, StepOrder
+from onbeat.typed import convert
 
 if TYPE_CHECKING:
     import zmq
@@ -91,7 +92,7 @@ def _messages(socket: zmq.Socket[bytes], address: str, seconds: float) -> Iterat
                 f"{where} is not msgpack ({error}); is this the port of forward-pass metrics?"
             ) from error
         num_messages += 1
-        step = order.take(read_forward_pass(message, where), received, where)
+        step = order.take(convert(ForwardPassMetrics, message, where, hint=HINT), received, where)
         num_steps += step is not None
         yield num_steps, json.dumps({"received": received, "fpm": message})
     if not num_messages:

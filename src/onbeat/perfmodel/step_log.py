@@ -31,7 +31,7 @@ from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.step import BatchShape
 from onbeat.files import csv_rows, read_lines, read_text
 from onbeat.perfmodel.shapes import MeasuredStep
-from onbeat.typed import Count, NotNegative, convert, decode
+from onbeat.typed import Count, NotNegative, decode
 
 _SAME = 0.03
 """Relative difference up to which an engine's own times and the distances between its steps are the same."""
@@ -174,47 +174,19 @@ class ForwardPassMetrics(msgspec.Struct, frozen=True):
     dp_rank: Count
     counter_id: Count
     wall_time: NotNegative
+    """Seconds; 0 of a heartbeat."""
     scheduled_requests: _Scheduled
     queued_requests: _Queued
 
-
-@dataclass(frozen=True, slots=True)
-class PassMessage:
-    """One message."""
-
-    worker: str
-    """Its worker and data-parallel rank: each has steps of its own."""
-    counter: int
-    wall: float
-    """Seconds; 0 of a heartbeat."""
-    shape: BatchShape
-    num_queued: int
-    """Requests that waited."""
+    @property
+    def worker(self) -> str:
+        """Its worker and data-parallel rank: each has steps of its own."""
+        return f"{self.worker_id}/{self.dp_rank}"
 
 
-def read_forward_pass(message: object, where: str) -> PassMessage:
-    """Return what a message says.
-
-    Parameters
-    ----------
-    message : plain values.
-    where : it stands, for errors.
-
-    Raises
-    ------
-    ConfigError : another version, a field that is missing or stands elsewhere, or a value that cannot be.
-    """
-    return forward_pass(convert(ForwardPassMetrics, message, where, hint=HINT), where)
-
-
-def forward_pass(message: ForwardPassMetrics, where: str) -> PassMessage:
-    """Return what a message says.
-
-    Raises
-    ------
-    ConfigError : sums that no step has, which numbers in wrong fields would make.
-    """
-    scheduled, queued = message.scheduled_requests, message.queued_requests
+def _shape_of(message: ForwardPassMetrics, where: str) -> BatchShape:
+    """Return what a message says was run; raises ConfigError for sums that no step has."""
+    scheduled, wall, wrong = message.scheduled_requests, message.wall_time, ""
     prompts, tokens = scheduled.num_prefill_requests, scheduled.sum_prefill_tokens
     decodes, context = scheduled.num_decode_requests, scheduled.sum_decode_kv_tokens
     shape = rows_shape(
@@ -225,7 +197,6 @@ def forward_pass(message: ForwardPassMetrics, where: str) -> PassMessage:
         decode_cached_tokens=context,
         prompt_variance=scheduled.var_prefill_length,
     )
-    wall, wrong = message.wall_time, ""
     if tokens < prompts:
         wrong = f"sum_prefill_tokens {tokens} is less than num_prefill_requests {prompts}"
     elif context < decodes:
@@ -238,13 +209,7 @@ def forward_pass(message: ForwardPassMetrics, where: str) -> PassMessage:
         wrong = f"wall_time is 0, but {shape.num_new_tokens} tokens were scheduled"
     if wrong:
         raise ConfigError(f"{where}: {wrong}; no step is like that. Are the fields in their places?")
-    return PassMessage(
-        worker=f"{message.worker_id}/{message.dp_rank}",
-        counter=message.counter_id,
-        wall=wall,
-        shape=shape,
-        num_queued=queued.num_prefill_requests + queued.num_decode_requests,
-    )
+    return shape
 
 
 class StepOrder:
@@ -253,43 +218,51 @@ class StepOrder:
     def __init__(self) -> None:
         self.num_heartbeats = 0
         self.num_lost = 0
-        self._last: dict[str, tuple[PassMessage, float | None]] = {}
+        self._last: dict[str, tuple[ForwardPassMetrics, float | None]] = {}
 
-    def take(self, message: PassMessage, received: float | None, where: str) -> LoggedStep | None:
+    def take(self, message: ForwardPassMetrics, received: float | None, where: str) -> LoggedStep | None:
         """Return the step of a message; None of a heartbeat.
 
         Parameters
         ----------
         received : when it came, seconds of any clock; None where nobody wrote it down.
+        where : the message stands, for errors.
 
         Raises
         ------
-        ConfigError : it is older than the one before.
+        ConfigError : it is older than the one before, or has sums that no step has, which numbers in wrong
+            fields would make.
         """
+        shape = _shape_of(message, where)
         before, came = self._last.get(message.worker, (None, None))
         self._last[message.worker] = (message, received)
         if before is not None:
             _check_order(before, came, message, received, where)
-            self.num_lost += message.counter - before.counter - 1
-        if not message.shape.num_new_tokens:
+            self.num_lost += message.counter_id - before.counter_id - 1
+        if not shape.num_new_tokens:
             self.num_heartbeats += 1
             return None
         distance = None
         if before is not None and came is not None and received is not None:
-            is_next = message.counter == before.counter + 1 and before.shape.num_new_tokens > 0
+            queued = before.queued_requests
+            is_next = message.counter_id == before.counter_id + 1 and before.wall_time > 0
             # A request that generates was in the step before, and one that waited had work to wait for.
-            if is_next and (message.shape.num_decodes or before.num_queued):
+            if is_next and (shape.num_decodes or queued.num_prefill_requests or queued.num_decode_requests):
                 distance = received - came
-        return LoggedStep(message.shape, message.wall, distance)
+        return LoggedStep(shape, message.wall_time, distance)
 
 
 def _check_order(
-    before: PassMessage, came: float | None, message: PassMessage, received: float | None, where: str
+    before: ForwardPassMetrics,
+    came: float | None,
+    message: ForwardPassMetrics,
+    received: float | None,
+    where: str,
 ) -> None:
-    if message.counter <= before.counter:
+    if message.counter_id <= before.counter_id:
         raise ConfigError(
-            f"{where}: counter_id {message.counter} of worker {quoted(message.worker)} comes after "
-            f"{before.counter}; messages must be in their order, and of one run of the engine"
+            f"{where}: counter_id {message.counter_id} of worker {quoted(message.worker)} comes after "
+            f"{before.counter_id}; messages must be in their order, and of one run of the engine"
         )
     if came is not None and received is not None and received < came:
         raise ConfigError(
@@ -332,7 +305,7 @@ def read_step_log(path: Path) -> StepStream:
         )
         is_whole &= told.capture_mode != "sampled"
         # Milliseconds, as a trace has them, are too coarse for the distance between two steps.
-        step = order.take(forward_pass(told.fpm, where), None if is_event else told.received, where)
+        step = order.take(told.fpm, None if is_event else told.received, where)
         if step is not None:
             steps.append(step)
     if not steps:
