@@ -215,10 +215,8 @@ class Planner:
         if self.model is None or not has_run or now <= begun:
             return
         self.model.observe(shape, now - begun)
-        if (cost_model := self.cost_model) is not None:
-            cost_model.num_left -= 1
-            if not cost_model.num_left:
-                cost_model.take()
+        if self.cost_model is not None:
+            self.cost_model.count()
 
     # --- requests that are given up -------------------------------------------------------------------
 
