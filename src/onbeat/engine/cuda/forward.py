@@ -355,7 +355,7 @@ class CudaForward(ForwardPass):
         logits_NV = self._logits_NV[:num_samples]
         if num_samples > len(self._logits_NV):
             logits_NV = self._logits_NV.new_empty(num_samples, self._logits_NV.shape[1])
-        return _Buffers(words, state.device_words(words, counts), results, best, drawn_N, logits_NV)
+        return _Buffers(words, state.step_words(words, counts), results, best, drawn_N, logits_NV)
 
     @torch.inference_mode()
     def _queue(self, packed: PackedStep) -> tuple[Tensor, Tensor | None]:
@@ -404,7 +404,7 @@ class CudaForward(ForwardPass):
 
     def _plan_padding(self, key: GraphKey) -> None:
         """Plan a graph's step that has no row."""
-        parts = state.host_words(self._packer.padding(key), self._packer.graph_counts(key))
+        parts = state.step_words(self._packer.padding(key), self._packer.graph_counts(key))
         self._plan_decodes(parts, key.width)
 
     def _run_graph(self, key: GraphKey) -> None:

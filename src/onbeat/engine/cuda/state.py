@@ -82,17 +82,9 @@ class StepWords(NamedTuple):
     """What is to be there."""
 
 
-def host_words(words: Int32Array, counts: StepCounts) -> StepWords:
-    """Return the parts in host memory."""
-    return _parts(words, counts, np.float64)
-
-
-def device_words(words: Tensor, counts: StepCounts) -> StepWords:
-    """Return the parts on the device."""
-    return _parts(words, counts, torch.float64)
-
-
-def _parts(words: Any, counts: StepCounts, double: Any) -> StepWords:
+def step_words(words: Int32Array | Tensor, counts: StepCounts) -> StepWords:
+    """Return the parts, in host memory or on the device."""
+    double: Any = torch.float64 if isinstance(words, Tensor) else np.float64
     parts: list[Any] = []
     start = 2 * _DOUBLES * counts.samples
     doubles = words[:start].view(double)
@@ -265,7 +257,7 @@ class RingEntry:
         self._last = EntryViews(
             counts,
             words,
-            host_words(words.numpy(), counts),
+            step_words(words.numpy(), counts),
             results,
             read[: counts.samples],
             read[counts.samples :].view(np.float32),

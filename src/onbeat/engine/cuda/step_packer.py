@@ -166,7 +166,7 @@ class StepPacker:
         """Return the words of a graph's step that has no row."""
         counts = self.graph_counts(key)
         words = np.zeros(counts.num_words, np.int32)
-        parts = state.host_words(words, counts)
+        parts = state.step_words(words, counts)
         self._pad_rows(parts, 0, key.width)
         self._pad_updates(parts, 0)
         return words
