@@ -31,8 +31,6 @@ class KVCapacity:
     """Of each of the block tables."""
     block_size: int
     """Tokens."""
-    usable_bytes: float
-    """Device memory times the share that may be used."""
     weight_bytes: float
     activation_bytes: float
     """Largest of one step, the runtime's own memory included."""
@@ -119,7 +117,6 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     return KVCapacity(
         num_blocks=int(left // block_bytes),
         block_size=block_size,
-        usable_bytes=usable,
         weight_bytes=weights,
         activation_bytes=activations,
         kv_bytes=left,

@@ -169,11 +169,6 @@ def shape_matrix(shapes: Iterable[BatchShape]) -> NDArray[np.float64]:
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(FIELDS))
 
 
-def shapes_of(matrix: NDArray[np.float64]) -> list[BatchShape]:
-    """Return the shapes of a matrix: the inverse of `shape_matrix`."""
-    return [BatchShape(*(int(value) for value in row)) for row in matrix]
-
-
 def draft_pairs(shape: BatchShape) -> float:
     """Return the query-key pairs of draft tokens: what a verified row computes beyond a plain decode.
 

@@ -21,7 +21,8 @@ FP8 = Precision("fp8", "fp8", "fp8")
 def test_the_parts_add_up():
     found = kv_capacity(LLAMA_8B, H100)
     assert found.weight_bytes == LLAMA_8B.weight_bytes(Precision())
-    assert found.weight_bytes + found.activation_bytes + found.kv_bytes == pytest.approx(found.usable_bytes)
+    usable_bytes = 0.9 * H100.memory_bytes
+    assert found.weight_bytes + found.activation_bytes + found.kv_bytes == pytest.approx(usable_bytes)
     assert found.block_bytes == 16 * LLAMA_8B.kv_bytes_per_token(Precision())
     assert found.num_blocks * found.block_bytes <= found.kv_bytes < (found.num_blocks + 1) * found.block_bytes
     # vLLM reports about 430,000 to 460,000 tokens for this model on 80 GB at 0.9.

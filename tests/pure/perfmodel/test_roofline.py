@@ -18,7 +18,7 @@ from onbeat.perfmodel.device_spec import Parallelism, cpu_device, find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import RooflineParameters, default_parameters
-from onbeat.perfmodel.shapes import FIELDS, shape_matrix, shapes_of
+from onbeat.perfmodel.shapes import FIELDS, shape_matrix
 from tests.examples import examples
 from tests.pure.perfmodel.shapes import mixed_batches
 from tests.pure.perfmodel.targets import make_roofline, roofline_seconds
@@ -99,7 +99,7 @@ def test_matrix_and_shapes_are_inverse(batches):
     shapes = [batch(*rows) for rows in batches]
     matrix = shape_matrix(shapes)
     assert matrix.shape == (len(shapes), len(FIELDS))
-    assert shapes_of(matrix) == shapes
+    assert [BatchShape(*map(int, row)) for row in matrix] == shapes
 
 
 def test_no_step_beats_the_data_sheet():
