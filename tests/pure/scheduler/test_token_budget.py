@@ -10,6 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.token_budget import (
+    DEFAULT_TILE,
     LARGEST_BUDGET,
     choose_token_budget,
     full_step,
@@ -53,28 +54,26 @@ PROFILES = st.builds(
     tbt=st.floats(0.02, 0.5),
     max_num_seqs=st.integers(1, 300),
     context_tokens=st.integers(1, 8000),
-    tile=st.sampled_from([64, 128, 256]),
 )
 def test_is_the_largest_multiple_of_the_tile_that_keeps_the_objective(
-    profile: TiledProfile, tbt: float, max_num_seqs: int, context_tokens: int, tile: int
+    profile: TiledProfile, tbt: float, max_num_seqs: int, context_tokens: int
 ) -> None:
     def seconds(budget: int) -> float:
         return profile.step_time(full_step(budget, max_num_seqs=max_num_seqs, context_tokens=context_tokens))
 
     def choose() -> int:
-        return choose_token_budget(
-            profile, tbt=tbt, max_num_seqs=max_num_seqs, context_tokens=context_tokens, tile=tile
-        )
+        return choose_token_budget(profile, tbt=tbt, max_num_seqs=max_num_seqs, context_tokens=context_tokens)
 
-    if seconds(-(-max_num_seqs // tile) * tile) > tbt:
+    if seconds(-(-max_num_seqs // DEFAULT_TILE) * DEFAULT_TILE) > tbt:
         with pytest.raises(ConfigError, match="TBT objective"):
             choose()
         return
     budget = choose()
-    assert budget % tile == 0
+    assert budget % DEFAULT_TILE == 0
     assert max_num_seqs <= budget <= LARGEST_BUDGET
     assert seconds(budget) <= tbt
-    assert seconds(budget + tile) > tbt or budget + tile > LARGEST_BUDGET
+    larger = budget + DEFAULT_TILE
+    assert seconds(larger) > tbt or larger > LARGEST_BUDGET
 
 
 def test_the_full_step_is_what_its_rows_add_up_to() -> None:
@@ -92,10 +91,9 @@ def test_a_tile_boundary_costs_a_whole_tile() -> None:
     assert choose_token_budget(profile, tbt=0.029, max_num_seqs=32, context_tokens=9) == 256
 
 
-def test_a_quantile_gives_a_smaller_budget() -> None:
+def test_the_last_budget_in_time_is_chosen() -> None:
     profile = TiledProfile(fixed=0.01, per_tile=0.005, per_context=0.0)
     assert choose_token_budget(profile, tbt=0.1, max_num_seqs=8, context_tokens=100) == 18 * 128
-    assert choose_token_budget(profile, tbt=0.1, max_num_seqs=8, context_tokens=100, q=0.9) == 8 * 128
 
 
 def test_says_that_the_decodes_alone_take_too_long() -> None:
@@ -110,11 +108,10 @@ def test_says_what_the_smallest_budget_takes() -> None:
         choose_token_budget(profile, tbt=0.05, max_num_seqs=60, context_tokens=10)
 
 
-@pytest.mark.parametrize(("tile", "max_num_seqs"), [(0, 8), (128, 0)])
-def test_refuses_empty_steps(tile: int, max_num_seqs: int) -> None:
+def test_refuses_empty_steps() -> None:
     profile = TiledProfile(fixed=0.001, per_tile=0.001, per_context=0.0)
-    with pytest.raises(ConfigError, match="must be at least 1"):
-        choose_token_budget(profile, tbt=1.0, max_num_seqs=max_num_seqs, context_tokens=1, tile=tile)
+    with pytest.raises(ConfigError, match="max_num_seqs is 0; it must be at least 1"):
+        choose_token_budget(profile, tbt=1.0, max_num_seqs=0, context_tokens=1)
 
 
 def test_long_answers_weigh_more_in_the_mean_context() -> None:

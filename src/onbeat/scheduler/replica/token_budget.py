@@ -49,16 +49,8 @@ def full_step(token_budget: int, *, max_num_seqs: int, context_tokens: int) -> B
     return shape
 
 
-def choose_token_budget(
-    model: StepTimeModel,
-    *,
-    tbt: float,
-    max_num_seqs: int,
-    context_tokens: int,
-    tile: int = DEFAULT_TILE,
-    q: float | None = None,
-) -> int:
-    """Return the largest multiple of the tile whose full step takes no longer than the TBT objective.
+def choose_token_budget(model: StepTimeModel, *, tbt: float, max_num_seqs: int, context_tokens: int) -> int:
+    """Return the largest multiple of the usual tile whose full step takes no longer than the TBT objective.
 
     Budgets are tried upwards, to `LARGEST_BUDGET`, and the first that misses ends the search: every smaller
     step then keeps the objective too, even under a model that is not monotone.
@@ -68,8 +60,6 @@ def choose_token_budget(
     model : predicts the steps.
     tbt : seconds.
     max_num_seqs, context_tokens : decodes in a full step, and the context that each reads (`full_step`).
-    tile : the budget is a multiple of it, and at least `max_num_seqs`.
-    q : hold this quantile of the step time against the objective; None is the mean.
 
     Raises
     ------
@@ -80,22 +70,22 @@ def choose_token_budget(
     Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024,
     section 4.3.
     """
-    if tile < 1 or max_num_seqs < 1:
-        raise ConfigError(f"tile ({tile}) and max_num_seqs ({max_num_seqs}) must be at least 1")
+    if max_num_seqs < 1:
+        raise ConfigError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
 
     def seconds(token_budget: int) -> float:
         shape = full_step(token_budget, max_num_seqs=max_num_seqs, context_tokens=context_tokens)
-        return model.step_time(shape, q)
+        return model.step_time(shape)
 
-    smallest = -(-max_num_seqs // tile) * tile
+    smallest = -(-max_num_seqs // DEFAULT_TILE) * DEFAULT_TILE
     decodes = f"{max_num_seqs} decodes with {context_tokens} tokens of context each"
     _require(seconds, 0, tbt, f"{decodes}, without any prompt,")
     _require(
         seconds, smallest, tbt, f"a step of the smallest budget, {smallest} tokens ({decodes}, a chunk),"
     )
     budget = smallest
-    while budget + tile <= LARGEST_BUDGET and seconds(budget + tile) <= tbt:
-        budget += tile
+    while budget + DEFAULT_TILE <= LARGEST_BUDGET and seconds(budget + DEFAULT_TILE) <= tbt:
+        budget += DEFAULT_TILE
     return budget
 
 
