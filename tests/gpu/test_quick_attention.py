@@ -19,10 +19,10 @@ from onbeat.engine.cuda.flashinfer_attention import (
     PlanBuffers,
     PlannedDecodes,
     allocate_workspace,
-    stream_of,
     unbuilt_kernel,
 )
 from onbeat.engine.cuda.graphs import GraphKey
+from onbeat.engine.cuda.stream import stream_of
 from onbeat.engine.cuda.toolkit import missing_tool
 from onbeat.engine.torch.kernels import ChunkBackend, ChunkRows, DecodeRows, KernelSizes, LayerSpec
 from onbeat.engine.torch.kv import LayerKVCache

@@ -118,7 +118,7 @@ def _draw_again(
     redraw: Redraw,
     outcome: GuideOutcome,
 ) -> None:
-    pairs = list(zip(refused, allowed_ids(rows, refused, outcome), strict=True))
+    pairs = list(zip(refused, map(ids_in, allowed_masks(rows, refused, outcome)), strict=True))
     able = [(index, allowed_A) for index, allowed_A in pairs if len(allowed_A)]
     indices = [index for index, _ in able]
     for index, token_id in zip(indices, redraw(indices, [ids for _, ids in able]), strict=True):
@@ -165,11 +165,6 @@ def open_guides(rows: Sequence[SamplingRow]) -> list[int]:
     """Return the indices of the rows whose grammars say what may come next."""
     guides = ((index, row.guide) for index, row in enumerate(rows) if row.is_guided)
     return [index for index, guide in guides if guide is not None and not guide.is_complete]
-
-
-def allowed_ids(rows: Sequence[SamplingRow], refused: Sequence[int], outcome: GuideOutcome) -> list[TokenIds]:
-    """Return the tokens that each row's grammar allows, in ascending order; see `allowed_masks`."""
-    return list(map(ids_in, allowed_masks(rows, refused, outcome)))
 
 
 def allowed_masks(

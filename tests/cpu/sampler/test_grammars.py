@@ -13,10 +13,10 @@ from onbeat.core.request import SamplingParams
 from onbeat.engine import sampler as sampler_module
 from onbeat.engine.draw import Floats, Logits
 from onbeat.engine.grammar_port import GrammarPort
-from onbeat.engine.guided_draw import GuideOutcome, allowed_ids, begin_guide
+from onbeat.engine.guided_draw import GuideOutcome, allowed_masks, begin_guide
 from onbeat.engine.sampler import Sampler, token_logprobs
 from onbeat.engine.sampling_row import SamplingRow
-from onbeat.text.grammar.guide import GrammarTooComplex
+from onbeat.text.grammar.guide import GrammarTooComplex, ids_in
 from onbeat.text.grammar.source import choice_grammar, json_grammar, regex_grammar
 from tests.grammars import EOS, VOCAB_SIZE, make_compiler
 
@@ -42,9 +42,9 @@ def guided_row(compiler, grammar, before: bytes = b"", **params) -> SamplingRow:
 
 def allowed_to(row: SamplingRow) -> np.ndarray:
     outcome = GuideOutcome()
-    (allowed,) = allowed_ids([row], [0], outcome)
+    (mask,) = allowed_masks([row], [0], outcome)
     assert not outcome.errors
-    return allowed
+    return ids_in(mask)
 
 
 def logits_of(seed: int, num_rows: int = 1) -> Logits:

@@ -244,7 +244,8 @@ class CudaBackend(TorchBackend):
 
     def tell_excess(self, say: OnProgress) -> None:
         """Say it; see `Backend.tell_excess`."""
-        if (excess := bytes_above(self._torch_device, self._utilization)) > 0:
+        free, total = torch.cuda.mem_get_info(self._torch_device)
+        if (excess := total - free - int(self._utilization * total)) > 0:
             say(
                 f"the GPU engine took {excess / 2**20:.0f} MiB more than its share of the memory: its graphs "
                 "are larger than was planned for"
@@ -382,12 +383,6 @@ def measure(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return MeasuredMemory(total=total, used=total - free, step=max(peak, 0), num_graphs=num_graphs)
-
-
-def bytes_above(device: torch.device, utilization: float) -> int:
-    """Return how much more of a device's memory is taken than a share of it; negative where less is."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - int(utilization * total)
 
 
 def largest_steps(limits: SchedulerConfig) -> list[StepInputs]:

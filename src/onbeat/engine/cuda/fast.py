@@ -14,9 +14,9 @@ from onbeat.engine.cuda.flashinfer_attention import (
     PlanBuffers,
     PlannedDecodes,
     allocate_workspace,
-    stream_of,
 )
 from onbeat.engine.cuda.graphs import GraphKey
+from onbeat.engine.cuda.stream import stream_of
 from onbeat.engine.torch.kernels import (
     ChunkBackend,
     ChunkRows,

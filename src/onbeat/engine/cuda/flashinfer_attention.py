@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.cuda.graphs import GraphKey
-from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
+from onbeat.engine.cuda.stream import DeviceStream, stream_of
 from onbeat.engine.cuda.triton_ops import list_blocks
 from onbeat.engine.forward import Mark
 from onbeat.engine.model_config.architecture import ModelConfig
@@ -314,11 +314,6 @@ def _plan_in(wrapper: Any, memory: Tensor) -> None:
     if not hasattr(wrapper, "_pin_memory_int_workspace_buffer"):
         raise ConfigError("this FlashInfer keeps its plans elsewhere; pip install flashinfer-python==0.6.14")
     wrapper._pin_memory_int_workspace_buffer = memory
-
-
-def stream_of(device: torch.device) -> DeviceStream:
-    """Return the stream of a device that marks are recorded in."""
-    return CudaStream(device) if device.type == "cuda" else CpuStream()
 
 
 def allocate_workspace(sizes: kernels.KernelSizes) -> Tensor:

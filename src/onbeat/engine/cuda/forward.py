@@ -26,7 +26,7 @@ from onbeat.engine.cuda.choice import Choice
 from onbeat.engine.cuda.graphs import GraphKey, Graphs
 from onbeat.engine.cuda.state import CudaOptions
 from onbeat.engine.cuda.step_packer import ALL_DRAWN, PackedStep, StepPacker, draw_params
-from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
+from onbeat.engine.cuda.stream import DeviceStream, stream_of
 from onbeat.engine.dtypes import FLOAT8
 from onbeat.engine.forward import ChosenTokens, ForwardPass, Mark, StepLogits
 from onbeat.engine.input_batch import IntArray, StepInputs
@@ -220,8 +220,7 @@ class CudaForward(ForwardPass):
         self._graphs = graphs
         self._multiply = multiply or partial(torch_layer.multiply_by, kernels)
         self._windows = {layer.spec.window: layer.spec for layer in reversed(weights.layers)}
-        on_cpu = weights.device.type == "cpu"
-        self._stream = stream or (CpuStream() if on_cpu else CudaStream(weights.device))
+        self._stream = stream or stream_of(weights.device)
         keys = options.graph_keys
         kv_dtype = FLOAT8 if options.has_fp8_kv else numpy_dtype(weights.dtype)
         spec = KVCacheSpec.of_model(weights.config, dtype=kv_dtype, block_size=options.block_size)

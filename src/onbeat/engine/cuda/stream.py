@@ -94,3 +94,8 @@ class _Recorded:
 
     def seconds_since(self, earlier: _Recorded) -> float:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+def stream_of(device: torch.device) -> DeviceStream:
+    """Return where work is queued for a device."""
+    return CudaStream(device) if device.type == "cuda" else CpuStream()
