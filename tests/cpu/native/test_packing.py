@@ -114,25 +114,25 @@ def test_all_parameters_of_every_family(native_library: NativeLibrary, name: str
     final_norm, divisor = norm_of("model.norm"), config.logits_divisor * (config.logits_softcap or 1.0)
     np.testing.assert_array_equal(weights.final_norm, final_norm)
     np.testing.assert_array_equal(weights.head_norm, final_norm / np.float32(divisor))
-    layer = weights.layers[1]
+    vectors = weights.layers[1].vectors
     norms = LAYER_NORMS[config.norms]
     for actual, norm in (
-        (layer.attention_norm, norms.attention),
-        (layer.mlp_norm, norms.mlp),
-        (layer.after_attention_norm, norms.after_attention),
-        (layer.after_mlp_norm, norms.after_mlp),
-        (layer.query_norm, "self_attn.q_norm" if config.qk_norm else None),
-        (layer.key_norm, "self_attn.k_norm" if config.qk_norm else None),
+        (vectors["attention_norm"], norms.attention),
+        (vectors["mlp_norm"], norms.mlp),
+        (vectors["after_attention_norm"], norms.after_attention),
+        (vectors["after_mlp_norm"], norms.after_mlp),
+        (vectors["query_norm"], "self_attn.q_norm" if config.qk_norm else None),
+        (vectors["key_norm"], "self_attn.k_norm" if config.qk_norm else None),
     ):
         assert (actual is None) == (norm is None)
         if norm is not None and actual is not None:
             is_of_heads = norm.startswith("self_attn")
             found = unordered(actual, config) if is_of_heads else actual
             np.testing.assert_array_equal(found, norm_of(f"model.layers.1.{norm}"))
-    assert (layer.qkv_bias is not None) == config.attention_bias
-    if layer.qkv_bias is not None:
+    assert (vectors["qkv_bias"] is not None) == config.attention_bias
+    if vectors["qkv_bias"] is not None:
         biases = [parameter(checkpoint, f"model.layers.1.self_attn.{part}_proj.bias") for part in "qkv"]
-        split = np.split(layer.qkv_bias, np.cumsum([len(bias) for bias in biases])[:2])
+        split = np.split(vectors["qkv_bias"], np.cumsum([len(bias) for bias in biases])[:2])
         split[:2] = [unordered(part, config) for part in split[:2]]
         np.testing.assert_array_equal(np.concatenate(split), np.concatenate(biases))
     assert weights.num_bytes == sum(matrix.num_bytes for matrix in set(weights.matrices))

@@ -75,35 +75,17 @@ class LayerWeights:
     """One layer; None where the family has no such thing."""
 
     qkv: tuple[PackedMatrix, ...]
-    """Queries, keys and values, one after the other: in one matrix, or more where their stores differ."""
+    """Queries, keys and values, one after the other: in one matrix, or more where their stores differ. In
+    linear attention these are all its projections."""
     o: PackedMatrix
     feed_forward: GatedWeights | ExpertWeights
-    qkv_bias: FloatArray | None
-    o_bias: FloatArray | None
-    attention_norm: FloatArray | None
-    mlp_norm: FloatArray | None
-    after_attention_norm: FloatArray | None
-    after_mlp_norm: FloatArray | None
-    query_norm: FloatArray | None
-    key_norm: FloatArray | None
-    sinks: FloatArray | None
-    conv: FloatArray | None = None
-    """Of linear attention, for which `qkv` and `o` are its projections: [tokens, inputs]."""
-    decay: FloatArray | None = None
-    dt_bias: FloatArray | None = None
-    delta_norm: FloatArray | None = None
-    value_norm: FloatArray | None = None
-    beside: ExpertWeights | None = None
-    """Experts beside the feed-forward, with the norms of either and factors on the shares."""
-    router_norm: FloatArray | None = None
-    expert_norm: FloatArray | None = None
-    after_dense_norm: FloatArray | None = None
-    after_experts_norm: FloatArray | None = None
-    expert_factors: FloatArray | None = None
-    own_input: tuple[PackedMatrix, ...] = ()
+    vectors: Mapping[str, FloatArray | None]
+    """Norms, biases and the like, by their names in the library's `LayerStructure`."""
+    beside: ExpertWeights | None
+    """Experts beside the feed-forward."""
+    own_input: tuple[PackedMatrix, ...]
     """What gates the tokens' own input of the layer, and what projects it to the residual."""
-    after_input_norm: FloatArray | None = None
-    scale: float = 0.0
+    scale: float
     """Of the residual behind the layer; 0: none."""
 
     @property
@@ -237,9 +219,20 @@ class WeightPacker:
         has_key_norm = has_head_norms and config.kv_layer(index) == index
         order = head_order(*config.layer_turn(index))
         orders = {} if order is None or is_linear else dict.fromkeys(inputs[:2], order)
-        attention_norm, after_attention_norm, mlp_norm, after_mlp_norm = (
-            None if name is None else self._norm(f"{prefix}.{name}") for name in LAYER_NORMS[config.norms]
-        )
+        vectors = {
+            f"{place}_norm": None if name is None else self._norm(f"{prefix}.{name}")
+            for place, name in LAYER_NORMS[config.norms]._asdict().items()
+        } | {
+            "qkv_bias": self._bias(*inputs, orders=orders) if config.attention_bias else None,
+            "o_bias": self._bias(f"{attention}.o_proj") if config.attention_output_bias else None,
+            "query_norm": self._head_norm(f"{attention}.q_norm", order) if has_head_norms else None,
+            "key_norm": self._head_norm(f"{attention}.k_norm", order) if has_key_norm else None,
+            "sinks": self._vector(f"{attention}.sinks") if config.has_sinks else None,
+            "value_norm": np.ones(config.kv_heads(index).width, np.float32) if config.norms_values else None,
+            "after_input_norm": self._norm(f"{prefix}.post_per_layer_input_norm") if own_inputs else None,
+            **(self._around_experts(prefix) if is_beside else {}),
+            **(self._delta(f"{prefix}.linear_attn") if is_linear else {}),
+        }
         return LayerWeights(
             qkv=tuple(
                 self._rows(*names, orders=orders)
@@ -249,36 +242,24 @@ class WeightPacker:
             feed_forward=self._experts(f"{prefix}.mlp")
             if config.has_experts(index) and not is_beside
             else self._gated(f"{prefix}.mlp", self._layouts.mlp_size(index)),
-            qkv_bias=self._bias(*inputs, orders=orders) if config.attention_bias else None,
-            o_bias=self._bias(f"{attention}.o_proj") if config.attention_output_bias else None,
-            attention_norm=attention_norm,
-            mlp_norm=mlp_norm,
-            after_attention_norm=after_attention_norm,
-            after_mlp_norm=after_mlp_norm,
-            query_norm=self._head_norm(f"{attention}.q_norm", order) if has_head_norms else None,
-            key_norm=self._head_norm(f"{attention}.k_norm", order) if has_key_norm else None,
-            sinks=self._vector(f"{attention}.sinks") if config.has_sinks else None,
-            value_norm=np.ones(config.kv_heads(index).width, np.float32) if config.norms_values else None,
-            scale=float(self._vector(f"{prefix}.layer_scalar")[0]) if config.scales_layers else 0.0,
-            **(self._beside(prefix) if is_beside else {}),
+            vectors=vectors,
+            beside=self._experts(f"{prefix}.mlp") if is_beside else None,
             own_input=tuple(self._rows(f"{prefix}{name}") for name in own_inputs),
-            after_input_norm=self._norm(f"{prefix}.post_per_layer_input_norm") if own_inputs else None,
-            **(self._delta(f"{prefix}.linear_attn") if is_linear else {}),
+            scale=float(self._vector(f"{prefix}.layer_scalar")[0]) if config.scales_layers else 0.0,
         )
 
-    def _beside(self, prefix: str) -> dict[str, Any]:
-        """Return experts beside a feed-forward, and what is around both."""
+    def _around_experts(self, prefix: str) -> dict[str, FloatArray]:
+        """Return the norms and factors around a feed-forward and the experts beside it."""
         names = "after_dense_norm", "expert_norm", "after_experts_norm"
         scale = self._vector(f"{prefix}.router.scale")
         return {
-            "beside": self._experts(f"{prefix}.mlp"),
             "router_norm": scale * np.float32(self._config.hidden_size**-0.5),
             "expert_factors": self._vector(f"{prefix}.router.per_expert_scale"),
             **{name: self._norm(f"{prefix}.{of}") for name, of in zip(names, BESIDE_NORMS, strict=True)},
         }
 
-    def _delta(self, prefix: str) -> dict[str, Any]:
-        """Return what a layer of linear attention has between its projections."""
+    def _delta(self, prefix: str) -> dict[str, FloatArray]:
+        """Return what a layer of linear attention has between its projections; `conv`: [tokens, inputs]."""
         conv = self._vector(f"{prefix}.conv1d.weight")
         return {
             "conv": np.ascontiguousarray(conv.reshape(len(conv), -1).T),

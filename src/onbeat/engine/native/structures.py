@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -152,8 +152,6 @@ class EngineStructures:
         }
 
     def _layer(self, layer: LayerWeights, **sizes: int) -> LayerStructure:
-        parts = ((each.name, getattr(layer, each.name)) for each in fields(layer))
-        vectors = {name: address(part, np.float32) for name, part in parts if isinstance(part, np.ndarray)}
         own_input = zip(("input_gate", "input_projection"), layer.own_input, strict=False)
         return LayerStructure(
             qkv=_handles(layer.qkv, MOST_QKV),
@@ -163,7 +161,7 @@ class EngineStructures:
             **sizes,
             **self._feed_forward(layer.feed_forward),
             **({} if layer.beside is None else self._feed_forward(layer.beside)),
-            **vectors,
+            **{name: address(vector, np.float32) for name, vector in layer.vectors.items()},
         )
 
     def _feed_forward(self, weights: GatedWeights | ExpertWeights) -> dict[str, Any]:

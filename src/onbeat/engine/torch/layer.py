@@ -125,7 +125,7 @@ def before_attention(
     ----------
     x_TD : what the layer before adds to the residual, overwritten; None in the first layer.
     """
-    normed_TD = _normed(step.kernels, x_TD, residual_TD, layer.attention_norm)
+    normed_TD = _normed(step.kernels, x_TD, residual_TD, layer.norms.attention)
     qkv_TX = step.multiply(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
     gate_TX = None
     if layer.gate_width:
@@ -145,7 +145,7 @@ def mix_by_state(
     """Run a layer of linear attention up to its output projection, whose input is returned."""
     assert layer.delta is not None, "the layer keeps a state"
     assert step.rows is not None, "whoever has such layers says whose states they are"
-    normed_TD = _normed(step.kernels, x_TD, residual_TD, layer.attention_norm)
+    normed_TD = _normed(step.kernels, x_TD, residual_TD, layer.norms.attention)
     projected_TX = step.multiply(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
     return layer.delta.mix(projected_TX, step.rows, state, step.kernels)
 
@@ -172,14 +172,14 @@ def after_attention(
     x_TD = layer.feed_forward.run(
         _mlp_input(weights, layer, mixed_TNH, residual_TD, step)
         if mixed_TD is None
-        else _normed(step.kernels, None, residual_TD, layer.mlp_norm),
+        else _normed(step.kernels, None, residual_TD, layer.norms.mlp),
         means,
     )
     if mixed_TD is not None:
         x_TD.add_(mixed_TD)
     if layer.beside is not None:
         x_TD = layer.beside.add(x_TD, residual_TD, means)
-    _finish_branch(step.kernels, weights, x_TD, layer.after_mlp_norm)
+    _finish_branch(step.kernels, weights, x_TD, layer.norms.after_mlp)
     if layer.gated_input is not None and own_TP is not None:
         x_TD = layer.gated_input.run(residual_TD.add_(x_TD), own_TP, means)
     if layer.scale_1 is not None:
@@ -193,8 +193,8 @@ def _mlp_input(
 ) -> Tensor:
     """Add what attention has found to the residual; return what the feed-forward reads, [T, D]."""
     x_TD = step.multiply(mixed_TNH.view(len(mixed_TNH), -1), layer.o_DX, layer.o_bias_D)
-    _finish_branch(step.kernels, weights, x_TD, layer.after_attention_norm)
-    return _normed(step.kernels, x_TD, residual_TD, layer.mlp_norm)
+    _finish_branch(step.kernels, weights, x_TD, layer.norms.after_attention)
+    return _normed(step.kernels, x_TD, residual_TD, layer.norms.mlp)
 
 
 def _normed(kernels: Kernels, x_TD: Tensor | None, residual_TD: Tensor, norm: Norm | None) -> Tensor:

@@ -32,6 +32,7 @@ from onbeat.engine.weights.dummy import DummyCheckpoint
 from onbeat.engine.weights.parameters import (
     BESIDE_NORMS,
     LAYER_NORMS,
+    LayerNorms,
     inner_parts,
     parameter_shapes,
     projections,
@@ -199,10 +200,7 @@ class Layer(NamedTuple):
     o_DX: Matrix
     o_bias_D: Tensor | None
     feed_forward: FeedForward | SparseFeedForward
-    attention_norm: Norm | None
-    mlp_norm: Norm | None
-    after_attention_norm: Norm | None
-    after_mlp_norm: Norm | None
+    norms: LayerNorms[Norm]
     qk_norms: tuple[Norm, Norm] | None
     """Of all query heads of a token together, and of all its key heads."""
     spec: LayerSpec
@@ -302,9 +300,7 @@ class _Loader:
     def _layer(self, index: int) -> Layer:
         config, prefix = self._config, f"model.layers.{index}"
         attention, is_linear = f"{prefix}.self_attn", config.is_linear(index)
-        attention_norm, after_attention_norm, mlp_norm, after_mlp_norm = (
-            None if name is None else self._norm(f"{prefix}.{name}") for name in LAYER_NORMS[config.norms]
-        )
+        norm_names = LAYER_NORMS[config.norms]
         rotation = self._rotations[config.layer_turn(index)]
         qk_norms = None
         count, width = config.kv_heads(index)
@@ -320,10 +316,9 @@ class _Loader:
             o_DX=self._stored(self._joined(f"{projections(config, index)[1]}.weight")),
             o_bias_D=self._joined(f"{attention}.o_proj.bias") if config.attention_output_bias else None,
             feed_forward=self._feed_forward(index, f"{prefix}.mlp"),
-            attention_norm=attention_norm,
-            mlp_norm=mlp_norm,
-            after_attention_norm=after_attention_norm,
-            after_mlp_norm=after_mlp_norm,
+            norms=LayerNorms(
+                *(None if name is None else self._norm(f"{prefix}.{name}") for name in norm_names)
+            ),
             qk_norms=None if is_alike else qk_norms,
             spec=LayerSpec(
                 num_heads=config.num_heads,

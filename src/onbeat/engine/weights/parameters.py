@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,16 +91,19 @@ def _num_rows(shape: Shape) -> int:
     return math.prod(shape[:-1])
 
 
-class LayerNorms(NamedTuple):
-    """A layer's norms; None where there is none."""
-
-    attention: str | None = None
-    after_attention: str | None = None
-    mlp: str | None = None
-    after_mlp: str | None = None
+NormT = TypeVar("NormT")
 
 
-LAYER_NORMS: Mapping[NormPlaces, LayerNorms] = {
+class LayerNorms(NamedTuple, Generic[NormT]):
+    """A layer's norms, or their names; None where there is none."""
+
+    attention: NormT | None = None
+    after_attention: NormT | None = None
+    mlp: NormT | None = None
+    after_mlp: NormT | None = None
+
+
+LAYER_NORMS: Mapping[NormPlaces, LayerNorms[str]] = {
     "before": LayerNorms(attention="input_layernorm", mlp="post_attention_layernorm"),
     "after": LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
     "around": LayerNorms(
