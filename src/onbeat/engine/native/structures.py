@@ -27,6 +27,13 @@ from onbeat.engine.native.packing import ExpertWeights, FloatArray, GatedWeights
 
 HEAD_MULTIPLE = 16
 """The KV cache pads values to a multiple of this width."""
+_SIZES_OF_MODEL = (
+    *("num_layers", "hidden_size", "num_heads", "vocab_size"),
+    *("norms_center", "gates_attention", "rms_norm_eps", "residual_scale"),
+)
+"""What `ModelConfig` and the library call by the same name."""
+_OPTIONS = ("block_size", "num_blocks", "num_threads", "num_tables", "batch_invariant")
+"""Likewise of `NativeOptions`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,19 +93,12 @@ class EngineStructures:
         # The factor is rounded to the model's type first, as the reference does.
         embedding_scale = float(np.array(config.embedding_scale, options.dtype))
         self.model = ModelStructure(
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            vocab_size=config.vocab_size,
+            **{name: getattr(config, name) for name in _SIZES_OF_MODEL},
+            **{name: getattr(options, name) for name in _OPTIONS},
             activation=ACTIVATIONS[config.hidden_activation],
             precision=PLAIN_LAYOUTS[options.dtype].store,
-            block_size=options.block_size,
-            num_blocks=options.num_blocks,
-            num_threads=options.num_threads,
             activation_quantization=ACTIVATION_QUANTIZATIONS[options.activation_quantization],
-            batch_invariant=options.batch_invariant,
             head_norms=HEAD_NORMS[config.qk_norm],
-            norms_center=config.norms_center,
             norms_have_bias=config.norm_bias,
             is_ungated=not config.is_gated,
             is_parallel=config.norms == "parallel",
@@ -109,22 +109,18 @@ class EngineStructures:
             shared_experts=experts is not None and experts.shared_size > 0,
             num_state_layers=config.num_linear_layers,
             kv_numbers=kv_numbers,
-            num_tables=options.num_tables,
-            gates_attention=config.gates_attention,
             **self._linear_sizes(config, options),
             layer_input_size=0 if inputs is None else len(inputs.norm),
             layer_table=None if inputs is None else inputs.table.handle,
             layer_projection=None if inputs is None else inputs.projection.handle,
             layer_input_norm=None if inputs is None else address(inputs.norm, np.float32),
             normalizes_experts=experts is not None and experts.normalizes,
-            rms_norm_eps=config.rms_norm_eps,
             query_growth=query_growth,
             attention_scale=config.attention_scale / (config.attention_softcap or 1.0),
             attention_softcap=config.attention_softcap or 0.0,
             logits_softcap=config.logits_softcap or 0.0,
             mixer_jitter=0.0 if experts is None else experts.mixer_jitter or 0.0,
             embedding_scale=embedding_scale,
-            residual_scale=config.residual_scale,
             embedding=weights.embedding.handle,
             lm_head=weights.lm_head.handle,
             final_norm=address(weights.final_norm, np.float32),

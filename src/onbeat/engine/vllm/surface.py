@@ -512,6 +512,13 @@ def speculation_of(speculative: SpeculativeConfig, draft: ModelFiles | None) -> 
     return theirs
 
 
+_ALIKE = (
+    *("temperature", "top_k", "top_p", "min_p", "min_tokens", "max_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Fields of `SamplingParams` that vLLM calls and takes the same."""
+
+
 def sampling_params(
     params: SamplingParams, num_prompt_logprobs: int | None, *, takes_seeds: bool = True
 ) -> Any:
@@ -524,18 +531,10 @@ def sampling_params(
     from vllm import SamplingParams as Theirs
 
     theirs = Theirs(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
+        **{name: getattr(params, name) for name in _ALIKE},
         seed=params.seed if takes_seeds else None,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
         logit_bias=dict(params.logit_bias) or None,
         allowed_token_ids=list(params.allowed_token_ids) or None,
-        min_tokens=params.min_tokens,
-        max_tokens=params.max_tokens,
         stop_token_ids=list(params.stop_token_ids),
         logprobs=params.num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
