@@ -19,6 +19,11 @@ from onbeat.perfmodel.profile import MachineLimits, ProfileKey
 _ATTENDS = re.compile(r"self_attn|per_layer_(model_)?(projection|input_gate)")
 FORMATS = {FLOAT32: "fp32", BFLOAT16: "bf16"}
 """Step-time models know no float64, which is for tests of exactness."""
+COMMON_SIZES = (
+    *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim"),
+    *("intermediate_size", "max_position_embeddings"),
+)
+"""What `ModelConfig` and `ModelSpec` call the same."""
 QUANTIZED_GROUP = 32
 """Of most types that the native engine multiplies as they are."""
 
@@ -28,15 +33,9 @@ def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
     num_sliding, experts = sum(config.sliding_layers), config.experts
     return ModelSpec(
         name=name,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
+        **{name: getattr(config, name) for name in COMMON_SIZES},
         is_gated_mlp=config.is_gated,
         vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
         ties_embeddings=config.tie_word_embeddings,
         sliding_window=config.sliding_window if num_sliding else None,
         num_sliding_layers=num_sliding,

@@ -41,7 +41,7 @@ from onbeat.engine.random_stream import GOLDEN_GAMMA, mix, mix_words
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from onbeat.engine.sampling_row import TokenIds
 from onbeat.engine.speculation.verifier import TokenSampler
-from onbeat.engine.step_time_spec import model_spec_of, precision_of
+from onbeat.engine.step_time_spec import COMMON_SIZES, model_spec_of, precision_of
 from onbeat.engine.weights.open import read_model_config
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import KNOWN_MODELS
@@ -252,13 +252,7 @@ def _model_config(spec: ModelSpec, tokenizer: Tokenizer) -> ModelConfig:
         family="llama",
         architecture="stand-in",
         vocab_size=tokenizer.vocab_size,
-        hidden_size=spec.hidden_size,
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        max_position_embeddings=spec.max_position_embeddings,
+        **{name: getattr(spec, name) for name in COMMON_SIZES},
         rms_norm_eps=1e-5,
         rope=RopeConfig(theta=1e4),
         eos_token_ids=tokenizer.eos_token_ids,

@@ -27,6 +27,9 @@ from onbeat.engine.speculation.proposer import DraftRow, Proposer
 from onbeat.engine.state_ends import StateEnds
 from onbeat.speculative_config import MAX_CATCH_UP_TOKENS
 
+_DRAWN_BY = ("temperature", "top_k", "top_p", "min_p", "seed")
+"""Fields of a request's `SamplingParams` that its drafts are drawn by."""
+
 
 @dataclass(slots=True)
 class _Guess:
@@ -219,14 +222,7 @@ class DraftModelProposer(Proposer):
         """Return what chooses a row's next draft."""
         request, row = batch.sampling_rows[guess.slot], self._sampling_rows.get(guess.slot)
         if row is None:
-            params = request.params
-            plain = SamplingParams(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                seed=params.seed,
-            )
+            plain = SamplingParams(**{name: getattr(request.params, name) for name in _DRAWN_BY})
             row = self._sampling_rows[guess.slot] = SamplingRow(plain, (), [])
         row.num_pending = guess.end + len(guess.drafts) - len(request.prompt_token_ids)
         return row
