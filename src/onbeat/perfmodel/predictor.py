@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from operator import mul
 from statistics import NormalDist
@@ -220,17 +219,9 @@ class Predictor(StepTimeModel):
         ----------
         alarm : looks at every observed step; None for none.
         """
-        return Predictor(
-            StepSeconds(self._seconds, self._run_seconds),
-            self._residual,
-            self.shape_range,
-            OnlineCorrection(),
-            alarm,
-            OnlineQuantile(),
-            self.errors,
-            self.server,
-            self.precision,
-        )
+        other = copy(self)
+        other._alarm, other._correction, other._recent = alarm, OnlineCorrection(), OnlineQuantile()
+        return other
 
     def __deepcopy__(self, memo: dict[int, object]) -> Predictor:
         """Return the same model, which learns by itself from now on; what never changes is shared."""
@@ -280,8 +271,7 @@ class Predictor(StepTimeModel):
         within the budget and n + 1 are not. Where the model is not monotone (a bucket's factor), it is one
         such n.
         """
-        chunk = _ChunkTime(self.step_time, shape, cached_tokens, q)
-        return _invert(chunk.seconds, budget)
+        return _invert(_chunk_seconds(self.step_time, shape, cached_tokens, q), budget)
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn from a measured step.
@@ -386,34 +376,31 @@ class Predictor(StepTimeModel):
         return self._residual.factor(q)
 
 
-@dataclass(slots=True)
-class _ChunkTime:
-    """The time of a batch as a function of one more chunk's length."""
+def _chunk_seconds(
+    step_time: Callable[[BatchShape, float | None], float],
+    base: BatchShape,
+    cached_tokens: int,
+    q: float | None,
+) -> Callable[[int], float]:
+    """Return the time of a batch as a function of one more chunk's length."""
+    shape = base.copy()
+    shape.add(cached_tokens, 2, samples=True)
 
-    step_time: Callable[[BatchShape, float | None], float]
-    base: BatchShape
-    cached_tokens: int
-    q: float | None
-    _shape: BatchShape = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._shape = self.base.copy()
-        self._shape.add(self.cached_tokens, 2, samples=True)
-
-    def seconds(self, num_tokens: int) -> float:
+    def seconds(num_tokens: int) -> float:
         if num_tokens == 1:  # a single token is a decode row
-            shape = self.base.copy()
-            shape.add(self.cached_tokens, 1, samples=True)
-            return self.step_time(shape, self.q)
+            single = base.copy()
+            single.add(cached_tokens, 1, samples=True)
+            return step_time(single, q)
         # Only these three sums change with the length; a fresh batch for each trial would cost more than the
         # model does.
-        base, shape = self.base, self._shape
         shape.num_new_tokens = base.num_new_tokens + num_tokens
         shape.query_key_pairs = (
-            base.query_key_pairs + num_tokens * self.cached_tokens + num_tokens * (num_tokens + 1) // 2
+            base.query_key_pairs + num_tokens * cached_tokens + num_tokens * (num_tokens + 1) // 2
         )
         shape.sum_chunk_squares = base.sum_chunk_squares + num_tokens * num_tokens
-        return self.step_time(shape, self.q)
+        return step_time(shape, q)
+
+    return seconds
 
 
 def _invert(seconds: Callable[[int], float], budget: float) -> int:
