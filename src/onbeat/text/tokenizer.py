@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -202,36 +203,29 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_ALPHABET = _byte_alphabet()
 
 
-class ByteLevelSpelling:
-    """One character per byte; an added token that uses other characters stands for itself."""
-
-    strips_leading_space = False
-
-    def to_bytes(self, token: str) -> bytes:
-        """Return the bytes that a token's name in the vocabulary stands for."""
-        try:
-            return bytes([_BYTE_ALPHABET[character] for character in token])
-        except KeyError:
-            return token.encode()
+def _byte_level(token: str) -> bytes:
+    """Return the bytes of a token: one a character; one that uses other characters stands for itself."""
+    try:
+        return bytes([_BYTE_ALPHABET[character] for character in token])
+    except KeyError:
+        return token.encode()
 
 
-@dataclass(frozen=True, slots=True)
-class SentencePieceSpelling:
-    """A mark for the space, and `<0xNN>` for single bytes."""
-
-    strips_leading_space: bool
-    """Whether one space at the start of the decoded text is not part of it."""
-    has_byte_tokens: bool
-
-    def to_bytes(self, token: str) -> bytes:
-        byte = _BYTE_TOKEN.fullmatch(token) if self.has_byte_tokens else None
-        if byte is not None:
-            return bytes([int(byte[1], 16)])
-        return token.replace(_SPACE, " ").encode()
+def _sentence_piece(token: str, *, has_byte_tokens: bool) -> bytes:
+    """Return the bytes of a token: a mark stands for the space, and `<0xNN>` for single bytes."""
+    byte = _BYTE_TOKEN.fullmatch(token) if has_byte_tokens else None
+    if byte is not None:
+        return bytes([int(byte[1], 16)])
+    return token.replace(_SPACE, " ").encode()
 
 
-def spelling_of(tokenizer: Backend) -> ByteLevelSpelling | SentencePieceSpelling:
+def _spelling_of(tokenizer: Backend) -> tuple[Callable[[str], bytes], bool]:
     """Find out how a tokenizer spells bytes.
+
+    Returns
+    -------
+    What gives the bytes that a token's name in the vocabulary stands for, and whether one space at the start
+    of the decoded text is not part of it.
 
     Raises
     ------
@@ -246,12 +240,10 @@ def spelling_of(tokenizer: Backend) -> ByteLevelSpelling | SentencePieceSpelling
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = {step["type"] for step in steps}
     if kinds <= {"ByteLevel", "Fuse"}:
-        return ByteLevelSpelling()
+        return _byte_level, False
     if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"} and all(map(_is_known_step, steps)):
-        return SentencePieceSpelling(
-            strips_leading_space=any(map(_strips_leading_space, steps)),
-            has_byte_tokens="ByteFallback" in kinds,
-        )
+        to_bytes = partial(_sentence_piece, has_byte_tokens="ByteFallback" in kinds)
+        return to_bytes, any(map(_strips_leading_space, steps))
     raise ModelLoadError(
         f"the tokenizer's decoder {' + '.join(step['type'] for step in steps)} is not supported; "
         "supported are byte-level and SentencePiece vocabularies"
@@ -297,8 +289,7 @@ class VocabularyTokenizer:
         self._backend = backend
         self.bos_token_id, self.eos_token_ids = roles.bos_token_id, roles.eos_token_ids
         self.chat_template = roles.chat_template
-        self._spelling = spelling_of(backend)
-        self.strips_leading_space = self._spelling.strips_leading_space
+        self._to_bytes, self.strips_leading_space = _spelling_of(backend)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
@@ -346,7 +337,7 @@ class VocabularyTokenizer:
         if (known := self._bytes.get(token_id)) is not None:
             return known
         token = self.token_entry(token_id)
-        return self._bytes.setdefault(token_id, self._spelling.to_bytes(token)) if token else b""
+        return self._bytes.setdefault(token_id, self._to_bytes(token)) if token else b""
 
     def token_entry(self, token_id: int) -> str:
         """Return a token as the vocabulary spells it, such as `Ġis`; empty where it has no such token."""
