@@ -139,7 +139,7 @@ def check_fields(
             pass
         elif name in NO_OP_VALUES:
             if name != "tools" or body.get("tool_choice") != "none":
-                _check_no_op(name, value, NO_OP_VALUES[name])
+                _check_no_op(name, value, honoured)
         elif name not in HARMLESS:
             unknown.append(name)
     return kept, ignorable(unknown, honoured)
@@ -187,10 +187,14 @@ def refuse_misplaced(body: Mapping[str, Any]) -> None:
     ignorable(body.keys() & _INSIDE_SLO.keys(), ("slo",))
 
 
-def _check_no_op(name: str, value: object, no_ops: Sequence[Any]) -> None:
+def _check_no_op(name: str, value: object, honoured: Collection[str]) -> None:
     # by type as well: 1 == True in Python
-    if not any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in no_ops):
+    if not any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in NO_OP_VALUES[name]
+    ):
         cure = f"send {INSTEAD[name]}" if name in INSTEAD else "leave it out"
+        if name in ("prompt", "messages") and "input" in honoured:
+            cure = "send input"
         raise unsupported(f"{name} is not supported here; {cure}", name)
 
 

@@ -282,6 +282,9 @@ async def test_missing_fields_are_named(served: Served) -> None:
             "tools[0].function is missing; unknown fields: 't",
         ),
         ("/v1/responses", {"query": "a"}, "input is missing; unknown fields: 'query'"),
+        ("/v1/responses", {"messages": HELLO}, "messages is not supported here; send input"),
+        ("/v1/embeddings", {"prompt": "a"}, "prompt is not supported here; send input"),
+        (TEXT, {"messages": HELLO}, "messages is not supported here; send them to /v1/chat/completions"),
     ],
 )
 async def test_a_missing_field_is_named_with_what_may_be_meant_for_it(
