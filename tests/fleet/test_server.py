@@ -302,6 +302,11 @@ async def test_a_fleet_that_scales_itself_takes_bounds_and_numbers() -> None:
         assert values["onbeat_fleet_replicas_max"] == 1
         for wrong in ({"min": 3, "max": 2}, {"min": 1}, {"replicas": 1, "max": 2}, {}):
             assert (await ask(served, "/fleet/scale", wrong)).status == 400
+        assert (await ask(served, "/fleet/drain", {"replica": "r0"})).status == 200
+        await until(lambda: not client.replicas())
+        assert (await served.get("/ready")).status == 200
+        answer = await served.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+        assert answer.status == 200, "the next request starts one"
 
 
 async def test_there_are_no_more_replicas_than_the_machine_has_room_for(
