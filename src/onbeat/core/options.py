@@ -232,8 +232,8 @@ def _check_bounds(setting: Setting, value: typing.Any) -> None:
     for name, holds in _BOUNDS.items():
         limit = getattr(setting.option, name)
         if limit is not None and not holds(value, limit):
-            told = name.replace("_", " ")
-            raise ConfigError(f"{setting.key} is {setting.shown(value)}; it must be {told} {limit}")
+            told = "finite" if limit == float("inf") else f"{name.replace('_', ' ')} {limit}"
+            raise ConfigError(f"{setting.key} is {setting.shown(value)}; it must be {told}")
 
 
 def _sorted(

@@ -102,7 +102,7 @@ def test_the_fleet_is_opened_by_its_own_key_or_else_by_the_api_keys(monkeypatch:
         (["--max-connections", "0"], "max_connections is 0"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout is -1"),
         (["--shutdown-timeout", "nan"], "shutdown_timeout is nan"),
-        (["--shutdown-timeout", "inf"], "shutdown_timeout is inf"),
+        (["--shutdown-timeout", "inf"], "shutdown_timeout is inf; it must be finite"),
         (["--api-key", ""], "API key is empty"),
         (["--fleet-key", ""], "the fleet's key is empty"),
         (["--fleet-key", "ü"], "the fleet's key is empty, not ASCII"),
