@@ -79,6 +79,19 @@ def test_records_have_a_delivery_and_no_tokens(policy: str, replicas: int) -> No
             assert record.num_output_tokens == 128
 
 
+@pytest.mark.parametrize("policy", ["slo", "sarathi"])
+def test_a_prompt_may_end_with_a_step_of_one_token(policy: str) -> None:
+    load = OfferedLoad(
+        name="one",
+        arrivals=np.zeros(1),
+        num_prompt_tokens=np.array([257]),
+        num_output_tokens=np.array([0]),
+    )
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "policy": policy}
+    (record,) = onbeat.simulate(**WHERE, **sizes, load=load).records
+    assert (record.finish_reason, len(record.delivery_times)) == ("stop", 1)
+
+
 def test_a_negative_output_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"output .* 0\b"):
         OfferedLoad(name="x", num_prompt_tokens=np.array([1]), num_output_tokens=np.array([-1]))

@@ -368,7 +368,8 @@ def _mark_rows(
             shape.num_guided_rows += 1
             state.last_step_id = step_id
         # What completes a prompt that is pooled counts as in flight until its embedding is there, but has no
-        # logits.
+        # logits. If it is a single token, its row may be one of decodes that nobody reads.
         if row.samples and state.request.pooling is not None:
             shape.num_lm_head_rows -= 1
-            rows[place] = row._replace(samples=False)
+            before = state.num_tokens - row.num_new_tokens
+            rows[place] = row._replace(samples=False, num_computed_tokens=before)
