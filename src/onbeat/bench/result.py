@@ -28,6 +28,7 @@ from onbeat.metrics.summary import RunSummary, SummaryOptions, gaps, summarise, 
 from onbeat.report.result import Fact, Facts, Show
 from onbeat.report.run import SCHEDULED, Level, Run, RunHeader, latency_values, milliseconds
 from onbeat.report.units import exact_percent, number
+from onbeat.workload.load import JOB_LOADS
 
 Seconds = Sequence[float]
 
@@ -253,6 +254,7 @@ def _header(bench: BenchConfig, run: RunConfig, model: str) -> RunHeader:
         arrivals=arrivals,
         burstiness=load.burstiness,
         level=Level(request_rate=timing.rate if timing else inf, max_concurrency=load.max_concurrency),
+        unit="jobs" if load.dataset_name in JOB_LOADS else "req",
     )
 
 

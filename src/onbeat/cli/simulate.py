@@ -49,7 +49,7 @@ from onbeat.simulator.result import (
     outcomes_of,
 )
 from onbeat.simulator.simulate import simulate
-from onbeat.workload.job_kinds import LANES, summarise_calls
+from onbeat.workload.job_kinds import LANES, summarise_calls, unit_of
 from onbeat.workload.load import Load
 from onbeat.workload.offered import OfferedLoad
 
@@ -287,6 +287,7 @@ def _header(
         arrivals="closed loop" if load.arrivals is None else "offered",
         burstiness=None,
         level=Level(request_rate=rate, max_concurrency=settings.max_concurrency),
+        unit="jobs" if unit_of(load) == "job" else "req",
     )
 
 
@@ -365,12 +366,10 @@ def _utilisation(
     num_bytes = num_operations = 0.0
     for replica in result.replicas:
         total, num_steps = replica.work, max(1, replica.num_steps)
-        mean = BatchShape(
-            num_new_tokens=round(total.num_new_tokens / num_steps),
-            chunk_cached_tokens=round(total.chunk_cached_tokens / num_steps),
-            decode_context_tokens=round(total.decode_context_tokens / num_steps),
-        )
-        num_bytes += target.bytes_read(mean) * replica.num_steps
+        context = round((total.chunk_cached_tokens + total.decode_context_tokens) / num_steps)
+        for size, number in total.sizes.items():
+            mean = BatchShape(num_new_tokens=size, decode_context_tokens=context)
+            num_bytes += target.bytes_read(mean) * number
         num_operations += target.flops(total)
         if draft is not None:
             one = draft_pass(total)

@@ -81,11 +81,13 @@ class RunHeader:
     burstiness: float | None
     """Of gamma arrivals; None where nobody set it."""
     level: Level
+    unit: str = "req"
+    """What comes at its rate: requests, or jobs."""
 
     @property
     def values(self) -> dict[str, Any]:
         """As a file has them."""
-        about = {name: value for name, value in asdict(self).items() if name != "level"}
+        about = {name: value for name, value in asdict(self).items() if name not in {"level", "unit"}}
         return about | self.level.values
 
     @property
@@ -98,7 +100,8 @@ class RunHeader:
         if level.is_closed:
             return f"{self.arrivals}{limit}"
         kind = "Poisson" if self.arrivals == "gamma" and self.burstiness == 1 else self.arrivals
-        return f"{kind} arrivals at {level.request_rate:.4g} req/s{limit}"
+        kind += "" if kind == "offered" else " arrivals"
+        return f"{kind} at {level.request_rate:.4g} {self.unit}/s{limit}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +194,7 @@ def _count_facts(own: GroupSummary) -> list[Fact]:
         Fact("completed", counts.num_completed, "requests completed"),
         Fact("failed", counts.num_failed, "requests failed"),
         Fact("rejected", counts.num_rejected, "requests rejected"),
-        Fact("expired", counts.num_expired),
+        Fact("expired", counts.num_expired, "requests expired" if counts.num_expired else ""),
         Fact("total_input_tokens", counts.num_prompt_tokens, "prompt tokens"),
         Fact("total_output_tokens", counts.num_output_tokens, "output tokens"),
         Fact("request_throughput", counts.request_throughput, "request throughput (req/s)"),

@@ -126,7 +126,8 @@ TRADEOFFS = {
 }
 CLASS_COLUMNS = (
     *(Column("class", "class", str), Column("slo_ttft_ms", "TTFT objective")),
-    *(Column("slo_tbt_ms", "TBT objective"), Column("offered", "offered")),
+    *(Column("slo_tbt_ms", "TBT objective"), Column("slo_e2e_ms", "E2E objective")),
+    Column("offered", "offered"),
     Column("attainment", "good", exact_percent),
     *(Column("p50_ttft_ms", "TTFT P50"), Column("p99_ttft_ms", "TTFT P99")),
     *(Column("p50_itl_ms", "TBT P50"), Column("p99_itl_ms", "TBT P99")),
@@ -244,7 +245,7 @@ def _run_sections(run: AnyRun, metrics: Sequence[str], percentiles: Sequence[flo
     classes = [{"class": name, **run.values["classes"][name]} for name in run.summary.classes]
     numbers = Facts("", [*run_facts(run.summary), *run.facts])
     parts = Beside([numbers, Table("Latency (ms)", columns, rows), *run.parts])
-    of_classes = Table("", CLASS_COLUMNS, classes if len(classes) > 1 else [])
+    of_classes = Table("", _known(CLASS_COLUMNS, classes), classes if len(classes) > 1 else [])
     curves = [charts.cdf_figure([run], metric, title) for metric, title in CDF_TITLES.items()]
     return [
         Section("Numbers", [parts]),
@@ -318,5 +319,9 @@ def sweep_table(runs: Sequence[AnyRun]) -> Table:
         missing = counts.num_offered - counts.num_completed
         done = number(counts.num_completed) + (f" (-{missing:,})" if missing else "")
         rows.append(run.values | {"done": done})
-    known = [each for each in SWEEP_COLUMNS if any(row.get(each.key) is not None for row in rows)]
-    return Table("", known, rows)
+    return Table("", _known(SWEEP_COLUMNS, rows), rows)
+
+
+def _known(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Return the columns of which some row knows anything."""
+    return [each for each in columns if any(row.get(each.key) is not None for row in rows)]

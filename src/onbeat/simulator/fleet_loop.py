@@ -117,12 +117,11 @@ class FleetLoop:
 
     def close(self, offered: OfferedRequest, now: float) -> None:
         """Hear of a request that ended, however it did."""
-        clients = self.clients
-        clients.on_finish(offered, now)
+        self.clients.on_finish(offered, now)
         self._collector.on_finish(offered, now)
-        if clients.next_time < self._next_arrival:
+        if self.clients.next_time < self._next_arrival:
             self._expect_arrival()
-        elif not clients.num_under_way and clients.next_time == inf:
+        elif not self.clients.num_under_way and self.clients.next_time == inf:
             self.at(now, STOP, self._stop)
 
     def _expect_arrival(self) -> None:

@@ -6,6 +6,7 @@ idle replica would miss. Who watches a simulation hears of steps and requests be
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
@@ -139,6 +140,14 @@ class DraftCounts:
 
 
 @dataclass(slots=True)
+class StepsTogether(BatchShape):
+    """What several steps did together: the sums that operations and memory traffic follow from."""
+
+    sizes: Counter[int] = field(default_factory=Counter)
+    """Steps by their new tokens, which say how many experts each reads."""
+
+
+@dataclass(slots=True)
 class ReplicaCounters:
     """What one replica did in a run."""
 
@@ -155,9 +164,7 @@ class ReplicaCounters:
     num_blocks: int = 0
     num_leaked_blocks: int = 0
     """KV blocks still held when nothing ran any more; a complete run leaves none."""
-    work: BatchShape = field(default_factory=BatchShape)
-    """What all steps did together: the sums that operations and memory traffic follow from, namely new
-    tokens, LM-head rows, query-key pairs, and context read by chunks and decodes."""
+    work: StepsTogether = field(default_factory=StepsTogether)
     bubble_seconds: float = 0.0
     """Idle time of pipeline stages while the replica was busy, summed over the stages."""
     drafts: DraftCounts | None = None

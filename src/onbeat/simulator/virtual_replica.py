@@ -23,7 +23,7 @@ from onbeat.scheduler.replica.steady import SteadyRun, begin_lockstep, begin_run
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deliveries import ORDINARY, Deliveries, VerifyingSampler, make_sampler
-from onbeat.simulator.result import ReplicaCounters, SimulationObserver
+from onbeat.simulator.result import ReplicaCounters, SimulationObserver, StepsTogether
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 
@@ -106,7 +106,7 @@ class VirtualReplica(ABC):
         )
         if not looks_at_streams and self._observer is None:
             begin_lockstep(self.scheduler, ORDINARY)
-        self._work = BatchShape()
+        self._work = StepsTogether()
         self._measured: ShapeRange | None = getattr(step_time, "shape_range", None)
         self._largest = None if self._measured is None else LargestStep()
         self._busy_since = inf
@@ -288,14 +288,14 @@ class VirtualReplica(ABC):
         shape, total, num_steps = step.shape, self._work, len(ends)
         first_context, num_rows = shape.decode_context_tokens, shape.num_lm_head_rows
         self._num_steps += num_steps
+        total.sizes[shape.num_new_tokens] += num_steps
         if self._largest is not None:
             self._largest.see(shape, first_context + num_rows * (num_steps - 1))
         total.num_decodes += shape.num_decodes * num_steps
         total.num_new_tokens += shape.num_new_tokens * num_steps
         total.num_lm_head_rows += num_rows * num_steps
         # Each decode reads one token more than in the step before.
-        more_context = num_rows * (num_steps * (num_steps - 1) // 2)
-        total.decode_context_tokens += first_context * num_steps + more_context
+        total.decode_context_tokens += num_steps * (2 * first_context + num_rows * (num_steps - 1)) // 2
         if shape.num_chunks:
             total.query_key_pairs += shape.query_key_pairs * num_steps
             total.chunk_cached_tokens += shape.chunk_cached_tokens * num_steps
@@ -326,7 +326,6 @@ class StepNoise:
 
     def __init__(self, sigma: float, *, seed: int, replica: int) -> None:
         self._sigma = sigma
-        self._log_mean = -sigma * sigma / 2
         self._key = f"{seed}:{replica}".encode()
 
     def factor(self, step: int) -> float:
@@ -339,7 +338,7 @@ class StepNoise:
         digest = blake2b(step.to_bytes(8, "little"), digest_size=8, key=self._key).digest()
         # 53 bits, moved off 0 and 1, where the normal distribution has no value.
         uniform = ((int.from_bytes(digest, "little") >> 11) + 0.5) * 2.0**-53
-        return exp(self._log_mean + self._sigma * _NORMAL.inv_cdf(uniform))
+        return exp(-self._sigma * self._sigma / 2 + self._sigma * _NORMAL.inv_cdf(uniform))
 
 
 @runtime_checkable

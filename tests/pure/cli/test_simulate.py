@@ -90,13 +90,38 @@ def test_says_how_many_had_no_objectives(capsys: pytest.CaptureFixture[str]) -> 
     lanes = "--dataset-name lanes --num-prompts 12 --request-rate 2 --model llama-3.1-8b --device h100-sxm"
     assert main(["simulate", *lanes.split()]) == 0
     *_, line = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"All 12 requests .* 24 .* [\d.]+ requests/s .*", line.rstrip())
+    assert re.fullmatch(r"All 12 requests .* 24 .* 2 requests/s .*", line.rstrip())
 
 
 def test_the_rate_of_jobs_counts_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     agents = "--dataset-name agents --num-prompts 5 --request-rate 1 --arrivals constant"
     assert main(["simulate", *agents.split(), "--model", "llama-3.1-8b", "--device", "h100-sxm"]) == 0
     assert capsys.readouterr().out.rstrip().endswith(", at 1 job/s.")
+
+
+def test_a_page_of_jobs_names_them_in_its_rate(tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    flags = "--dataset-name agents --num-prompts 5 --request-rate 1 --arrivals constant --model llama-3.1-8b"
+    assert main(["simulate", *flags.split(), "--device", "h100-sxm", "--report", str(page)]) == 0
+    assert "offered at 1 jobs/s" in page.read_text()
+
+
+def test_the_share_of_the_bandwidth_of_experts_is_below_the_whole(tmp_path: Path) -> None:
+    flags = ("--model", "qwen3-30b-a3b", "--input-len", "2000", "--request-rate", "1")
+    assert 0.2 < summary_of(tmp_path, *flags)["mbu"] < 1
+
+
+def test_a_class_with_an_end_to_end_objective_shows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classes = tmp_path / "classes.yaml"
+    entries = "{name: chat, share: 0.5, tbt_ms: 100}, {name: report, share: 0.5, e2e_ms: 60000}"
+    classes.write_text(f"classes: [{entries}]")
+    assert simulate("--slo-config", str(classes)) == 0
+    out = capsys.readouterr().out
+    assert "E2E objective" in out
+    assert "60,000" in out
+    assert "TTFT objective" not in out
 
 
 def test_the_summary_has_the_keys_of_a_measured_run(tmp_path: Path) -> None:
