@@ -268,7 +268,7 @@ def run(args: argparse.Namespace) -> int:
     planned = plan_cases(args, options.vary, objective=options.objective, repeats=options.study.repeats)
     lead = _lead(args, planned)
     console.print(lead, markup=False, soft_wrap=True)
-    for capacities in _searches(options, planned, console):
+    for number, capacities in enumerate(_searches(options, planned, console)):
         report = CapacityReport(
             title=f"Capacity of {_what(args, planned)}",
             lead=lead,
@@ -277,7 +277,8 @@ def run(args: argparse.Namespace) -> int:
             unit=unit_of(planned[0].loads[0]),
             promises={each.case.labels: promise_text(each.objective, each.objectives) for each in planned},
         )
-        console.print(f"so far: {answer_of(report)}", markup=False, soft_wrap=True)
+        if number == 0:
+            console.print(f"so far: {answer_of(report)}", markup=False, soft_wrap=True)
     outputs.deliver(capacity_result(report), console, json=output.json, report=output.report)
     if report.is_interrupted:
         return INTERRUPTED
@@ -386,7 +387,7 @@ def _settings(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> dict[
         "load": {
             "name": load.name,
             "num_requests": len(load),
-            "requests_per_job": 1 if load.jobs is None else len(load) / len(load.jobs.firsts),
+            "requests_per_job": len(load) / load.num_at_rate,
             "mean_input_tokens": float(load.num_prompt_tokens.mean()),
             "mean_output_tokens": float(load.num_output_tokens.mean()),
         },

@@ -79,7 +79,8 @@ def lane_load(
     documents = _lengths(rng, _DOCUMENT, num_documents)
     clients = [documents[number::NUM_CLIENTS] for number in range(min(NUM_CLIENTS, num_documents))]
     corpus = [Job(kind=OFFLINE, calls=_one_by_one(own)) for own in clients]
-    return job_load(LANES, [*corpus, *online], np.concatenate((np.zeros(len(corpus)), starts)))
+    starts = np.concatenate((np.zeros(len(corpus)), starts))
+    return job_load(LANES, [*corpus, *online], starts, num_clients=len(corpus))
 
 
 def _one_by_one(lengths: list[int]) -> tuple[Call, ...]:
@@ -237,12 +238,15 @@ _Part = tuple[tuple[object, ...], int]
 """(name of a text, its tokens)"""
 
 
-def job_load(name: str, jobs: Sequence[Job], starts: NDArray[np.float64] | None) -> OfferedLoad:
+def job_load(
+    name: str, jobs: Sequence[Job], starts: NDArray[np.float64] | None, *, num_clients: int = 0
+) -> OfferedLoad:
     """Return the calls of jobs as a load, those of a job one behind another.
 
     Parameters
     ----------
     starts : when each job starts, seconds, ascending; None is a closed loop.
+    num_clients : see `JobRows`.
 
     Raises
     ------
@@ -269,7 +273,7 @@ def job_load(name: str, jobs: Sequence[Job], starts: NDArray[np.float64] | None)
         block_size=JOB_BLOCK,
         ids_cover_output=True,
         tenants=tuple(job.tenant for job in jobs for _ in job.calls),
-        jobs=JobRows(jobs=tuple(jobs), firsts=firsts),
+        jobs=JobRows(jobs=tuple(jobs), firsts=firsts, num_clients=num_clients),
     )
 
 

@@ -111,6 +111,8 @@ class JobRows:
     jobs: tuple[Job, ...]
     firsts: NDArray[np.int64]
     """Row of the first call of each job; its others follow."""
+    num_clients: int = 0
+    """Of the jobs, the first ones that are clients at work from the start of the run: no rate counts them."""
 
     def place(self, row: int) -> tuple[int, int]:
         """Return the number of the job that a row is a call of, and which call of it."""
@@ -144,7 +146,8 @@ class JobRows:
         jobs = tuple(self.jobs[self.place(int(rows[first]))[0]] for first in firsts)
         if sum(len(job.calls) for job in jobs) != len(rows):
             raise ConfigError("some calls of a job were taken without the others; take whole jobs")
-        return JobRows(jobs=jobs, firsts=firsts.astype(np.int64))
+        num_clients = int(np.isin(rows, self.firsts[: self.num_clients]).sum())
+        return JobRows(jobs=jobs, firsts=firsts.astype(np.int64), num_clients=num_clients)
 
 
 _COLUMNS = (
@@ -215,8 +218,13 @@ class OfferedLoad:
         """
         if self.arrivals is None:
             return None
-        num, span = len(self) if self.jobs is None else len(self.jobs.firsts), float(self.arrivals[-1])
-        return num / span if span > 0 else float("inf")
+        span = float(self.arrivals[-1])
+        return self.num_at_rate / span if span > 0 else float("inf")
+
+    @property
+    def num_at_rate(self) -> int:
+        """What `rate` counts: requests, or the jobs that they are calls of."""
+        return len(self) if self.jobs is None else len(self.jobs.firsts) - self.jobs.num_clients
 
     def request_class(self, index: int) -> SLOClass | None:
         """Return the class of request `index`; None without objectives."""

@@ -22,6 +22,8 @@ def test_lanes_are_drawn_alike_and_have_their_classes() -> None:
     assert (one.num_output_tokens[kinds != "chat"] == 0).all()
     assert (int((kinds == "offline").sum()), int((kinds != "offline").sum())) == (140, 70)
     assert len(one.jobs.heads) == NUM_CLIENTS + 70, "a client's next document waits for the one before"
+    assert one.rate == pytest.approx(10), "clients of the corpus do not come at a rate"
+    assert one.take(np.arange(len(one))[kinds != "offline"]).rate == pytest.approx(10)
 
 
 def test_lanes_without_a_corpus() -> None:
