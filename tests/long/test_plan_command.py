@@ -27,6 +27,7 @@ def plan(*flags: str) -> int:
 
 def test_reads_lists_of_devices() -> None:
     assert parse_gpus("h100-sxm=8, l4") == {"h100-sxm": 8, "l4": float("inf")}
+    assert parse_gpus("L4=2, NVIDIA H100 80GB HBM3=1") == {"l4": 2, "h100-sxm": 1}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ def test_reads_lists_of_devices() -> None:
         ("l4=0", "whole number"),
         ("l4=many", "whole number"),
         ("l4=1,l4=2", "twice"),
+        ("l4=1,L4=2", "l4 twice"),
     ],
 )
 def test_says_what_is_wrong_with_devices(text: str, message: str) -> None:
@@ -62,6 +64,7 @@ def test_refuses_a_degree_of_none() -> None:
         (["--gpus", "l40s", "--rate", "2"], "price of l40s "),
         (["--gpus", "l4", "--rate", "2", "--headroom", "-5"], "headroom is -5"),
         (["--gpus", "l4", "--rate", "2", "--objective", "vidur"], "a share"),
+        (["--gpus", "l4", "--rate", "2", "--objective", "sarathi"], "a share"),
         (["--gpus", "l4", "--rate", "2", "--objective", "attainment:0.99"], "too short"),
         (["--gpus", "l4", "--rate", "2", "--max-concurrency", "4"], "leave out --max-concurrency"),
         (["--gpus", "l4", "--rate", "2", "--rate-steps", "2:60,8:30"], "leave out --rate-steps"),

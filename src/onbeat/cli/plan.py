@@ -144,7 +144,7 @@ def parse_gpus(text: str) -> dict[str, float]:
         device, equals, number_text = (part.strip() for part in item.partition("="))
         if not device:
             raise ConfigError(f"--gpus {text!r} names no device; give some, such as h100-sxm=8,l4=16")
-        find_device(device)
+        device = find_device(device).id
         if device in found:
             raise ConfigError(f"--gpus names {device} twice; give it once")
         if equals and not (number_text.isdecimal() and int(number_text) > 0):
@@ -189,7 +189,7 @@ def plan_task(
     """
     options = read_options(args, Load)
     rate = options.request_rate
-    objective = parse_objective(planned.objective, mode=args.slo_mode)
+    objective = parse_objective(planned.objective, tbt=inf, mode=args.slo_mode)  # those with one are refused
     if not isinstance(objective, ShareObjective) or objective.is_joint:
         raise ConfigError(
             f"--objective {planned.objective}: a plan promises a share of good requests; give "
@@ -198,7 +198,7 @@ def plan_task(
     if options.rate_steps is not None:
         raise ConfigError("a plan is for one rate: leave out --rate-steps")
     if rate is None or not 0 < rate < inf:
-        raise ConfigError("a plan needs a request rate, in requests per second; give --rate")
+        raise ConfigError("a plan needs a finite request rate, in requests per second; give --rate")
     if options.max_concurrency is not None:
         raise ConfigError("a plan needs an open loop: leave out --max-concurrency")
     needed_rate = rate * (1 + planned.headroom / 100)
@@ -371,8 +371,8 @@ def serve_settings(report: PlanReport, fleet: PlannedFleet) -> dict[str, Any]:
             settings[setting.key.replace("_", "-")] = value
     settings |= {
         key.replace("_", "-"): _plain(value)
-        for key, value in (("slo_ttft_ms", args.slo_ttft_ms), ("slo_tbt_ms", args.slo_tbt_ms))
-        if value is not None
+        for key in ("slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms")
+        if (value := getattr(args, key)) is not None
     }
     settings["shed"] = str(base.shed)
     served = {"router": "slo", "replicas": fleet.num_replicas}

@@ -190,7 +190,7 @@ def unservable(units: Sequence[RatedUnit], buckets: Sequence[Bucket], share: flo
     share : of the requests that must be.
     """
     if not units:
-        return "none of the devices can hold the model"
+        return "no replica can be made of these devices"
     is_served = np.any([each.rates > 0 for each in units], axis=0).tolist()
     served = sum(bucket.share for bucket, is_in_time in zip(buckets, is_served, strict=True) if is_in_time)
     if served >= share - 1e-9:

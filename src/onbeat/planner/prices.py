@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from onbeat.core.errors import ConfigError
 from onbeat.files import packaged, read
-from onbeat.perfmodel.device_spec import CPU, find_device
+from onbeat.perfmodel.device_spec import CPU, find_device, known_device
 from onbeat.typed import Positive, Table
 
 
@@ -38,8 +38,8 @@ class Prices:
 
     Parameters
     ----------
-    path : of a YAML file: device id -> dollars an hour, or a mapping of usd_per_hour, watts, date, source. It
-        wins over the table in the package, device by device.
+    path : of a YAML file: name of a device -> dollars an hour, or a mapping of usd_per_hour, watts, date,
+        source. It wins over the table in the package, device by device.
 
     Raises
     ------
@@ -77,7 +77,10 @@ def _table() -> Mapping[str, Price]:
 def _read(path: Path) -> Mapping[str, Price]:
     entries = read(_Entries, path, "the prices in", hint="; write devices and their prices: 'h100-sxm: 2.49'")
     try:
-        return {device: _price(device, entry, str(path)) for device, entry in entries.items()}
+        return {
+            known_device(device) or device: _price(device, entry, str(path))
+            for device, entry in entries.items()
+        }
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

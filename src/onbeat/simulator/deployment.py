@@ -26,9 +26,7 @@ _step = partial(option, group="step time")
 
 
 def _known_device(text: str) -> str:
-    if text != CPU:  # which is measured where it is looked up
-        find_device(text)
-    return text
+    return text if text == CPU else find_device(text).id  # a CPU is measured where it is looked up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +72,7 @@ class Deployment(FleetTerms):
         flag="--kv-transfer-gbps",
         unit="gbps",
         metavar="GBIT",
+        above=0,
         help="speed of a replica's link, in either direction, gigabit/s; with it streams move with their KV "
         "(default: 200 with --disaggregate, else no link)",
     )

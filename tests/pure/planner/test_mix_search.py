@@ -125,7 +125,7 @@ def test_says_what_nobody_can_serve() -> None:
     assert "70 %" in unservable(units, (bucket(0.7), bucket(0.3)), 0.9)
     assert " 100 in, 10 out" in unservable(units, (bucket(0.7), bucket(0.3)), 0.9)
     assert unservable(units, (bucket(0.95), bucket(0.05)), 0.9) == ""
-    assert "model" in unservable([], (bucket(1.0),), 0.9)
+    assert "replica" in unservable([], (bucket(1.0),), 0.9)
 
 
 def test_everything_takes_each_type_as_the_unit_that_serves_most() -> None:

@@ -29,6 +29,12 @@ def test_a_file_wins_device_by_device(tmp_path: Path) -> None:
     assert prices.of("l4").usd_per_hour == 0.70
 
 
+def test_a_file_may_name_a_device_as_its_driver_does(tmp_path: Path) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text("L4: 0.5\nNVIDIA H100 80GB HBM3: 2.5\n")
+    assert (Prices(path).of("l4").usd_per_hour, Prices(path).of("h100-sxm").usd_per_hour) == (0.5, 2.5)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
