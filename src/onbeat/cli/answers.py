@@ -55,11 +55,10 @@ def third_person(text: str) -> str:
 
 def cost_text(usd_per_hour: float, tokens_per_second: float) -> str:
     """Return what an hour, a month and a million output tokens cost."""
-    each = usd_per_hour / (tokens_per_second * 3600) * 1e6
-    return (
-        f"${usd_per_hour:,.2f} an hour, about ${usd_per_hour * HOURS_A_MONTH:,.0f} a month. "
-        f"A million output tokens cost ${each:,.2f}."
-    )
+    text = f"${usd_per_hour:,.2f} an hour, about ${usd_per_hour * HOURS_A_MONTH:,.0f} a month."
+    if not tokens_per_second:  # embeddings have none
+        return text
+    return f"{text} A million output tokens cost ${usd_per_hour / (tokens_per_second * 3600) * 1e6:,.2f}."
 
 
 def state_text(verdict: Verdict) -> str:

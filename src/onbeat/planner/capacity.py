@@ -144,7 +144,7 @@ def service_rate(config: SimulationConfig, step_time: StepTimeModel, load: Offer
     """
     limits = config.scheduler
     mean_prompt = float(load.num_prompt_tokens.mean())
-    mean_output = float(load.num_output_tokens.mean())
+    mean_output = max(1.0, float(load.num_output_tokens.mean()))  # an embedding takes a step, too
     context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
     num_decodes = max(1, min(limits.max_num_seqs, limits.num_requests(context), len(load)))
     num_prompt_tokens = num_decodes * mean_prompt / mean_output

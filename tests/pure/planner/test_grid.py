@@ -106,6 +106,11 @@ def test_the_search_begins_where_full_batches_serve() -> None:
     assert service_rate(*decoding[:2], make_load(100, output=10)) == pytest.approx(4 / (10 * 0.1))
 
 
+def test_requests_without_output_have_a_service_rate() -> None:
+    case = FakeCase(0.1, 0.0, max_num_seqs=4, token_budget=4096).build()
+    assert service_rate(*case[:2], make_load(100, prompt=10, output=0)) == pytest.approx(4 / 0.1)
+
+
 def test_prompts_bound_the_service_rate_of_a_small_budget() -> None:
     case = FakeCase(0.1, 0.0, max_num_seqs=4, token_budget=64).build()
     load = make_load(100, prompt=600, output=10)

@@ -118,3 +118,4 @@ def test_long_answers_weigh_more_in_the_mean_context() -> None:
     assert mean_decode_context([100, 1000], [300, 100]) == round((300 * 250 + 100 * 1050) / 400)
     with pytest.raises(ConfigError, match="one request"):
         mean_decode_context([], [])
+    assert mean_decode_context([100, 300], [0, 0]) == 200

@@ -103,17 +103,20 @@ def mean_decode_context(num_prompt_tokens: Sequence[int], num_output_tokens: Seq
     """Return the context that a decode reads on average over all decodes of some requests, in tokens.
 
     Long answers hold more of the decodes, so they weigh more: sum of o (p + o / 2) over sum of o.
+    Where nothing decodes, it is the mean prompt.
 
     Parameters
     ----------
     num_prompt_tokens, num_output_tokens : of each request; the same length, at least one request.
     """
     num_decodes = sum(num_output_tokens)
-    if len(num_prompt_tokens) != len(num_output_tokens) or not num_decodes:
+    if len(num_prompt_tokens) != len(num_output_tokens) or not num_prompt_tokens:
         raise ConfigError(
             "the mean context of decodes needs the lengths of at least one request, got "
-            f"{len(num_prompt_tokens)} prompts and {len(num_output_tokens)} outputs of {num_decodes} tokens"
+            f"{len(num_prompt_tokens)} prompts and {len(num_output_tokens)} outputs"
         )
+    if not num_decodes:
+        return round(sum(num_prompt_tokens) / len(num_prompt_tokens))
     read = sum(o * (p + o / 2) for p, o in zip(num_prompt_tokens, num_output_tokens, strict=True))
     return max(1, round(read / num_decodes))
 
