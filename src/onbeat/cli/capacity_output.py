@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
+import numpy as np
+
 from onbeat.cli.answers import COST, LIMIT, cost_text, gpus_text, limit_text, state_text, third_person
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, SearchEnd
@@ -139,7 +141,7 @@ def _search_figure(capacities: Sequence[Capacity], name: str, rate: str) -> Figu
         lines.append(series(case_name(each.labels), position, rounded(xs), rounded(ys), hover=hover))
         limits.add(own[0][1].limit)
         if each.outcome is SearchEnd.FOUND:
-            found.append((each.rate, own[0][1].limit * scale))
+            found.append((each.rate, float(np.interp(each.rate, xs, ys))))
     if not lines:
         return None
     if is_share:
@@ -227,7 +229,8 @@ def _warnings(report: CapacityReport) -> Iterator[str]:
                 "saturate it; raise --num-prompts"
             )
     yield from dict.fromkeys(each.warning for each in report.capacities if each.warning)
-    highest = max((each.rate for each in report.capacities), default=0.0)
+    rates = (each.rate for each in report.capacities if each.outcome is not SearchEnd.UNBOUNDED)
+    highest = max(rates, default=0.0)
     load = report.settings["load"]
     num = load["num_requests"] / load.get("requests_per_job", 1)
     if highest and (seconds := num / highest) < SHORT_LOAD:
@@ -245,7 +248,9 @@ def answer_of(report: CapacityReport) -> str:
     price = price_of(report, best)
     usd = "" if price is None else f"; ${price.usd_per_hour * best.num_devices:,.2f} an hour"
     gpus = gpus_text(device_of(report, best), best.num_devices)
-    rate = {SearchEnd.UNBOUNDED: "more than ", SearchEnd.INTERRUPTED: "at least "}.get(best.outcome, "")
+    if best.outcome is SearchEnd.UNBOUNDED:
+        return f"No rate missed the objective: the load is too short to tell what {gpus} can serve."
+    rate = "at least " if best.outcome is SearchEnd.INTERRUPTED else ""
     does = f"serve {rate}{rate_text(best.rate, of=report.unit)}", report.promises[best.labels]
     serve, keep = map(third_person, does) if best.num_devices == 1 else does
     which = "" if len(report.capacities) == 1 else f" The best of {len(report.capacities)} cases: "

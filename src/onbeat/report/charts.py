@@ -26,6 +26,8 @@ MAX_GAP_POINTS = 2500
 NUM_TIME_BINS = 120
 MOST_OF_LIMIT = 2.0
 """Times the longest gap: a limit above it would press the gaps together."""
+MOST_NAMED = 3
+"""Marks in one figure; more names would lie over each other."""
 MANY_RUNS = 6
 """On one page, with more, each has fewer points."""
 TIME = "seconds since start"
@@ -290,11 +292,11 @@ def with_promise(
 
 
 def capacity_marks(highest: Sequence[tuple[float, float]]) -> plot.Trace:
-    """Return marks, named by their loads, where lines still keep what is asked."""
+    """Return marks, where lines still keep what is asked; few are named by their loads."""
     loads, kept = [load for load, _ in highest], [share for _, share in highest]
     marker = {"symbol": "diamond", "size": 11, "color": plot.MISSED_COLOUR}
     look: dict[str, Any] = {"textposition": "bottom left", "textfont": {"size": 11}, "marker": marker}
-    text = [f"{load:.3g}" for load in loads]
+    text = [f"{load:.3g}" if len(loads) <= MOST_NAMED else "" for load in loads]
     return plot.trace("capacity", loads, kept, "markers+text", hover="%{x:.4g}", text=text, **look)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.cli import plan_output
-from onbeat.cli.answers import limit_text, promise_text, state_text
+from onbeat.cli.answers import cost_text, limit_text, promise_text, state_text
 from onbeat.cli.capacity_output import CapacityReport, answer_of, capacity_result, facts_of, search_figures
 from onbeat.cli.plan_output import FLEET_LEGEND, conclusions, plan_result
 from onbeat.core.options import change
@@ -18,6 +19,7 @@ from onbeat.planner.capacity import Capacity, Repeat, SearchEnd
 from onbeat.planner.objectives import Measure, parse_objective, verdict_of
 from onbeat.planner.search import Bracket, Trial
 from onbeat.planner.units import Unit, device_text
+from onbeat.report.charts import capacity_marks
 from onbeat.report.result import Table, write_page
 from tests.pure.cli.test_plan_warnings import fleet_of, report_of
 from tests.pure.planner.test_units import BASE
@@ -95,7 +97,7 @@ def test_the_share_is_drawn_over_the_rate_with_the_promise_and_the_capacity() ->
     (figure,) = search_figures([found()])
     line, mark = figure["data"]
     assert (line["x"], line["y"]) == ([7.0, 14.0, 14.3, 17.5, 28.0], [100, 99.2, 98.5, 90, 61])
-    assert (mark["x"], mark["y"]) == ([14.0], [99])
+    assert (mark["x"], mark["y"]) == ([14.0], [99.2])
     assert figure["layout"]["annotations"][0]["text"] == "99 % promised"
     (lost,) = search_figures([replace(found(), repeats=(replace(found().repeats[0], beyond=LOST),))])
     assert "type" not in lost["layout"]["yaxis"], "few good requests do not make it a logarithmic axis"
@@ -157,3 +159,24 @@ def test_a_plan_is_told_in_plain_words() -> None:
     row = dict(zip((column.title for column in table.columns), table.cells[0], strict=True))
     assert (row["fleet"], row["limit"]) == ("3 \u00d7 (2 L4)", "first token")
     assert device_text("/my/gpu.yaml") == "/my/gpu.yaml"
+
+
+def test_what_no_output_token_costs_is_not_said() -> None:
+    assert cost_text(1.5, 1000) == "$1.50 an hour, about $1,095 a month. A million output tokens cost $0.42."
+    assert cost_text(1.5, 0) == "$1.50 an hour, about $1,095 a month."
+
+
+def test_a_load_that_saturates_nothing_tells_no_capacity() -> None:
+    capacity = replace(found(), outcome=SearchEnd.UNBOUNDED, rate=101_036.0, interval=(101_036.0, math.inf))
+    report = page_report(capacity)
+    assert answer_of(report) == (
+        "No rate missed the objective: the load is too short to tell what 2 \u00d7 H100 SXM5 80 GB can serve."
+    )
+    (warning,) = capacity_result(report).warnings
+    assert "raise --num-prompts" in warning
+
+
+def test_many_capacities_in_one_figure_have_no_names_to_lie_over_each_other() -> None:
+    few, many = ([(float(load), 90.0) for load in range(number)] for number in (3, 4))
+    assert capacity_marks(few)["text"] == ["0", "1", "2"]
+    assert set(capacity_marks(many)["text"]) == {""}
