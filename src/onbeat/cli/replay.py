@@ -118,9 +118,7 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args, ReplayOptions)
     console = Console(stderr=True, highlight=False)
     if (args.file is None) == (options.steps is None):
-        raise ConfigError(
-            "there is nothing to replay: give a FILE of `onbeat serve --record`, or --steps FILE"
-        )
+        raise ConfigError("give one thing to replay: a FILE of `onbeat serve --record`, or --steps FILE")
     if options.steps is not None:
         result, is_identical = _replay_steps(options.steps, options), True
     elif (read_header(args.file) or {}).get("file") == FILE_KIND:

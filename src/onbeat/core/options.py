@@ -112,7 +112,9 @@ class Setting(typing.NamedTuple):
 
     def shown(self, value: typing.Any) -> typing.Any:
         """Return a value in the unit of the command line."""
-        return value * 1e3 if self.option.unit == "ms" and value is not None else value
+        if self.option.unit is None or value is None:
+            return value
+        return {"ms": value * 1e3, "gbps": value * 8 / 1e9}[self.option.unit]
 
     def inside(self, value: typing.Any) -> typing.Any:
         """Return a value of the command line in the unit and the type that the setting has inside."""

@@ -346,6 +346,8 @@ def resolve_for(
             load = load.with_classes(classes, seed=deployment.seed) if classes else load
     except LongerThanContext as error:
         raise what_binds(deployment, error) from None
+    if deployment.drafts.acceptance_rate:
+        deployment.drafts.check_classes([each.name for each in load.classes])
     if _is_auto(deployment):
         context = decode_context(load, resolved.config.scheduler)
         resolved = _with_budget(resolved, tightest_tbt(load.classes), context)

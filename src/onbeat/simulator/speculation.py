@@ -166,6 +166,14 @@ class Drafts:
                 "leave it out"
             )
 
+    def check_classes(self, known: Sequence[str]) -> None:
+        """Raise ConfigError if a rate is of a class that the load has not."""
+        for text in self.acceptance_rate:
+            name = text.rpartition("=")[0]
+            if name and name not in known:
+                names = ", ".join(known) or "none, as without --slo-config"
+                raise ConfigError(f"--acceptance-rate {text}: the load has no such class; it has {names}")
+
     def acceptance(self, found: Acceptance) -> Acceptance:
         """Return the given rates; where none is given, those that a record shows.
 

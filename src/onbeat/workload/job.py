@@ -23,6 +23,7 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, UnsetType, field
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import LONGEST_OBJECTIVE
 from onbeat.files import read_lines
 from onbeat.typed import Number, Table, Text
 from onbeat.workload.arrivals import MOST_TOKENS
@@ -83,8 +84,10 @@ class Job:
     def __post_init__(self) -> None:
         if not self.calls:
             raise ConfigError("a job has no calls; give at least one")
-        if not self.deadline > 0:
-            raise ConfigError(f"the deadline of a job is {self.deadline:g} s; it must be above 0")
+        if not (0 < self.deadline <= LONGEST_OBJECTIVE or self.deadline == inf):
+            raise ConfigError(
+                f"the deadline of a job is {self.deadline:g} s; it must be above 0 and at most 24 h"
+            )
         if self.system_tokens < 0:
             raise ConfigError(f"system_tokens of a job is {self.system_tokens}; it must be 0 or more")
         if self.start is not None and not (isfinite(self.start) and self.start >= 0):

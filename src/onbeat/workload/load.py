@@ -3,7 +3,7 @@
 Names are those of `vllm bench serve` wherever it has the flag.
 
 Of conversations in the ShareGPT format the first question is asked, and the length of the first answer is
-generated. The file is a JSON list of
+generated. The file is a JSON list, or one a line, of
 ``{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}``.
 """
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import changed, check, option, part
 from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES
-from onbeat.files import read_text
+from onbeat.files import json_lines, read_text
 from onbeat.typed import decode
 from onbeat.workload.arrivals import MOST_TOKENS, Arrivals, Lengths, LogNormalLength, UniformLength
 from onbeat.workload.job import Job, read_jobs
@@ -60,8 +60,11 @@ def read_sharegpt(path: Path) -> list[Exchange]:
     ------
     ConfigError : the file cannot be read or is not in the ShareGPT format.
     """
-    hint = "; give a file in the ShareGPT format"
-    conversations = decode(list[_Conversation], read_text(path), str(path), hint=hint)
+    hint, text = "; give a file in the ShareGPT format", read_text(path)
+    if text.lstrip().startswith("{"):
+        conversations = [each for _, each in json_lines(_Conversation, path, text, hint=hint)]
+    else:
+        conversations = decode(list[_Conversation], text, str(path), hint=hint)
     found = (each.conversations or each.conversation or () for each in conversations)
     return [Exchange(turns[0].value, turns[1].value) for turns in found if len(turns) > 1]
 

@@ -126,6 +126,11 @@ def read_trace(path: Path, *, kind: TraceKind | None = None, columns: tuple[str,
 def _parsed(path: Path, text: str, columns: tuple[str, str] | None) -> Trace:
     if not text.strip():
         raise ConfigError(f"{path}: the file is empty")
+    if text.lstrip().startswith("["):
+        raise ConfigError(
+            f"{path} is a JSON list, which no trace is; give one of conversations by --dataset-name sharegpt "
+            "and --dataset-path"
+        )
     records: Iterator[tuple[int, Mapping[str, Any]]] = (
         json_lines(dict[str, Any], path, text)
         if text.lstrip().startswith("{")

@@ -80,6 +80,14 @@ BAD_FLAGS = [
     (["--disaggregate", "1"], "both pools"),
     (["--disaggregate", "prefill=1,decode=1", "--replicas", "3"], "leave --replicas out"),
     (["--disaggregate", "prefill=1,decode=1", "--kv-transfer-gbps", "nan"], "is nan"),
+    (["--kv-transfer-gbps", "0"], "kv_transfer_gbps is 0.0; it must be above 0"),
+    (["--kv-transfer-gbps", "-5"], "kv_transfer_gbps is -5.0; it must be above 0"),
+    (["--rate", "5"], "did you mean --request-rate?"),
+    (["--plot", "run.html"], "did you mean --report?"),
+    (
+        ["--speculative-config", '{"method": "ngram"}', "--acceptance-rate", "fast=0.5"],
+        "--acceptance-rate fast=0.5: the load has no such class; it has none",
+    ),
     (["--pool-rule", "distserve"], "unknown flag --pool-rule"),
     (["--kinds", "device=l4,replicas=2"], "up 2 replicas, but --replicas is 1"),
     (["--kinds", "gpu=l4"], "no kind"),
@@ -121,6 +129,7 @@ def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture
             "line 3: prompt 900000",
         ),
         ('{"timestamp": 0, "input_le\n', "line 1 is not JSON"),
+        ('[{"conversations": []}]', "--dataset-name sharegpt"),
         (
             '{"timestamp": -5, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n',
             "line 1: the time is -0.005",

@@ -50,6 +50,7 @@ def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:
         ({"calls": [{**CALL, "quotes": ["x"]}]}, "call 'x',"),
         ({"calls": [CALL], "deadline": 5}, r"'deadline': .* deadline_ms"),
         ({"calls": [CALL], "deadline_ms": -5}, "is -0.005"),
+        ({"calls": [CALL], "deadline_ms": 1e9}, "at most 24 h"),
         ({"calls": [{"text": "hi", "output_tokens": 1}]}, "give --tokenizer"),
         ({"calls": [{**CALL, "id": "a"}, {**CALL, "id": "a"}]}, "id 'a'"),
         ([1], r"\[1\]; it must be a mapping with class"),

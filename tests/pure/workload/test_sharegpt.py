@@ -31,11 +31,18 @@ def test_the_first_exchange_of_each_conversation_is_read(tmp_path: Path) -> None
     assert read_sharegpt(path) == [Exchange("q", "a"), Exchange("r", "b")]
 
 
+def test_conversations_may_stand_one_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b"\n".join(map(orjson.dumps, (conversation("q", "a"), conversation("r", "b")))))
+
+    assert read_sharegpt(path) == [Exchange("q", "a"), Exchange("r", "b")]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"{oops", "is not JSON"),
-        (b'{"a": 1}', "must be a list"),
+        (b'{"a": 1}', "line 1: it has no conversations"),
         (b'[{"text": "x"}]', r"\[0\] .* it has no conversations"),
         (
             b'[{"conversations": [{"value": 1}, {"value": 2}]}]',
