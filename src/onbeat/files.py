@@ -201,7 +201,7 @@ _Loader.yaml_implicit_resolvers = {
     first: [pair for pair in pairs if not pair[0].endswith("timestamp")]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_FLOAT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 

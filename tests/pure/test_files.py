@@ -58,6 +58,12 @@ def test_a_key_that_is_given_twice_is_told(tmp_path: Path, text: str) -> None:
         read(Any, path)
 
 
+def test_a_text_that_begins_like_a_number_is_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text("seal: 39512737e9b4b293\nrate: 1e-5\n")
+    assert read(dict[str, Any], path) == {"seal": "39512737e9b4b293", "rate": 1e-5}
+
+
 def test_aliases_are_taken(tmp_path: Path) -> None:
     usual = "a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}\n"
     found = {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}

@@ -158,4 +158,5 @@ def digest_of_classes(file: str) -> str | None:
 
 def _seal(plan: Mapping[str, Any], fleet: Any) -> str:
     text = json.dumps([plan, fleet], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+    seal = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+    return f"x{seal}" if seal.replace("e", "", 1).isdecimal() else seal  # 12e34 would be read as a number

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.files import read
-from onbeat.planner.plan_file import digest_of, digest_of_classes, read_promise, write_plan
+from onbeat.planner.plan_file import _seal, digest_of, digest_of_classes, read_promise, write_plan
 from tests.examples import examples
 
 
@@ -147,3 +147,12 @@ def test_a_plan_that_lacks_its_load_is_named(tmp_path: Path) -> None:
     write_plan(path, {}, {"promise": {"attainment": 0.9, "slo-mode": "stream"}, "fleet": "2 l4"})
     with pytest.raises(ConfigError, match="lacks load"):
         read_promise(path)
+
+
+def test_a_seal_is_never_read_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Digest:
+        def hexdigest(self) -> str:
+            return "1234567890e12345"
+
+    monkeypatch.setattr("onbeat.planner.plan_file.hashlib.sha256", lambda _text: Digest())
+    assert _seal({}, None) == "x1234567890e12345"
