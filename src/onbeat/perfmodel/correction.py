@@ -184,7 +184,7 @@ class OnlineCorrection:
         log, exp = math.log, math.exp
         far, weight, prior, longest, slow = _FAR, _WEIGHT, _PRIOR, _LONGEST_MEMORY, _SLOW_WEIGHT
         kind, cached = shape.num_new_tokens.bit_length() * _KEY_STRIDE, shape.chunk_cached_tokens
-        pace, first, end = self._pace, position, len(ratios)
+        pace, first, end, asks = self._pace, position, len(ratios), limit < math.inf
         while position < end:
             bits = (cached + contexts[position]).bit_length()
             # From there on steps are of the next kind.
@@ -204,11 +204,11 @@ class OnlineCorrection:
                 mean += (believed + left - mean) * (1 / count if count < longest else slow)
                 believed = count * mean / (prior + count)  # these kinds are believed to be like all
                 pace += weight * left
-                if position < stop and expected[position] * exp(pace + believed) > limit:
+                if asks and position < stop and expected[position] * exp(pace + believed) > limit:
                     end = position
                     break
             bucket.value, bucket.count, bucket.mean = believed, count, mean
-            if position == stop and limit < math.inf:  # the next is of another kind: let the caller see
+            if position == stop and asks:  # the next is of another kind: let the caller see
                 break
         if position > first:
             self._num_far = 0

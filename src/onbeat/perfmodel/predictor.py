@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from functools import partial
-from operator import mul
+from operator import mul, sub, truediv
 from statistics import NormalDist
 
 from onbeat.core.errors import ConfigError
@@ -352,8 +352,8 @@ class Predictor(StepTimeModel):
         first = shape.decode_context_tokens + rows
         contexts = range(first, first + (len(ends) + 1) * rows, rows)
         expected = self._run_seconds(shape, contexts)
-        steps = zip([begun, *ends[:-1]], ends, expected, strict=False)
-        return contexts, expected, [(end - start) / seconds for start, end, seconds in steps]
+        measured = map(sub, ends, [begun, *ends[:-1]])
+        return contexts, expected, list(map(truediv, measured, expected))
 
     def observe_guides(self, num_rows: int, seconds: float) -> None:
         """Learn what a row under a grammar takes. See `core.StepTimeModel`."""
