@@ -182,6 +182,24 @@ def make(kind: type[T], /, **values: typing.Any) -> T:
     return kind(**own, **{name: make(part_kind, **given) for name, (part_kind, given) in parts.items()})
 
 
+def meant(kind: type[typing.Any], **values: typing.Any) -> dict[str, typing.Any]:
+    """Return values by the names of settings, where texts are what they mean on a command line.
+
+    So it is `shed="reject"` and `autoscale="1..4"` for who writes Python.
+
+    Raises
+    ------
+    ConfigError : a text that means nothing.
+    """
+    for each in settings_of(kind):
+        if isinstance(text := values.get(each.name), str):
+            if each.enum is not None and text in each.choices:
+                values[each.name] = each.enum(text)
+            elif each.option.parse is not None and each.option.unit is None and text not in each.words:
+                values[each.name] = each.option.parse(text)
+    return values
+
+
 def change(settings: T, /, **values: typing.Any) -> T:
     """Return the settings with some of them replaced, those of its parts included.
 

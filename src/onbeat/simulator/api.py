@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import make
+from onbeat.core.options import make, meant
 from onbeat.core.slo import SLO
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve_for
@@ -61,7 +61,7 @@ def simulate(
     """
     if (trace is None) == (load is None):
         raise ConfigError("give requests once: trace=FILE or load=onbeat.Load(...)")
-    deployment = make(Deployment, model=model, device=device, **settings)
+    deployment = make(Deployment, **meant(Deployment, model=model, device=device, **settings))
 
     asked = Load(trace=Path(trace or ""), arrivals="replay") if load is None else load
     classes = None if slo is None else (SLOClass(name="default", slo=slo),)

@@ -125,3 +125,17 @@ def test_there_is_nothing_else_in_the_package() -> None:
     with pytest.raises(AttributeError, match="'simulat'"):
         onbeat.simulat  # noqa: B018
     assert all(hasattr(onbeat, name) for name in set(dir(onbeat)) - {"LLM"})
+
+
+def test_words_of_the_command_line_are_taken() -> None:
+    load = onbeat.Load(input_len=2000, output_len=20, request_rate=200.0, num_prompts=60)
+    where: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "device": "h100-sxm"}
+    asked = onbeat.SLO(ttft=0.1)
+    rejected = [
+        onbeat.simulate(**where, load=load, slo=asked, shed=shed).num_rejected for shed in ("off", "reject")
+    ]
+    assert rejected[0] == 0 < rejected[1]
+    pools = onbeat.simulate(**where, load=load, disaggregate="prefill=1,decode=2")
+    assert len(pools.replicas) == 3
+    sized = onbeat.simulate(**where, load=load, autoscale="1..2")
+    assert sized.sizes
