@@ -63,17 +63,15 @@ class VirtualFleet(FrontEnd):
         self._loop, self._members = loop, loop.members
         self._config, self._times = config, config.fleet_times
         router = make_router(config.router)
-        # Something may be decided whenever a replica reports.
+        # Something may be decided whenever a replica reports; or many wait through steps of decodes alone.
         decides = router.reads_every_report or bool(config.kv_link or config.fleet.autoscale)
-        self._reports_all = wants_all = decides and not config.is_of_one
+        lets_wait = router.reads_reports and not composition(config.scheduler.policy).predicts_waits
+        self._reports_all = wants_all = (decides or lets_wait) and not config.is_of_one
         self.hears_news = router.reads_reports and not (wants_all or config.is_of_one)
         self._fleet = Fleet(router, config.fleet_rules, on_decision=on_decision)
         self._dispatcher = events.EventDispatcher(self._fleet.on_event, self)
-        takes = bool(config.kv_link or config.fleet_changes or config.fleet.autoscale)
-        self._kinds = kinds
-        self._around = Around(
-            observer, is_watched=wants_all, looks_at_streams=self.hears_news or wants_all or takes
-        )
+        looks = router.reads_reports or decides or bool(config.fleet_changes)
+        self._kinds, self._around = kinds, Around(observer, is_watched=wants_all, looks_at_streams=looks)
         self._counters: dict[int, ReplicaCounters] = {}
         """Of replicas that have lived, by number."""
         self._starting: dict[int, int] = {}
