@@ -103,28 +103,37 @@ class NativeEngine:
         assert float(errors.max()) < FLOAT32_ERROR
 
 
-NUM_TURNS = 3
+NUM_TURNS = 6
 in_turns = pytest.mark.parametrize(
     "turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, NUM_TURNS))]
 )
-"""Cases by which engines take turns: at each turn each case is of one of them, and the first is not slow."""
+"""Cases by which engines take turns: in the first turn each case is of one of them, which is not slow."""
 
 
 def is_due(engine: TinyEngine, case: int, turn: int) -> bool:
-    """Return whether the case of this number is of the engine at this turn."""
-    return ((TorchEngine, CudaEngine, NativeEngine).index(type(engine)) + case) % NUM_TURNS == turn
+    """Return whether the case of this number is of the engine at this turn.
+
+    At each turn a sixth of the cases are of torch, and another sixth of the code of the GPU engine. The
+    native engine, which is quick, has all others at the first turn, and those two sixths at the second.
+    """
+    share = case % NUM_TURNS
+    if isinstance(engine, NativeEngine):
+        return turn == (share in (0, NUM_TURNS // 2))
+    return (share + isinstance(engine, CudaEngine) * NUM_TURNS // 2) % NUM_TURNS == turn
 
 
-in_halves = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
-"""The first half of all cases is not slow."""
+def in_parts(count: int) -> pytest.MarkDecorator:
+    """Cut all cases in so many parts, of which the first is not slow."""
+    rest = (pytest.param((part, count), marks=pytest.mark.slow) for part in range(1, count))
+    return pytest.mark.parametrize("part", [(0, count), *rest])
 
 
-def is_in_half(engine: TinyEngine, case: int, half: int) -> bool:
-    """Return whether a case is of this half: all of the quick native engine are of the first.
+def is_in_part(engine: TinyEngine, case: int, part: tuple[int, int]) -> bool:
+    """Return whether a case is of this part: all of the quick native engine are of the first.
 
-    Of the other engines each case of one is in the first half, and that of the other in the second. With a
-    number that is a sum over what the case consists of, each two of these meet in the first half.
+    Of the other engines neighbours are in different parts. So with a number that is a sum over what the case
+    consists of, each two of these meet in each part, but for what has fewer values than there are parts.
     """
     if isinstance(engine, NativeEngine):
-        return half == 0
-    return (case + isinstance(engine, CudaEngine)) % 2 == half
+        return part[0] == 0
+    return (case + isinstance(engine, CudaEngine)) % part[1] == part[0]

@@ -12,7 +12,7 @@ import torch
 
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.torch.forward import TorchForward
-from tests.cpu.engine.engines import TinyEngine, in_halves, in_turns, is_due, is_in_half
+from tests.cpu.engine.engines import TinyEngine, in_parts, in_turns, is_due, is_in_part
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import KIN, ON_TORCH, random_prompt, tiny_model
 from tests.many_cases import each_case
@@ -37,12 +37,12 @@ def assert_equals_reference(driver: StepDriver, engine: TinyEngine, name: str) -
 
 
 @pytest.mark.parametrize(("chunk", "block_size"), CUTS)
-@in_halves
+@in_parts(3)
 @every_family
 def test_tokens_and_logits_equal_the_reference(
-    engine: TinyEngine, name: str, chunk: int, block_size: int, half: int
+    engine: TinyEngine, name: str, chunk: int, block_size: int, part: tuple[int, int]
 ) -> None:
-    if not is_in_half(engine, list(ON_TORCH).index(name) + CUTS.index((chunk, block_size)), half):
+    if not is_in_part(engine, list(ON_TORCH).index(name) + CUTS.index((chunk, block_size)), part):
         return
     driver = StepDriver(engine.make_forward(name), block_size=block_size)
     for length in PROMPT_LENGTHS[: 6 if chunk == 1 else None]:  # a step for each token of the longest
@@ -51,10 +51,10 @@ def test_tokens_and_logits_equal_the_reference(
     assert_equals_reference(driver, engine, name)
 
 
-@in_halves
+@in_parts(3)
 @every_family
-def test_single_requests_equal_the_reference(engine: TinyEngine, name: str, half: int) -> None:
-    if not is_in_half(engine, list(ON_TORCH).index(name), half):
+def test_single_requests_equal_the_reference(engine: TinyEngine, name: str, part: tuple[int, int]) -> None:
+    if not is_in_part(engine, list(ON_TORCH).index(name), part):
         return
     driver = StepDriver(engine.make_forward(name))
     for length in PROMPT_LENGTHS:

@@ -16,7 +16,9 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from tests.cpu.engine.engines import TinyEngine
 from tests.cpu.engine.forwards import MakeForward
+from tests.cpu.engine.tiny_models import tiny_model
 from tests.fake_step_time import LinearStepTime
 
 
@@ -69,6 +71,21 @@ class PredictedTime(ThreadExecutor):
         assert self._scheduler.step_time_model is not None
         self.now += self._scheduler.step_time_model.step_time(scheduled.shape)
         return super().submit(scheduled)
+
+
+def run_and_check(
+    engine: TinyEngine,
+    name: str,
+    prompts: list[list[int]],
+    max_tokens: int,
+    setting: Setting,
+    max_model_len: int = 256,
+) -> Outcome:
+    """Serve all prompts greedily with a tiny model; checks the tokens against the reference's."""
+    outcome = run_engine(engine.make_forward(name), prompts, max_tokens, setting, max_model_len=max_model_len)
+    for tokens, prompt in zip(outcome.tokens, prompts * setting.repeats, strict=True):
+        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), max_tokens, tokens))
+    return outcome
 
 
 def run_engine(

@@ -23,7 +23,7 @@ from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from tests.cpu.engine.engines import CudaEngine, NativeEngine, TinyEngine, TorchEngine, in_halves, is_in_half
+from tests.cpu.engine.engines import CudaEngine, NativeEngine, TinyEngine, TorchEngine, in_parts, is_in_part
 from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.cpu.engine.tiny_models import FAMILIES, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import PredictedTime
@@ -129,12 +129,12 @@ def check(served: Served, name: str, pooling: Pooling, prompts: list[list[int]])
         assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=1e-3)
 
 
-@in_halves
+@in_parts(2)
 @each_case(("number", "name"), enumerate(FAMILIES))
 @each_case("budget", [256, 8])
-def test_equals_the_reference(engine: TinyEngine, number: int, name: str, budget: int, half: int):
+def test_equals_the_reference(engine: TinyEngine, number: int, name: str, budget: int, part: tuple[int, int]):
     """What is made of hidden states depends on no family: they take turns."""
-    if not is_in_half(engine, number // 2 + (budget == 8), half):
+    if not is_in_part(engine, number // 2 + (budget == 8), part):
         return
     pooling: Pooling = "last" if (number + (budget == 8)) % 2 else "mean"
     prompts = [random_prompt(length) for length in LENGTHS]

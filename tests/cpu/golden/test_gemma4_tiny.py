@@ -10,8 +10,8 @@ import torch
 from tests.cpu.engine.engines import NativeEngine, TinyEngine, TorchEngine
 from tests.cpu.engine.forwards import on_native
 from tests.cpu.engine.gemma4_models import GEMMA4
-from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
-from tests.cpu.golden.engine_run import Setting, run_engine
+from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt
+from tests.cpu.golden.engine_run import Setting, run_and_check
 from tests.cpu.golden.test_moved_streams import check_moves
 from tests.cpu.speculation.runs import ScriptedProposer, answers, assert_same, fixed, make_requests, run
 from tests.many_cases import each_case
@@ -35,9 +35,7 @@ def test_prefix_hits_and_preemptions(engine: TinyEngine, name: str, policy: str,
     prompts = [random_prompt(length) for length in LENGTHS]
     prompts += [[*shared, *random_prompt(length)] for length in (30, 31, 32)]
     setting = Setting(policy=policy, budget=24, num_blocks=num_blocks, arrivals=2, repeats=2)
-    outcome = run_engine(engine.make_forward(name), prompts, 24, setting, max_model_len=192)
-    for tokens, prompt in zip(outcome.tokens, prompts * 2, strict=True):
-        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 24, tokens))
+    outcome = run_and_check(engine, name, prompts, 24, setting, max_model_len=192)
     assert outcome.num_prefix_hits > 600 or num_blocks < 400
     assert outcome.num_preemptions or num_blocks == 400
 

@@ -12,8 +12,8 @@ import pytest
 from onbeat.core.slo import SLO
 from onbeat.scheduler.replica.policies import POLICIES
 from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
-from tests.cpu.engine.tiny_models import FAMILIES, KIN, random_prompt, tiny_model
-from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
+from tests.cpu.engine.tiny_models import FAMILIES, KIN, random_prompt
+from tests.cpu.golden.engine_run import Outcome, Setting, run_and_check
 from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
@@ -67,10 +67,7 @@ def number_of(policy: str, depth: int = 0) -> int:
 
 def run(engine: TinyEngine, name: str, setting: Setting, lengths=PROMPT_LENGTHS) -> Outcome:
     prompts = [random_prompt(length) for length in lengths]
-    outcome = run_engine(engine.make_forward(name), prompts, MAX_TOKENS, setting, max_model_len=256)
-    for tokens, prompt in zip(outcome.tokens, prompts * setting.repeats, strict=True):
-        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), MAX_TOKENS, tokens))
-    return outcome
+    return run_and_check(engine, name, prompts, MAX_TOKENS, setting)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

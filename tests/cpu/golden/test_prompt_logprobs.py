@@ -13,7 +13,7 @@ import torch
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.slo import SLO
 from onbeat.engine import prompt_scorer
-from tests.cpu.engine.engines import TinyEngine, in_halves, is_in_half
+from tests.cpu.engine.engines import TinyEngine, in_parts, is_in_part
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
 
@@ -65,11 +65,11 @@ def run(engine: TinyEngine, name: str, setting: Setting, lengths: tuple[int, ...
 
 
 @pytest.mark.parametrize("setting", [SETTING, replace(SETTING, budget=16, arrivals=1, depth=2)])
-@in_halves
+@in_parts(2)
 def test_prompts_equal_the_reference_whole_and_in_chunks(
-    engine: TinyEngine, setting: Setting, half: int
+    engine: TinyEngine, setting: Setting, part: tuple[int, int]
 ) -> None:
-    if is_in_half(engine, setting != SETTING, half):
+    if is_in_part(engine, setting != SETTING, part):
         run(engine, "llama3", setting)
 
 

@@ -9,13 +9,13 @@ import torch
 
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.scheduler.replica.policies import POLICIES
-from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine, in_halves, is_in_half
+from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine, in_parts, is_in_part
 from tests.cpu.engine.forwards import on_native
 from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.test_golden_tiny import CUTS, MAX_TOKENS, PROMPT_LENGTHS, assert_equals_reference
-from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
-from tests.cpu.golden.engine_run import Setting, run_engine
+from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt
+from tests.cpu.golden.engine_run import Setting, run_and_check
 from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
@@ -76,31 +76,29 @@ def test_mixed_steps_and_preemptions_equal_the_reference(engine: TinyEngine, nam
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_blocks", [400, 18])
-@in_halves
+@in_parts(3)
 @every_family
 def test_every_policy_gives_the_references_tokens(
-    engine: TinyEngine, name: str, policy: str, num_blocks: int, half: int
+    engine: TinyEngine, name: str, policy: str, num_blocks: int, part: tuple[int, int]
 ):
     case = list(STATEFUL).index(name) + list(POLICIES).index(policy) + (num_blocks < 400)
-    if not is_in_half(engine, case, half):
+    if not is_in_part(engine, case, part):
         return
     prompts = [random_prompt(length) for length in SHORT_OF_MEMORY]
     budget = None if POLICIES[policy].whole_prompts else 24
     setting = Setting(policy=policy, budget=budget, num_blocks=num_blocks, arrivals=2, is_cached=False)
-    outcome = run_engine(engine.make_forward(name), prompts, 12, setting, max_model_len=256)
-    for tokens, prompt in zip(outcome.tokens, prompts, strict=True):
-        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 12, tokens))
+    outcome = run_and_check(engine, name, prompts, 12, setting)
     assert outcome.num_preemptions or num_blocks == 400 or policy in ("orca", "static")
 
 
 @pytest.mark.parametrize(("num_snapshots", "policy"), [(32, "slo"), (3, "sarathi")])
-@in_halves
+@in_parts(2)
 @every_family
 def test_prefix_hits_go_on_from_kept_states(
-    engine: TinyEngine, name: str, num_snapshots: int, policy: str, half: int
+    engine: TinyEngine, name: str, num_snapshots: int, policy: str, part: tuple[int, int]
 ):
     """Turns of a chat, and prompts of which the third and later ones find what the first two share."""
-    if not is_in_half(engine, list(STATEFUL).index(name) + (policy == "slo"), half):
+    if not is_in_part(engine, list(STATEFUL).index(name) + (policy == "slo"), part):
         return
     chat = random_prompt(200)
     shared = [[*random_prompt(90), *random_prompt(end)] for end in (30, 31, 32, 33)]
@@ -108,8 +106,6 @@ def test_prefix_hits_go_on_from_kept_states(
     setting = Setting(
         policy=policy, budget=64, arrivals=24, num_blocks=200, repeats=2, num_snapshots=num_snapshots
     )
-    outcome = run_engine(engine.make_forward(name), prompts, 12, setting, max_model_len=256)
-    for tokens, prompt in zip(outcome.tokens, prompts * 2, strict=True):
-        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 12, tokens))
+    outcome = run_and_check(engine, name, prompts, 12, setting)
     assert outcome.num_prefix_hits >= 32 + 64 + 64 + 2 * 80 or num_snapshots < 32
     assert outcome.num_prefix_hits > 64

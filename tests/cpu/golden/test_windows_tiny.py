@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from onbeat.scheduler.replica.policies import POLICIES
-from tests.cpu.engine.engines import NativeEngine, TinyEngine, TorchEngine, in_halves, is_in_half
+from tests.cpu.engine.engines import NativeEngine, TinyEngine, TorchEngine, in_parts, is_in_part
 from tests.cpu.engine.gemma4_models import WINDOWED as GEMMA4_WINDOWED
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
-from tests.cpu.golden.engine_run import Setting, run_engine
+from tests.cpu.golden.engine_run import Setting, run_and_check
 from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
@@ -35,13 +35,13 @@ def windows_of(name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_blocks", [400, 17])
-@in_halves
+@in_parts(3)
 @every_family
 def test_every_policy_gives_the_references_tokens(
-    engine: TinyEngine, name: str, policy: str, num_blocks: int, half: int
+    engine: TinyEngine, name: str, policy: str, num_blocks: int, part: tuple[int, int]
 ) -> None:
     """Chunks shorter and longer than a window, steps of chunks and decodes, preemptions, shared prefixes."""
-    if not is_in_half(engine, WINDOWED.index(name) + (policy == "slo") + (num_blocks < 400), half):
+    if not is_in_part(engine, WINDOWED.index(name) + (policy == "slo") + (num_blocks < 400), part):
         return
     is_other = name in GEMMA4_WINDOWED or isinstance(engine, TorchEngine)
     if is_other and policy not in ("slo", "sarathi"):
@@ -53,9 +53,7 @@ def test_every_policy_gives_the_references_tokens(
     setting = Setting(
         policy=policy, budget=budget, num_blocks=num_blocks, arrivals=2, windows=windows_of(name), repeats=2
     )
-    outcome = run_engine(engine.make_forward(name), prompts, 24, setting, max_model_len=192)
-    for tokens, prompt in zip(outcome.tokens, prompts * 2, strict=True):
-        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 24, tokens))
+    outcome = run_and_check(engine, name, prompts, 24, setting, max_model_len=192)
     assert outcome.num_preemptions or num_blocks == 400 or policy in ("orca", "static")
     assert outcome.num_prefix_hits > 700 or num_blocks < 400
 
@@ -65,6 +63,4 @@ def test_a_request_fits_that_is_longer_than_the_blocks_of_all_groups(engine: Tin
     """Of 9 blocks, or 144 tokens, the windows take up to 5 blocks of each of their groups."""
     setting = Setting(budget=16, num_blocks=9, windows=windows_of(name), max_num_seqs=2)
     prompts = [random_prompt(length) for length in (150, 160)]
-    outcome = run_engine(engine.make_forward(name), prompts, 16, setting, max_model_len=176)
-    for tokens, prompt in zip(outcome.tokens, prompts, strict=True):
-        engine.check(tokens, *tiny_model(name).reference(tuple(prompt), 16, tokens))
+    run_and_check(engine, name, prompts, 16, setting, max_model_len=176)

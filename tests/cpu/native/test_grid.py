@@ -13,7 +13,7 @@ from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights.dummy import DummyCheckpoint
-from tests.cpu.engine.engines import in_halves
+from tests.cpu.engine.engines import in_parts
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import random_prompt
@@ -103,10 +103,12 @@ def errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@in_halves
+@in_parts(2)
 @each_case(("number", "shape"), enumerate(shapes()))
-def test_float32_equals_torch(native_library: NativeLibrary, number: int, shape: Shape, half: int) -> None:
-    if (number // len(HEAD_DIMS) + number) % 2 != half:  # each half has every width
+def test_float32_equals_torch(
+    native_library: NativeLibrary, number: int, shape: Shape, part: tuple[int, int]
+) -> None:
+    if (number // len(HEAD_DIMS) + number) % 2 != part[0]:  # each half has every width
         return
     native = on_native(native_library, DummyCheckpoint(shape.config()))
     for name, rows in BATCHES.items():
