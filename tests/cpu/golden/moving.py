@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
+
+import torch
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.engine.core import EngineCore
@@ -18,14 +22,17 @@ from onbeat.engine.kv_handover import KVHandover
 from onbeat.engine.kv_transfer import TcpTransport
 from onbeat.engine.loaded_model import states_of
 from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.scheduler.replica.move_agent import Departure
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.core.kv_engines import KEY
-from tests.cpu.engine.forwards import MakeForward
-from tests.cpu.speculation.runs import LIMITS
+from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, tiny_model
+from tests.cpu.speculation.runs import LIMITS, make_request
 from tests.fake_step_time import LinearStepTime
 
 WAIT = 60.0
@@ -33,6 +40,34 @@ WAIT = 60.0
 MOST_STEPS = 4
 """That are taken during a copy: it makes a connection, in a second or more of a busy machine, in which short
 streams would all end."""
+
+
+def exact(name: str = "llama3") -> MakeForward:
+    return on_torch(tiny_model(name, torch.float64).weights)
+
+
+@functools.cache
+def invariant(library: NativeLibrary, name: str = "llama3") -> MakeForward:
+    """Return a native engine whose numbers do not depend on what else is in a step."""
+    checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float64))
+    return on_native(library, checkpoint, dtype=torch.bfloat16, batch_invariant=True)
+
+
+def requests_of_text(gguf: Path, count: int, **sampling: Any) -> list[Request]:
+    """Return requests for a real model: the odd ones are sampled, and half shun what they said."""
+    token_ids = load_tokenizer(gguf).encode((Path(__file__).parents[3] / "LICENSE").read_text())
+    return [
+        make_request(
+            f"r{index}",
+            token_ids[40 * index : 55 * index + 20],
+            24,
+            seed=index,
+            temperature=float(index % 2),
+            repetition_penalty=1.1 if index < count / 2 else 1.0,
+            **sampling,
+        )
+        for index in range(count)
+    ]
 
 
 def make_core(

@@ -17,21 +17,25 @@ from onbeat.core.request import Request
 from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.text.tokenizer import load_tokenizer
-from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.engine.forwards import MakeForward, on_native
 from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.tiny_models import FAMILIES, KIN, StateCheckpoint, hf_tiny_model, tiny_model
-from tests.cpu.golden.moving import MOST_STEPS, Pair, Streams, make_core, undisturbed
+from tests.cpu.golden.moving import (
+    MOST_STEPS,
+    Pair,
+    Streams,
+    exact,
+    invariant,
+    make_core,
+    requests_of_text,
+    undisturbed,
+)
 from tests.cpu.golden.test_windows_tiny import WINDOWED
-from tests.cpu.speculation.runs import fixed, make_request, make_requests, ngram
+from tests.cpu.speculation.runs import fixed, make_requests, ngram
 from tests.cpu.speculation.test_lossless import SAMPLINGS, budget
 from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
-
-
-def exact(name: str = "llama3") -> MakeForward:
-    return on_torch(tiny_model(name, torch.float64).weights)
 
 
 def check_moves(
@@ -81,12 +85,6 @@ def test_every_family(name: str) -> None:
     check_moves(exact(name), make_requests(temperature=0.8, repetition_penalty=1.1))
 
 
-def invariant(library: Any, name: str) -> MakeForward:
-    """Return a native engine whose numbers do not depend on what else is in a step."""
-    checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float64))
-    return on_native(library, checkpoint, dtype=torch.bfloat16, batch_invariant=True)
-
-
 @each_case("name", FAMILIES | KIN)
 def test_every_family_on_the_native_engine(native_library: Any, name: str) -> None:
     check_moves(invariant(native_library, name), make_requests(temperature=0.8, repetition_penalty=1.1))
@@ -117,9 +115,9 @@ def test_windows_that_give_kv_back(
     check_moves(make_forward, make_requests(temperature=0.8), **moves, **windows, **more)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_every_way_to_sample(sampling: str) -> None:
-    check_moves(exact(), make_requests(**SAMPLINGS[sampling]))
+@each_case("sampling", SAMPLINGS)
+def test_every_way_to_sample(native_library: Any, sampling: str) -> None:
+    check_moves(invariant(native_library), make_requests(**SAMPLINGS[sampling]))
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
@@ -168,9 +166,9 @@ def test_states_go_with_their_streams(name: str, backend: str, request: pytest.F
         if not POLICIES[name].holds_finished
     ],
 )
-def test_every_policy(policy: str, overlapped: bool) -> None:
-    requests = make_requests(temperature=0.8, frequency_penalty=0.4)
-    check_moves(exact(), requests, overlapped=overlapped, policy=policy, **budget(policy))
+def test_every_policy(native_library: Any, policy: str, overlapped: bool) -> None:
+    requests, limits = make_requests(temperature=0.8, frequency_penalty=0.4), budget(policy)
+    check_moves(invariant(native_library), requests, overlapped=overlapped, policy=policy, **limits)
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
@@ -193,18 +191,7 @@ def smollm2(native_library: Any, smollm2_gguf: Path) -> MakeForward:
 
 def test_smollm2_in_bfloat16(smollm2: MakeForward, smollm2_gguf: Path) -> None:
     """Whole blocks are moved, of 23,040 bytes a token; the odd streams are sampled."""
-    token_ids = load_tokenizer(smollm2_gguf).encode((Path(__file__).parents[3] / "LICENSE").read_text())
-    requests = [
-        make_request(
-            f"r{index}",
-            token_ids[40 * index : 55 * index + 20],
-            24,
-            seed=index,
-            temperature=float(index % 2),
-            repetition_penalty=1.1 if index < 2 else 1.0,
-        )
-        for index in range(4)
-    ]
+    requests = requests_of_text(smollm2_gguf, 4)
     # One by one: in bfloat16 a row may round differently beside more rows, whether its request moves or not.
     streams = check_moves(smollm2, requests, share=0.3, is_alone=True)
     assert streams.num_moves >= 12

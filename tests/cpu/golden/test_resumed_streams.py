@@ -1,7 +1,7 @@
 """A stream that was cut anywhere and goes on in another engine equals the undisturbed one, token for token.
 
-Exactly in float64. In bfloat16 a prompt in chunks and decodes one by one may round differently, so that is
-watched on a real model.
+Exactly in float64, and where no number depends on what else is in a step. Else a prompt in chunks and decodes
+one by one may round differently in bfloat16, so that is watched on a real model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from onbeat.engine.messages import AddRequest, decode_to_engine, encode
 from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.text.tokenizer import load_tokenizer
-from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
-from tests.cpu.engine.tiny_models import FAMILIES, tiny_model
-from tests.cpu.speculation.runs import Run, fixed, make_request, make_requests, ngram, run
+from tests.cpu.engine.forwards import MakeForward, on_native
+from tests.cpu.engine.tiny_models import FAMILIES, KIN
+from tests.cpu.golden.moving import exact, invariant, requests_of_text
+from tests.cpu.speculation.runs import Run, fixed, make_requests, ngram, run
 from tests.cpu.speculation.test_lossless import SAMPLINGS, budget
+from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
 
@@ -79,19 +80,17 @@ def resume_everywhere(
     assert num_resumed >= len(requests)
 
 
-def exact(name: str = "llama3") -> MakeForward:
-    return on_torch(tiny_model(name, torch.float64).weights)
+@each_case(("number", "name"), enumerate(FAMILIES | KIN))
+def test_every_family(native_library: Any, number: int, name: str) -> None:
+    requests, cuts = make_requests(temperature=0.8, repetition_penalty=1.1), CUTS[number % 2 :: 2]
+    resume_everywhere(invariant(native_library, name), requests, cuts=cuts)
+    if number % 3 == 0:  # in turn: the native engine, which is quick, has all
+        resume_everywhere(exact(name), requests, cuts=cuts)
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(FAMILIES)))
-def test_every_family(number: int, name: str) -> None:
-    cuts = CUTS[number % 2 :: 2]  # in turn: what is cut is no model's
-    resume_everywhere(exact(name), make_requests(temperature=0.8, repetition_penalty=1.1), cuts=cuts)
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_every_way_to_sample(sampling: str) -> None:
-    resume_everywhere(exact(), make_requests(**SAMPLINGS[sampling]))
+@each_case("sampling", SAMPLINGS)
+def test_every_way_to_sample(native_library: Any, sampling: str) -> None:
+    resume_everywhere(invariant(native_library), make_requests(**SAMPLINGS[sampling]))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +102,10 @@ def test_every_way_to_sample(sampling: str) -> None:
         for is_overlapped in (False, True)
     ],
 )
-def test_every_policy(policy: str, overlapped: bool) -> None:
+def test_every_policy(native_library: Any, policy: str, overlapped: bool) -> None:
     limits = {"policy": policy, "overlapped": overlapped, **budget(policy)}
-    resume_everywhere(exact(), make_requests(temperature=0.8, frequency_penalty=0.4), **limits)
+    requests = make_requests(temperature=0.8, frequency_penalty=0.4)
+    resume_everywhere(invariant(native_library), requests, **limits)
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
@@ -150,19 +150,7 @@ def test_smollm2_in_bfloat16(native_library: Any, smollm2_gguf: Path) -> None:
     instructions than a few (AMX): a probability differs in its second digit there.
     """
     checkpoint = open_checkpoint(ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2"))
-    token_ids = load_tokenizer(smollm2_gguf).encode((Path(__file__).parents[3] / "LICENSE").read_text())
-    requests = [
-        make_request(
-            f"r{index}",
-            token_ids[40 * index : 55 * index + 20],
-            24,
-            seed=index,
-            temperature=float(index % 2),
-            repetition_penalty=1.1 if index < 3 else 1.0,
-            num_logprobs=5,
-        )
-        for index in range(6)
-    ]
+    requests = requests_of_text(smollm2_gguf, 6, num_logprobs=5)
     forward = on_native(native_library, checkpoint, dtype=torch.bfloat16)
     undisturbed = run(forward, requests)
     resumed = run(forward, cut(requests, undisturbed, 9))

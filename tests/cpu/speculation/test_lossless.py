@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
+from onbeat.engine.native.library import NativeLibrary
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import DraftLength
-from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
+from tests.cpu.engine.engines import NativeEngine, TinyEngine, in_turns, is_due
 from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
 from tests.cpu.golden.test_policies_tiny import NUMBERED
@@ -51,9 +53,9 @@ def llama() -> MakeForward:
 
 
 @functools.cache
-def plain(policy: str = "sarathi") -> Run:
+def plain() -> Run:
     """Greedy, in the torch backend, without drafts."""
-    return run(llama(), make_requests(), policy=policy, **budget(policy))
+    return run(llama(), make_requests())
 
 
 def budget(policy: str) -> dict[str, Any]:
@@ -80,20 +82,21 @@ def test_greedy_of_every_family(engine: TinyEngine, number: int, name: str, turn
         assert len(speculated.steps) < len(expected.steps)
 
 
-@each_case("overlapped", [False, True])
 @each_case("policy", POLICIES)
-def test_every_policy(policy: str, overlapped: bool) -> None:
-    for num_drafts, draft_length in LENGTHS[1:]:
+def test_every_policy(native_library: NativeLibrary, policy: str) -> None:
+    forward = NativeEngine(native_library).make_forward("llama3")
+    limits = {"policy": policy, **budget(policy)}
+    expected = run(forward, make_requests(), **limits)
+    for overlapped, (num_drafts, draft_length) in itertools.product([False, True], LENGTHS[1:]):
         speculated = run(
-            llama(),
+            forward,
             make_requests(),
             speculation=fixed(num_drafts, draft_length),
             proposer=ngram(num_drafts),
             overlapped=overlapped,
-            policy=policy,
-            **budget(policy),
+            **limits,
         )
-        assert_same(speculated, plain(policy))
+        assert_same(speculated, expected)
         assert speculated.num_accepted > 0
 
 
