@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from onbeat.core.request import TokenLogprobs
 from onbeat.engine.backends.torch import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
@@ -18,6 +17,7 @@ from onbeat.engine.torch.kernels import ChunkBackend
 from onbeat.engine.torch.weights import TorchWeights
 from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.engine.reference_kernels import ReferenceKernels
+from tests.cpu.engine.seeing_sampler import SeesLogits
 from tests.cpu.engine.step_driver import StepDriver
 
 NUM_DRAFTS = 3
@@ -61,21 +61,13 @@ def on_gpu_engine(
     return make
 
 
-class FixedTokens:
+class FixedTokens(SeesLogits):
     """Keeps the logits, and chooses tokens that do not depend on them: two engines see the same contexts."""
-
-    trusts_device = False
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.logits: list[torch.Tensor] = []
         self.best: list[list[int]] = []
-
-    def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:
-        return True
-
-    def score(self, *_: object) -> list[TokenLogprobs]:
-        raise NotImplementedError
 
     def sample(
         self, logits_RV: Logits | None, rows: Sequence[SamplingRow], best: BestTokens | None = None

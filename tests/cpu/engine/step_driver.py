@@ -9,31 +9,24 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from onbeat.core.request import Request, SamplingParams, TokenLogprobs
+from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine.draw import Logits
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from tests.cpu.engine.forwards import MakeForward
+from tests.cpu.engine.seeing_sampler import SeesLogits
 from tests.pure.scheduler.driver import make_config
 
 GREEDY = SamplingParams(temperature=0.0, num_logprobs=0)
 """Its logits come to the host even where a device could choose."""
 
 
-class RecordingSampler:
+class RecordingSampler(SeesLogits):
     """Greedy; keeps the logits it saw, and looks whether the best of them are those that it is told."""
-
-    trusts_device = False  # it wants to see the logits
 
     def __init__(self) -> None:
         self.logits: list[torch.Tensor] = []
-
-    def needs_logits(self, rows: list[SamplingRow]) -> bool:
-        return True
-
-    def score(self, *_: object) -> list[TokenLogprobs]:
-        raise NotImplementedError
 
     def sample(
         self, logits_RV: Logits | None, rows: list[SamplingRow], best: BestTokens | None = None

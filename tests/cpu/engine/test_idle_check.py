@@ -6,25 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.core.options import change, make
+from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.start import build_engine
-from onbeat.hub.resolve import resolve_model
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.cpu.engine.tiny_config import tiny_config
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    directory = write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny")
-    return make(
-        EngineConfig,
-        model=resolve_model(str(directory), needs_weights=False),
-        load_format="dummy",
-        dtype="float32",
+    return tiny_config(
+        write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny"),
         max_model_len=64,
-        kv_cache_memory_bytes=2**20,
-        threads=1,
         step_time_profile="roofline",
         max_num_queued_reqs=7,
         max_num_queued_tokens=700,

@@ -17,25 +17,18 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
 from onbeat.engine.torch.forward import TorchForward
 from tests.cpu.engine.forwards import on_torch
+from tests.cpu.engine.seeing_sampler import SeesLogits
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
 from tests.pure.scheduler.driver import make_config
 
 
-class FailingSampler:
+class FailingSampler(SeesLogits):
     """Greedy, but one step's rows all fail."""
-
-    trusts_device = False
 
     def __init__(self, failing_step: int) -> None:
         self.failing_step = failing_step
         self.step = -1
-
-    def needs_logits(self, rows: list[SamplingRow]) -> bool:
-        return True
-
-    def score(self, *_: object) -> list[TokenLogprobs]:
-        raise NotImplementedError
 
     def sample(
         self, logits_RV: Logits | None, rows: list[SamplingRow], best: BestTokens | None = None

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 
 from onbeat.cli.profile import profile_result
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
-from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import PendingStep
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.native.forward import NativeForward
@@ -46,7 +44,6 @@ from onbeat.engine.profiling.profiler import (
 from onbeat.engine.start import prepare
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.engine.torch.weights import FeedForward, layer_products
-from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.device_spec import ROW_COUNTS, cpu_device, known_device
 from onbeat.perfmodel.fitted import FitTarget, fit_best
 from onbeat.perfmodel.model_spec import model_spec_from_hf
@@ -54,20 +51,15 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import read_profile, write_profile
 from onbeat.perfmodel.shapes import MeasuredStep, draft_pairs
 from tests.cpu.e2e.tiny_directory import LLAMA, write_tiny_directory
+from tests.cpu.engine.tiny_config import tiny_config
 
 SHORT = ProfileSettings(seconds=0.7, num_levels=3, num_mixed=8, num_held_back=6, max_context_tokens=1024)
 LIMITS = BatchLimits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=200, max_context_tokens=1000)
 
 
 def load(directory: Path, **changes: Any) -> LoadedModel:
-    files = resolve_model(str(directory), needs_weights=False)
-    options: dict[str, Any] = {
-        "max_model_len": 256,
-        "kv_cache_memory_bytes": 2**20,
-        "threads": 1,
-        "dtype": "float32",
-    } | changes
-    return prepare(make(EngineConfig, model=files, load_format="dummy", **options)).load(lambda _: None)
+    options: dict[str, Any] = {"max_model_len": 256} | changes
+    return prepare(tiny_config(directory, **options)).load(lambda _: None)
 
 
 @pytest.fixture(scope="module")

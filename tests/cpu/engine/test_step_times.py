@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import change, make
+from onbeat.core.options import change
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
@@ -25,29 +25,23 @@ from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
 from onbeat.engine.progress import Detail
 from onbeat.engine.start import build_engine, prepare
 from onbeat.engine.step_times import Others, OthersMeter, StepWatch, choose_step_time
-from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import Profile, profile_path, profiles_dir, write_profile
 from onbeat.perfmodel.utilisation import StepOperations
 from tests.busy_loops import busy_loops
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.cpu.engine.tiny_config import tiny_config
 
 SHORT = ProfileSettings(seconds=0.5, num_levels=3, num_mixed=8, num_held_back=4, max_context_tokens=1024)
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    directory = write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny")
-    return make(
-        EngineConfig,
-        model=resolve_model(str(directory), needs_weights=False),
-        load_format="dummy",
-        dtype="float32",
+    return tiny_config(
+        write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny"),
         max_model_len=256,
         max_num_seqs=64,  # a cache this small is measured for few rows only
-        kv_cache_memory_bytes=2**20,
-        threads=1,
     )
 
 

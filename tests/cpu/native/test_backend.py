@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import change, make
+from onbeat.core.options import change
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.backends.base import CheckpointBackend
 from onbeat.engine.engine_config import EngineConfig
@@ -20,23 +20,18 @@ from onbeat.engine.native.library import VARIABLE, NativeLibrary
 from onbeat.engine.start import ModelLoader, build_engine, prepare
 from onbeat.hub.resolve import resolve_model
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.cpu.engine.tiny_config import tiny_config
 from tests.cpu.native.test_forward import first_logits, relative_error
 from tests.cpu.weights import tiny_models as gguf_models
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    directory = write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny")
-    return make(
-        EngineConfig,
-        model=resolve_model(str(directory), needs_weights=False),
-        load_format="dummy",
-        dtype="float32",
+    return tiny_config(
+        write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny"),
         policy="sarathi",
         step_time_profile="none",
         max_model_len=256,
-        kv_cache_memory_bytes=2**20,
-        threads=1,
     )
 
 
