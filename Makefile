@@ -15,10 +15,13 @@ NATIVE := hatch_build.py $(wildcard native/include/*.h native/src/*)
 # The same examples each time; `searching` tries others.
 THOROUGH := --hypothesis-profile=thorough
 SEARCHING := --hypothesis-profile=searching
-# Files stay whole, so that what a module sets up is made once; those with the most tests run first, so that of the last
-# ones, with a test each, the pure ones leave no worker alone for long. What holds times follows, one by one; pytest's 5 is "none".
-WORKED := --numprocesses=$(WORKERS) --dist=loadfile
-FAST := tests/fleet tests/ray tests/cpu tests/long tests/pure
+# Files stay whole, so that what a module sets up is made once. Those of servers, which often wait, run first, beside
+# the checks of `.ci/run`; the pure ones, which are short, run last and leave no worker alone for long. What holds times
+# follows, one by one; pytest's 5 is "none".
+WORKED := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+FAST := tests/cpu/e2e tests/fleet tests/ray \
+  $(filter-out %/e2e %/__pycache__,$(patsubst %/,%,$(wildcard tests/cpu/*/ tests/cpu/test_*.py))) tests/long tests/pure
+RARE := /(tests?|testing|models|api|kubernetes|plotly|networkx|_inductor|pip|setuptools|mypy|mypyc)/
 # Collecting all tests for the few that run last would take longer than these do.
 ALONE = $(shell grep -rl --include='test_*.py' 'pytest[.]mark[.]alone' $(FAST))
 
@@ -115,9 +118,12 @@ clean: ## Remove the environment and everything generated
 	-@$(BIN)/python hatch_build.py
 	@touch $@
 
-# All that serving needs is in it, too. Byte code of 19,000 files is made on all cores here, where pip takes one.
+# All that serving needs is in it, too. Byte code of 19,000 files would take two minutes of a core: what is hardly ever
+# imported gets it when it is, and the rest on all cores here, where pip takes one. While pip fetches, another core
+# builds the native engine, which pip then finds, or waits for.
 .venv/.dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing onbeat, and what the tests and checks need, into .venv"
+	$(BIN)/python hatch_build.py >/dev/null 2>&1 & \
 	$(INSTALL) --no-compile -e '.[torch,plan,otel,dev]'
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib src || true # as with pip, files of other Pythons are left out
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' .venv/lib src || true # as with pip, files of other Pythons are left out
 	@touch .venv/.serve $@
