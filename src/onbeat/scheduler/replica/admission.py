@@ -94,7 +94,7 @@ class Admission:
         self._all, self._best_effort = _Pace(), _Pace()
         self.num_rejected: Counter[str] = Counter()
         self._slo, self._tracker, self._rules, self._cost_model = slo, slo.tracker, slo.rules, slo.cost_model
-        self._last_try, self._num_steps = -inf, 0
+        self._last_try = -inf
         self._ends, self._num_ended, self._num_running = triage.Ends(), 0, 0
         self._last_change = 0.0
         """When a plan last found another number of them, seconds."""
@@ -111,20 +111,20 @@ class Admission:
                 num_best_effort -= 1
         self._all.count(plan.now, begun, some_wait=plan.waiting.length > len(plan.admissions))
         self._best_effort.count(plan.now, begun_best_effort, some_wait=num_best_effort > 0)
-        self._num_steps += 1
         num_ended, num_running = self._tracker.num_ended, len(plan.running)
         if (num_ended, num_running) == (self._num_ended, self._num_running):
             return  # the same whether each step between was planned or not
         self._ends.count(plan.now - self._last_change, self._num_running, num_ended - self._num_ended)
         self._num_ended, self._num_running, self._last_change = num_ended, num_running, plan.now
 
-    def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
+    def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float, num_steps: int) -> None:
         """Set the deadlines of an arrival, and take it or not.
 
         Parameters
         ----------
         plan : the queues as they are, at the time of the arrival.
         busy_until : when the step under way is expected to end, seconds.
+        num_steps : that were planned so far.
 
         Raises
         ------
@@ -140,7 +140,7 @@ class Admission:
                 pace.count(plan.now, 0.0, some_wait=False)
         self._slo.on_arrival(state, plan)
         if state.num_tokens == state.num_prompt_tokens:  # a stream that is resumed has had its first token
-            self._decide(state, plan, busy_until)
+            self._decide(state, plan, busy_until, num_steps)
         self._tracker.tenants.on_arrival(state.request.tenant)
 
     def report(self, plan: StepPlan, num_relegated: int) -> SchedulerState:
@@ -209,7 +209,7 @@ class Admission:
         """Return the work of some that wait."""
         return self._cost_model.of_sums(queued.num_tokens, queued.num_pairs)
 
-    def _decide(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
+    def _decide(self, state: RequestState, plan: StepPlan, busy_until: float, num_steps: int) -> None:
         """Raise where an arrival is not taken."""
         slo = state.slo
         objective = slo.ttft_deadline - state.request.arrival
@@ -230,7 +230,7 @@ class Admission:
             return
         if misses := idle_misses(state, self._cost_model):
             is_time = not (plan.running or plan.waiting) and plan.now - self._last_try > TRY_AGAIN_SECONDS
-            if not (is_time and may_be_kept(misses, self._cost_model, self._num_steps)):
+            if not (is_time and may_be_kept(misses, self._cost_model, num_steps)):
                 self._refuse(explain(misses), ttft, retry_after=None)
             self._last_try = plan.now
             slo.relegate()

@@ -141,7 +141,8 @@ class Planner:
             self.begin(state, now)
         else:
             plan = self.new_plan(now)
-            admission.on_arrival(state, plan, in_flight.busy_until if in_flight else plan.now)
+            busy_until = in_flight.busy_until if in_flight else plan.now
+            admission.on_arrival(state, plan, busy_until, in_flight.num_planned)
             # It is best effort from the start, though it has an objective.
             self.num_relegated += state.slo.is_best_effort and state.num_tokens == state.num_prompt_tokens
         self._table.add(state)
