@@ -139,7 +139,9 @@ class TestShortSteps:
             weight = fast_weight if slo is self.FAST else 1.0
             state = make_state(make_request("r", 500, 20, arrival=self.now, slo=slo, weight=weight))
             waiting = SimpleNamespace(best_effort=SimpleNamespace(num_requests=num_late))
-            plan: Any = SimpleNamespace(now=self.now, running=[], max_num_seqs=256, waiting=waiting)
+            plan: Any = SimpleNamespace(
+                now=self.now, running=[], max_num_seqs=256, waiting=waiting, tell_apart=lambda: None
+            )
             self.short_steps.on_arrival(state, plan)
             if is_kept:
                 state.slo.note_delivery(self.now)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.cluster.events import Reported
+from onbeat.scheduler.replica import lockstep
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
@@ -82,6 +85,11 @@ def test_runs_of_steps_equal_single_steps(load, policy, num_blocks, num_replicas
     check_runs_equal_single_steps(offered, config, model)
 
 
+OBJECTIVES = st.sampled_from(
+    [None, SLO(ttft=0.5, tbt=0.05), SLO(ttft=2.0, tbt=0.02), SLO(tbt=0.009), SLO(ttft=0.1), SLO(e2e=3.0)]
+)
+
+
 @given(
     load=loads(),
     policy=st.sampled_from(sorted(name for name in POLICIES if not POLICIES[name].needs_step_time)),
@@ -111,9 +119,66 @@ def test_streams_in_lockstep_equal_single_rows(
     check_runs_equal_single_steps(offered, config, linear_time())
 
 
-OBJECTIVES = st.sampled_from(
-    [None, SLO(ttft=0.5, tbt=0.05), SLO(ttft=2.0, tbt=0.02), SLO(tbt=0.009), SLO(ttft=0.1), SLO(e2e=3.0)]
+@given(
+    seed=st.integers(0, 1 << 20),
+    rate=st.sampled_from([4, 12, 40]),
+    slos=st.lists(OBJECTIVES, min_size=1, max_size=4),
+    has_tenants=st.booleans(),
+    shed=st.sampled_from(["off", "relegate", "reject"]),
+    limits=st.fixed_dictionaries(
+        {
+            "slo_mode": st.sampled_from(["stream", "gap"]),
+            "shed_order": st.sampled_from(["most", "longest-wait"]),
+            "num_blocks": st.sampled_from([24, 60, 400]),
+            "max_num_seqs": st.sampled_from([4, 32]),
+        }
+    ),
+    noise=st.sampled_from([0.0, 0.3, 2.0]),
+    steps_ahead=st.integers(0, 1),
+    num_replicas=st.integers(1, 2),
 )
+@examples(100)
+def test_streams_with_deadlines_in_lockstep_equal_single_rows(
+    seed, rate, slos, has_tenants, shed, limits, noise, steps_ahead, num_replicas
+):
+    """Streams that are late, sit out or are preempted, beside others that have no deadline or a pace."""
+    classes = tuple(
+        SLOClass(name=f"c{index}", slo=slo, share=1 / len(slos), tenant=f"t{index}" if has_tenants else None)
+        for index, slo in enumerate(slos)
+    )
+    load = random_load(40, rate=rate, seed=seed, prompt=150, output=90).with_classes(classes, seed=seed)
+    config = make_config(
+        "slo",
+        scheduler=limits,
+        host_overhead=1e-3,
+        step_noise=noise,
+        steps_ahead=steps_ahead,
+        shed=ShedMode(shed),
+        replicas=num_replicas,
+        router="least-outstanding",
+    )
+    with mock.patch.object(lockstep, "LEAST", 1):
+        check_runs_equal_single_steps(load, config, linear_time())
+
+
+def test_most_streams_with_deadlines_are_in_lockstep(monkeypatch):
+    """The property above is worth little unless they are where nobody is late or has to be looked at."""
+    num_rows = []
+    end_step = lockstep.Lockstep.end_step
+
+    def counted(self, states, rows, now):
+        num_rows.append((self.num_rows, len(rows)))
+        return end_step(self, states, rows, now)
+
+    monkeypatch.setattr(lockstep.Lockstep, "end_step", counted)
+    classes = tuple(
+        SLOClass(name=name, slo=slo, share=0.5) for name, slo in (("a", None), ("b", SLO(tbt=1.0)))
+    )
+    limits = {"num_blocks": 900, "max_num_seqs": 64, "max_num_batched_tokens": 128}
+    load = random_load(150, rate=120, seed=1, prompt=30, output=90).with_classes(classes, seed=1)
+    simulate(load, make_config("slo", scheduler=limits), linear_time())
+    in_lockstep, beside = (sum(each) for each in zip(*num_rows, strict=True))
+    assert in_lockstep > 2 * beside
 
 
 @given(

@@ -19,7 +19,7 @@ from onbeat.scheduler import triage
 from onbeat.scheduler.replica.idle_check import explain, idle_misses, may_be_kept, will_stream
 from onbeat.scheduler.replica.request_state import BEST_EFFORT_RANK, RequestState
 from onbeat.scheduler.replica.slo.composer import OVERDUE, SLOComposer
-from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.view import MOST_JOBS, Jobs, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import SPARE_SHARE, QueuedWork, StepPlan, WaitingQueue
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
@@ -111,7 +111,7 @@ class Admission:
                 num_best_effort -= 1
         self._all.count(plan.now, begun, some_wait=plan.waiting.length > len(plan.admissions))
         self._best_effort.count(plan.now, begun_best_effort, some_wait=num_best_effort > 0)
-        num_ended, num_running = self._tracker.num_ended, len(plan.running)
+        num_ended, num_running = self._tracker.num_ended, plan.num_running
         if (num_ended, num_running) == (self._num_ended, self._num_running):
             return  # the same whether each step between was planned or not
         self._ends.count(plan.now - self._last_change, self._num_running, num_ended - self._num_ended)
@@ -218,6 +218,7 @@ class Admission:
         rejects = state.request.shed is ShedMode.REJECT
         if refusal is None and not (rejects and slo.has_objective):
             return
+        plan.tell_apart()
         ttft, delays_others = self._predict(state, plan, max(plan.now, busy_until))
         slo.predicted_ttft = None if ttft == inf else ttft
         if refusal is not None and (ttft == inf or (is_protected and ttft > objective)):
@@ -229,7 +230,7 @@ class Admission:
         if not rejects:
             return
         if misses := idle_misses(state, self._cost_model):
-            is_time = not (plan.running or plan.waiting) and plan.now - self._last_try > TRY_AGAIN_SECONDS
+            is_time = not (plan.num_running or plan.waiting) and plan.now - self._last_try > TRY_AGAIN_SECONDS
             if not (is_time and may_be_kept(misses, self._cost_model, num_steps)):
                 self._refuse(explain(misses), ttft, retry_after=None)
             self._last_try = plan.now
@@ -295,21 +296,21 @@ class Admission:
         if plan.running or jobs:  # later arrivals fill the last step
             wait = max(wait, 0.5 * prefill.length + triage.drain_seconds(prefill, until_done))
         ahead = [job for job in jobs[:index] if not job.state.block_ids]
-        wait = max(wait, self._until_capacity(own, ahead, plan, prefill, cost_model.of(view.shape)))
+        wait = max(wait, self._until_capacity([*ahead, own], plan, prefill, cost_model.of(view.shape)))
         return start - state.request.arrival + wait, delays_others
 
     def _until_capacity(
-        self,
-        own: PromptJob,
-        ahead: list[PromptJob],
-        plan: StepPlan,
-        prefill: triage.PrefillShare,
-        step_seconds: float,
+        self, jobs: Jobs, plan: StepPlan, prefill: triage.PrefillShare, step_seconds: float
     ) -> float:
         """Return the seconds until an arrival that lacks a slot or blocks is done; 0 where these are there.
 
         Requests without objectives are preempted for it.
+
+        Parameters
+        ----------
+        jobs : those that wait ahead of it, by deadline; it comes last.
         """
+        *ahead, own = jobs
         num_running, num_held = len(plan.running), plan.kv.pool.num_blocks - plan.num_blocks_left
         staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
         given_back = max(num_held / max(num_running, 1), 1.0)

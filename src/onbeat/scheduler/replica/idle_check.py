@@ -232,6 +232,7 @@ class ShortSteps:
 
     def _weigh(self, plan: StepPlan) -> None:
         cost_model, asked = self._cost_model, self._asked
+        plan.tell_apart()
         tightest, *longer = sorted({each.slo.tbt_objective for each in asked})
         # One that was refused counts until its first token is due.
         due = [each for each in asked if each.slo.last_delivery > -inf or each.slo.ttft_deadline > plan.now]

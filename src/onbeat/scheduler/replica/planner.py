@@ -209,9 +209,7 @@ class Planner:
         planned_at, now : when it was planned, and when it ended; seconds.
         has_run : whether it came to its end; else its time says nothing.
         """
-        begun, last_end = planned_at, self.last_end
-        if begun < last_end and self._is_serial:
-            begun = last_end
+        begun = max(planned_at, self.last_end) if self._is_serial else planned_at
         self.last_end = now
         if self.model is None or not has_run or now <= begun:
             return

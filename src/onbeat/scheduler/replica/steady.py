@@ -17,6 +17,7 @@ from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.lockstep import Lockstep
 from onbeat.scheduler.replica.request_state import NEVER, TOLERANCE, RequestState, RequestStatus, SLOState
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.tracker import OUTPUT_WEIGHT
 
 
@@ -34,7 +35,6 @@ def begin_run(scheduler: Scheduler, scheduled: SchedulerOutput, token_id: int) -
         or scheduled.admitted
         or len(scheduled.rows) < len(scheduler.running)
         or shape.num_guided_rows
-        or (scheduled.rows and len(scheduled.rows) < shape.num_sequences)
         or scheduler.config.speculation is not None  # each step asks anew how many drafts pay
         # Whom the step has preempted the next one may take in again.
         or any(map(scheduler.table.states.__contains__, scheduled.released_ids))
@@ -47,14 +47,14 @@ def begin_run(scheduler: Scheduler, scheduled: SchedulerOutput, token_id: int) -
         seconds = scheduler.in_flight[0].seconds if scheduler.quantile is None else 0.0
         if model is None or (seconds or model.step_time(shape, scheduler.quantile)) > limit:
             return None
-    if lockstep is not None and not scheduled.rows:
+    if lockstep is not None and not scheduled.rows and model is None:
         return lockstep.run()
-    states, max_steps = _rows_and_steps(scheduler.running, scheduler.kv)
+    states, max_steps = _rows_and_steps(scheduler.running, scheduler.kv, lockstep)
     return None if max_steps <= 1 else SteadyRun(scheduler, scheduled, states, limit, max_steps, token_id)
 
 
 def begin_lockstep(scheduler: Scheduler, token_id: int) -> None:
-    """Count streams at once from now on, where the policy and all else look at none of them.
+    """Count streams at once from now on, where nothing looks at each of them in each step.
 
     Parameters
     ----------
@@ -62,16 +62,19 @@ def begin_lockstep(scheduler: Scheduler, token_id: int) -> None:
     token_id : what every row samples; it ends no request.
     """
     table, config, planner = scheduler.table, scheduler.config, scheduler.planner
+    # A composer of a study may look at any.
+    is_known = planner.model is None or type(scheduler.policy.composer) is SLOComposer
     if (
-        scheduler.policy.slo is None
-        and planner.model is None
+        is_known
         and not (table.makes_rows or config.scheduling_policy == "priority")
         and config.num_tables == config.num_micro_batches == 1
     ):
         table.lockstep = Lockstep(planner, table.kv, token_id)
 
 
-def _rows_and_steps(running: Sequence[RequestState], kv: KVCacheManager) -> tuple[list[RequestState], int]:
+def _rows_and_steps(
+    running: Sequence[RequestState], kv: KVCacheManager, lockstep: Lockstep | None
+) -> tuple[list[RequestState], int]:
     """Return the rows that sample, and how often they may before one ends or may lack a block.
 
     Whoever waits could not be admitted, and while only token counts grow that stays so, up to the moment at
@@ -80,8 +83,10 @@ def _rows_and_steps(running: Sequence[RequestState], kv: KVCacheManager) -> tupl
     Parameters
     ----------
     running : each has been advanced by the first of these tokens already.
+    lockstep : the rows that it has are no part of what is returned.
     """
-    states, max_steps = [], NEVER
+    num_beside = 0 if lockstep is None else lockstep.num_rows
+    states, max_steps = [], lockstep.num_plain_steps if lockstep is not None and num_beside else NEVER
     block_size, has_names = kv.block_size, kv.enable_prefix_caching
     is_running = RequestStatus.RUNNING
     for state in running:
@@ -98,10 +103,11 @@ def _rows_and_steps(running: Sequence[RequestState], kv: KVCacheManager) -> tupl
             hashes = state.request.block_hashes
             if hashes is None or len(hashes) > (num_computed - 1) // block_size:
                 max_steps = min(max_steps, 1 + -num_computed % block_size)
-    if not states:
+    num_rows = len(states) + num_beside
+    if not num_rows:
         return states, 1
     # Every row may be about to need a block, and then one more each block_size tokens.
-    num_blocks_each = kv.pool.num_free_blocks // (len(states) * kv.num_tables)
+    num_blocks_each = kv.pool.num_free_blocks // (num_rows * kv.num_tables)
     return states, min(max_steps, (num_blocks_each - 1) * block_size + 1)
 
 
@@ -204,6 +210,8 @@ class SteadyRun:
 
     def _give(self, ends: Sequence[float]) -> None:
         """Give each request a token, and its KV slot, for each end."""
+        if (lockstep := self._scheduler.table.lockstep) is not None and lockstep.num_rows:
+            self._states += lockstep.go_on(ends)
         num_steps, token_ids = len(ends), [self._token_id] * len(ends)
         growing: list[RequestState] = []
         for state in self._states:

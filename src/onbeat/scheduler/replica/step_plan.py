@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.request_state import BEST_EFFORT_RANK, RequestState
@@ -266,8 +266,8 @@ class StepPlan:
         self._num_reserved = attrgetter("max_total_tokens" if reserves_maximum else "num_tokens")
         """Of a waiting request, the tokens whose KV slots it is given with its admission."""
         self._by_priority = config.scheduling_policy == "priority"
-        self.num_kept = len(self.running)
-        """Requests of `running` that stay; those behind are preempted."""
+        self.num_kept = self.num_running = len(self.running)
+        """Requests of `running` that stay, those behind are preempted; and all in the batch."""
         self.victims: list[RequestState] = []
         """Requests from anywhere in `running` that are preempted, too."""
         self.infeasible: list[RequestState] = []
@@ -339,6 +339,7 @@ class StepPlan:
         Where no block is left for a token, the last request of the batch is preempted, so the first always
         goes on.
         """
+        self.decode_beside()
         decodes, num_kept, num_tables = self.decodes, self.num_kept, self.kv.num_tables
         num_rows_left = self.max_rows - len(self.chunks)
         for index, state in enumerate(self.running):
@@ -360,6 +361,18 @@ class StepPlan:
                 decodes.append(state)
                 num_rows_left -= 1
         self.num_tokens_left -= len(decodes)
+
+    # Of streams in lockstep, which stand beside `running`; see `LockstepPlan`. Here there are none. A view
+    # is a `RunningView`, which builds on this module.
+
+    def look_beside(self, view: Any, shortest: float) -> None:
+        """Let a view hold those in lockstep, too."""
+
+    def tell_apart(self, view: Any = None) -> None:
+        """Let those in lockstep run as all others do, and a view see them so: single ones matter."""
+
+    def decode_beside(self) -> None:
+        """Give one token to those in lockstep, too."""
 
     def continue_prefills(self) -> None:
         """Give running requests that want more than one token a chunk each, first come first."""

@@ -260,6 +260,7 @@ class SLOTracker:
         if self.tenants.are_several:
             for state, num_tokens, _ in [*delivered, *[(state, 1, None) for state in streams]]:
                 self.tenants.charge(state.request.tenant, OUTPUT_WEIGHT * num_tokens)
+        others: Delivered = []
         for state in streams:
             slo = state.slo
             due = slo.next_deadline
@@ -269,9 +270,8 @@ class SLOTracker:
             elif due == inf:  # no token of it will ever be due
                 slo.last_delivery = now
             else:
-                is_paced = slo.end < inf
-                self.num_missed += self.note_paced(state, 1, (now,)) if is_paced else slo.note_delivery(now)
-        for state, num_tokens, output in delivered:
+                others.append((state, 1, None))
+        for state, num_tokens, output in [*others, *delivered]:
             slo = state.slo
             if slo.next_deadline == inf and slo.last_delivery > -inf:
                 slo.last_delivery = now  # no token of it will ever be due, and it had its first one

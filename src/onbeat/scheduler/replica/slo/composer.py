@@ -17,6 +17,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.idle_check import ShortSteps
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.view import (
+    Jobs,
     PromptJob,
     RunningView,
     StepFiller,
@@ -112,9 +113,7 @@ class StepRules:
         ttfts = [job.state.slo.ttft_deadline - job.state.request.arrival for job in jobs]
         return self.cost_model.prefill_share(decodes, limit, min(ttfts, default=inf))
 
-    def split(
-        self, jobs: Sequence[PromptJob], prefill: PrefillShare, now: float
-    ) -> tuple[list[PromptJob], list[PromptJob]]:
+    def split(self, jobs: Sequence[PromptJob], prefill: PrefillShare, now: float) -> tuple[Jobs, Jobs]:
         """Return the prompts that can all be in time, and those to leave behind, by deadline both."""
         start = now + prefill.fixed_seconds  # whatever part of its last step a prompt needs
         # Of those that came at once the last goes, so that it is the same one at the next step.
@@ -191,7 +190,7 @@ MOST_BEST_EFFORT = 32
 """Best-effort prompts that a plan looks at: more than a step holds."""
 
 
-def _nearly_all_paced(jobs: list[PromptJob]) -> bool:
+def _nearly_all_paced(jobs: Jobs) -> bool:
     """Whether few of the prompts with deadlines have TTFT objectives of their own."""
     with_ttft = sum(job.state.slo.objective_deadline < inf for job in jobs)
     return with_ttft <= MOST_WITH_TTFT * len(jobs)
@@ -211,7 +210,7 @@ def _best_effort(plan: StepPlan, view: RunningView, left_over: list[RequestState
     return running + waiting + left_over
 
 
-def _can_admit_all(plan: StepPlan, jobs: list[PromptJob]) -> bool:
+def _can_admit_all(plan: StepPlan, jobs: Jobs) -> bool:
     """Whether there are slots and memory for all prompts: who sits out keeps its own for longer."""
     waiting = [job.state for job in jobs if not job.state.block_ids]
     needed = [plan.kv.num_blocks_for(state.num_tokens - state.num_hit_tokens) for state in waiting]
@@ -277,7 +276,8 @@ class SLOComposer(Composer):
         """Fill a plan; nothing else changes."""
         rules, cost_model = self.rules, self.cost_model
         view = RunningView(plan.running, plan.now, cost_model.shortest_tbt)
-        jobs: list[PromptJob] = []
+        plan.look_beside(view, cost_model.shortest_tbt)
+        jobs: Jobs = []
         best_effort: list[RequestState] = []
         left_over: list[RequestState] = []
         if view.prefills or plan.waiting.length:
@@ -297,7 +297,8 @@ class SLOComposer(Composer):
             if first < end:  # whoever is late already is so by less, the more tokens a step brings
                 first = min([each for each in view.deadlines if each >= end], default=inf)
             plan.slack = max(limit, first - plan.now)
-        if seconds > limit or len(view.decodes) > plan.max_rows:
+        if seconds > limit or view.shape.num_decodes > plan.max_rows:
+            plan.tell_apart(view)
             self._fit_decodes(plan, view, limit)
         if jobs or best_effort:
             self._share_out(plan, view, jobs, limit, best_effort)
@@ -325,7 +326,7 @@ class SLOComposer(Composer):
         plan : the queues as they are, at the time of the arrival.
         """
         cost_model, request, slo = self.cost_model, state.request, state.request.slo
-        if not plan.running:
+        if not plan.num_running:
             cost_model.catch_up()
         state.num_hit_tokens = len(plan.kv.match(state)) * plan.kv.block_size
         begin = partial(state.slo.begin, request, self.rules.mode, now=plan.now)
@@ -339,12 +340,12 @@ class SLOComposer(Composer):
         if slo.e2e is not None:
             num_left = self.tracker.tokens_left(state)
             longest_pace = cost_model.idle_seconds(cost_model.efficient_chunk, 0)
-            longest_pace += len(plan.running) * cost_model.costs.decode
+            longest_pace += plan.num_running * cost_model.costs.decode
         begin(max_output_tokens=num_sent + longest, num_left=num_left, longest_pace=longest_pace)
         self._short_steps.on_arrival(state, plan)
 
     def _share_out(
-        self, plan: StepPlan, view: RunningView, jobs: list[PromptJob], limit: float, rest: list[RequestState]
+        self, plan: StepPlan, view: RunningView, jobs: Jobs, limit: float, rest: list[RequestState]
     ) -> None:
         """Fill the plan with decodes and prompts.
 
@@ -366,15 +367,12 @@ class SLOComposer(Composer):
             ordered, num_kept = [job.state for job in kept + left_behind], len(kept)
             chunk, ends_by = prefill.chunk, rules.ends_by(kept, plan.now)
             plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
-            running = [*view.best_effort_decodes, *[state for state in rest if state.block_ids]]
-            self._preempt_for(plan, running, kept, prefill)
-            rows = view.decodes
+            self._preempt_for(plan, view, rest, kept, prefill)
             if plan.victims:
-                rows = [state for state in rows if state not in plan.victims]
+                view.keep([state for state in view.decodes if state not in plan.victims])
             if left_behind and _can_admit_all(plan, jobs):
-                rows, sitting_out = self._split(plan, view, rows, prefill)
-            if sitting_out or plan.victims:
-                view.keep(rows)
+                plan.tell_apart(view)
+                sitting_out = self._sit_out(plan, view, prefill)
         self._decode(plan, view)
         begun = [state for state in rest if state.admitted_step_id >= 0]
         if starved := [state for state in begun if rules.is_starved(state, plan.now)]:
@@ -394,9 +392,9 @@ class SLOComposer(Composer):
             self._decode(plan, view)
 
     def _preempt_for(
-        self, plan: StepPlan, running: list[RequestState], kept: list[PromptJob], prefill: PrefillShare
+        self, plan: StepPlan, view: RunningView, rest: list[RequestState], kept: Jobs, prefill: PrefillShare
     ) -> None:
-        """Preempt requests of those that run for the first prompt that lacks a slot or blocks.
+        """Preempt requests that have no deadline for the first prompt that lacks a slot or blocks.
 
         Only once it, or one behind it, cannot wait for another step: until then somebody may end, and what is
         preempted is computed again in time that others lack. For the same reason nobody is preempted who has
@@ -406,21 +404,21 @@ class SLOComposer(Composer):
 
         Parameters
         ----------
-        running : without a deadline that can be met.
+        rest : prompts without a deadline that can be met.
         """
-        pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
-        first = next((job.state for job in kept if not job.state.block_ids), None) if pool else None
+        first = next((job.state for job in kept if not job.state.block_ids), None)
         if (
             first is not None
-            and not (plan.num_slots_left > 0 and plan.has_blocks_for(first))
             and self.rules.is_late_if_it_waits(kept, prefill, plan.now)
+            and not (plan.num_slots_left > 0 and plan.has_blocks_for(first))
         ):
+            plan.tell_apart(view)
+            running = [*view.best_effort_decodes, *[state for state in rest if state.block_ids]]
+            pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
             preempt_for(plan, first, pool, partial(self.rules.loss, start=plan.now))
 
-    def _split(
-        self, plan: StepPlan, view: RunningView, rows: list[RequestState], prefill: PrefillShare
-    ) -> tuple[list[RequestState], list[RequestState]]:
-        """Return the rows that decode and those that may sit out.
+    def _sit_out(self, plan: StepPlan, view: RunningView, prefill: PrefillShare) -> list[RequestState]:
+        """Take out of the rows that decode those that may sit out; return these.
 
         Of streams only those with the tightest objective may, that have the time: a stream that went at a
         slower pace of its own would hold its slot and memory for that much longer. None with an e2e
@@ -434,8 +432,10 @@ class SLOComposer(Composer):
             and deadline - end > slack_tokens * state.slo.tbt
             and state.slo.end == inf
         }
-        staying = [state for state in rows if id(state) not in away]
-        return staying, [state for state in rows if id(state) in away]
+        sitting_out = [state for state in view.decodes if id(state) in away]
+        if sitting_out:
+            view.keep([state for state in view.decodes if id(state) not in away])
+        return sitting_out
 
     def _fit_decodes(self, plan: StepPlan, view: RunningView, limit: float) -> None:
         """Keep the rows that fit a limit: those with the most slack are left out."""
@@ -450,11 +450,10 @@ class SLOComposer(Composer):
 
     def _decode(self, plan: StepPlan, view: RunningView) -> None:
         """Give each decode one token; where blocks run short, preempt."""
-        num_growing = view.num_growing * plan.kv.num_tables
-        if num_growing > plan.num_blocks_left:
+        plan.decode_beside()
+        if view.num_growing * plan.kv.num_tables > plan.num_blocks_left:
             plan.ran_out_of_blocks = True
             view.keep(free_blocks(plan, view.decodes, partial(self.rules.loss, start=plan.now)))
-            num_growing = view.num_growing * plan.kv.num_tables
-        plan.num_blocks_left -= num_growing
+        plan.num_blocks_left -= view.num_growing * plan.kv.num_tables
         plan.decodes += view.decodes
         plan.num_tokens_left -= len(view.decodes)

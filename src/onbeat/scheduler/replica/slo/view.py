@@ -20,6 +20,8 @@ MOST_JOBS = 128
 however many wait behind them."""
 PromptJob = DueWork[RequestState]
 """A prompt that runs or waits on a replica."""
+Jobs = list[PromptJob]
+"""By deadline."""
 _DEADLINE = itemgetter(0)
 """Of a job, without a call."""
 
@@ -116,7 +118,7 @@ def decode_shape(states: Collection[RequestState]) -> BatchShape:
 
 def prefill_jobs(
     plan: StepPlan, now: float, prefills: Sequence[RequestState], cost_model: CostModel
-) -> tuple[list[PromptJob], list[RequestState]]:
+) -> tuple[Jobs, list[RequestState]]:
     """Return the prompts with deadlines in their order, and those that cannot be in time any more.
 
     A prompt is late for certain once not even an idle machine would be in time, which counts what others have
@@ -128,7 +130,7 @@ def prefill_jobs(
     now : when the step to plan starts, seconds.
     prefills : running requests in the middle of their prompts.
     """
-    jobs: list[PromptJob] = []
+    jobs: Jobs = []
     late: list[RequestState] = []
     token, pair = cost_model.costs.token, cost_model.costs.pair
     earliest = now + cost_model.costs.step
@@ -187,8 +189,7 @@ class StepFiller:
         for state in states:
             if victims and state in victims:
                 continue
-            num_rows = len(plan.decodes) + len(plan.chunks) + len(plan.admissions)
-            if self.num_left < 1 or num_rows >= plan.max_rows:
+            if self.num_left < 1 or plan.num_rows_left < 1:
                 return False
             is_waiting = state.status is RequestStatus.WAITING
             if is_waiting and (
@@ -260,13 +261,11 @@ def free_blocks(plan: StepPlan, rows: list[RequestState], loss: Loss) -> list[Re
     planned = {id(state) for state in (*plan.victims, *plan.decodes)}
     pool = [state for state in plan.running if id(state) not in planned and not state.is_in_flight]
     pool.sort(key=loss)
-    num_growing = plan.num_growing(rows)
-    while len(pool) > 1 and num_growing > plan.num_blocks_left:
+    while len(pool) > 1 and plan.num_growing(rows) > plan.num_blocks_left:
         victim = pool.pop()
         plan.preempt(victim)
         rows = [state for state in rows if state is not victim]
-        num_growing = plan.num_growing(rows)
-    num_over = -(-(num_growing - plan.num_blocks_left) // plan.kv.num_tables)
+    num_over = -(-(plan.num_growing(rows) - plan.num_blocks_left) // plan.kv.num_tables)
     if num_over > 0:  # no others can be preempted: some wait for a block
         waits = {id(state) for state in sorted(filter(needs_block, rows), key=loss)[-num_over:]}
         rows = [state for state in rows if id(state) not in waits]
