@@ -245,8 +245,9 @@ class Open(BaseModel):
     @classmethod
     def _note_others(cls, value: Any, info: ValidationInfo) -> Any:
         """Note them before the others are checked: where one of these is missing, it may be meant."""
-        if isinstance(value, dict) and (others := [name for name in value if name not in cls.model_fields]):
-            note_unknown(info, cls.place, cls.model_fields, others)
+        known = cls.model_fields
+        if isinstance(value, dict) and (others := [name for name in value if name not in known]):
+            note_unknown(info, cls.place, known, others)
         return value
 
 
