@@ -24,16 +24,16 @@ def limits(soft: int, hard: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("limit", [40, 64])
-def test_too_few_are_words_at_the_start(limit: int, smollm2_gguf: Path) -> None:
-    with starting(*STAND_IN, "--tokenizer", smollm2_gguf, prefix=limits(limit, limit)) as server:
+def test_too_few_are_words_at_the_start(limit: int, tiny_directory: Path) -> None:
+    with starting(*STAND_IN, "--tokenizer", tiny_directory, prefix=limits(limit, limit)) as server:
         assert server.exit_code() == 2
     (line,) = server.lines
     assert f" {limit} files" in line
 
 
-def test_the_soft_limit_is_raised_and_what_the_hard_one_lacks_is_told(smollm2_gguf: Path) -> None:
+def test_the_soft_limit_is_raised_and_what_the_hard_one_lacks_is_told(tiny_directory: Path) -> None:
     limit = OWN_FILES + 20
-    with starting(*STAND_IN, "--tokenizer", smollm2_gguf, prefix=limits(60, limit)) as server:
+    with starting(*STAND_IN, "--tokenizer", tiny_directory, prefix=limits(60, limit)) as server:
         server.wait_until_ready()
         assert any(WORDS in line for line in server.lines)
         port = int(server.url.rpartition(":")[2])

@@ -42,8 +42,8 @@ def begun_stream(server: ServerProgram) -> Stream:
 
 
 @pytest.mark.parametrize("flags", [(), ("--front-ends", "2")])
-def test_a_closed_terminal_drains_the_server(smollm2_gguf: Path, flags: Sequence[str]) -> None:
-    with in_terminal("--tokenizer", smollm2_gguf, *flags) as (server, master):
+def test_a_closed_terminal_drains_the_server(tiny_directory: Path, flags: Sequence[str]) -> None:
+    with in_terminal("--tokenizer", tiny_directory, *flags) as (server, master):
         engines, stream = server.engine_pids, begun_stream(server)
         if not flags:
             os.killpg(server.process.pid, signal.SIGHUP)  # the terminal is there: it was no hang-up
@@ -56,8 +56,8 @@ def test_a_closed_terminal_drains_the_server(smollm2_gguf: Path, flags: Sequence
         assert any("draining" in line for line in server.lines)
 
 
-def test_nohup_lets_it_outlive_its_terminal(smollm2_gguf: Path) -> None:
-    with in_terminal("--tokenizer", smollm2_gguf, prefix=["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]) as (
+def test_nohup_lets_it_outlive_its_terminal(tiny_directory: Path) -> None:
+    with in_terminal("--tokenizer", tiny_directory, prefix=["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]) as (
         server,
         master,
     ):

@@ -59,22 +59,22 @@ def check_serves_and_ends(process: subprocess.Popen[bytes], url: str) -> None:
     wait_for(lambda: not any(is_running(int(child)) for child in children))
 
 
-def test_a_full_disk(smollm2_gguf: Path) -> None:
+def test_a_full_disk(tiny_directory: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with Path("/dev/full").open("wb") as full, serving_to(full, port, smollm2_gguf) as process:
+    with Path("/dev/full").open("wb") as full, serving_to(full, port, tiny_directory) as process:
         wait_for(lambda: is_healthy(url))
         wait_for(lambda: read_metrics(httpx.get(f"{url}/metrics").text)["onbeat_log_lines_dropped_total"] > 0)
         check_serves_and_ends(process, url)
 
 
 @pytest.mark.parametrize("is_read_again", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_pipe_that_nobody_reads(smollm2_gguf: Path, is_read_again: bool) -> None:
+def test_a_pipe_that_nobody_reads(tiny_directory: Path, is_read_again: bool) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    with serving_to(writer, port, smollm2_gguf) as process:
+    with serving_to(writer, port, tiny_directory) as process:
         os.close(writer)
         wait_for(lambda: is_healthy(url))
         if not is_read_again:
