@@ -245,7 +245,7 @@ def called(policy: str) -> Digest:
         if rng.random() < 0.03 and num_added:
             digest.add_outputs(now, scheduler.abort([str(rng.randrange(num_added))]))
         step = scheduler.schedule(now)
-        digest.add_outputs(now, scheduler.take_expired())
+        digest.add_outputs(now, scheduler.planner.take_expired())
         if step is not None:
             digest.add_step(now, step)
             in_flight.append(step)

@@ -213,7 +213,7 @@ class TestDeadlines:
         num_before = len(driver.log)
         driver.run()
         assert all(scheduled.shape.num_draft_tokens for scheduled in driver.log[num_before : num_before + 10])
-        assert driver.scheduler.state().num_missed == 0
+        assert driver.scheduler.planner.state().num_missed == 0
 
     def test_streams_with_deadlines_leave_the_time_to_prompts(self):
         driver = make_driver(0, 0.9, policy="slo")

@@ -55,8 +55,7 @@ class InProportion(StepRules):
 class EndsByTBTAlone(StepRules):
     """A step that ends a prompt is as long as any other, whether the prompt is late by it or not."""
 
-    def ends_by(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:  # noqa: ARG002
-        return {}
+    ends_in_time = False
 
 
 class NeverSitsOut(StepRules):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from onbeat.core.errors import InvalidRequest, OnbeatError
-from onbeat.core.hashing import hash_blocks
+from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.protocols import Delivery, StepObserver, StepOutputs
 from onbeat.core.request import Request, RequestOutput
 from onbeat.engine.messages import TOLD_TOKENS
@@ -219,7 +219,7 @@ def id_in_use(request_id: str) -> InvalidRequest:
 async def prompt_hashes(request: Request, block_size: int) -> list[bytes]:
     """Return the hashes of a prompt's full blocks, by which a fleet knows where its beginning is cached."""
     hashes: list[bytes] = []
-    parent, token_ids = request.prefix_root, request.prompt_token_ids
+    parent, token_ids = root_hash(request.cache_salt, request.adapter), request.prompt_token_ids
     step = _BLOCKS_AT_ONCE * block_size
     for start in range(0, len(token_ids), step):
         if start:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from typing import Protocol
 
 BlockHash = bytes | int
 """Equal hashes mean equal tokens in this block and in every block before it. 16 bytes if made here."""
@@ -13,15 +14,22 @@ _SALT = b"salt"
 """Sets the hashes of salts apart from those of blocks: a salt can spell what a block is hashed from."""
 
 
-def root_hash(cache_salt: str | None = None, adapter: int = 0) -> bytes:
+class Numbered(Protocol):
+    """What has a number of its own: a `core.request.Adapter`."""
+
+    @property
+    def number(self) -> int: ...
+
+
+def root_hash(cache_salt: str | None = None, adapter: Numbered | None = None) -> bytes:
     """Return the parent of a request's first block; requests that differ in it never share blocks.
 
     Parameters
     ----------
     cache_salt : what its caller keeps it apart by.
-    adapter : number of its LoRA adapter; 0 is the model without one.
+    adapter : its LoRA adapter; None is the model without one.
     """
-    key = adapter.to_bytes(8, "little") if adapter else b""
+    key = b"" if adapter is None else adapter.number.to_bytes(8, "little")
     return hashlib.blake2b((cache_salt or "").encode(), digest_size=16, person=_SALT, key=key).digest()
 
 

@@ -10,7 +10,7 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from onbeat.core.errors import InvalidRequest, Overloaded
-from onbeat.core.hashing import BlockHash, root_hash
+from onbeat.core.hashing import BlockHash
 from onbeat.core.slo import SLO, Fate, ShedMode
 
 
@@ -228,11 +228,6 @@ class Request:
     """How its prompt becomes its embedding; None generates tokens. A request with an embedding has no output
     token: its only delivery is the embedding, which is what its TTFT objective is about. `sampling` has
     `max_tokens` 1 then, and nothing else in it matters."""
-
-    @property
-    def prefix_root(self) -> bytes:
-        """The parent of its first block's hash."""
-        return root_hash(self.cache_salt, 0 if self.adapter is None else self.adapter.number)
 
 
 UNKNOWN_GRAMMAR = Grammar("", "")

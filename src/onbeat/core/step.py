@@ -55,10 +55,7 @@ class BatchShape:
         context_tokens : that they read together, their own tokens included.
         num_guided : of them, those under a grammar.
         """
-        shape = cls(num, num, num, num_guided_rows=num_guided)
-        shape.decode_context_tokens = context_tokens
-        shape.num_lm_head_rows = num
-        return shape
+        return cls(num, num, num, 0, 0, 0, context_tokens, 0, num, num_guided_rows=num_guided)
 
     @property
     def num_chunk_tokens(self) -> int:

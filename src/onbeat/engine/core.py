@@ -259,7 +259,7 @@ class EngineCore:
         scheduler = self.scheduler
         start = self._clock()
         scheduled = scheduler.schedule(start)
-        expired = scheduler.take_expired()
+        expired = scheduler.planner.take_expired()
         self._expired += expired
         planned = self._reporter.take_planned()
         predicted_seconds = None
@@ -307,7 +307,7 @@ class EngineCore:
         update_seconds = self._clock() - now
         stats = self._reporter.stats(step.scheduled, step.planned, start=self._begin(step), end=now)
         stats.schedule_seconds, stats.update_seconds = step.schedule_seconds, update_seconds
-        stats.predicted_seconds, stats.scheduler = step.predicted_seconds, self.scheduler.state()
+        stats.predicted_seconds, stats.scheduler = step.predicted_seconds, self.scheduler.planner.state()
         stats.drafts = self.scheduler.results.drafts
         if (guided := result.guided) is not None:
             stats.num_guided_tokens, stats.num_redrawn_tokens = guided.num_tokens, guided.num_redrawn

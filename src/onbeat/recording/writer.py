@@ -18,7 +18,7 @@ import msgspec
 
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import Overloaded, SLOUnattainable
-from onbeat.core.hashing import hash_blocks
+from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, RequestOutput
 from onbeat.core.step import AdmittedRequest, ModelRunnerOutput, SchedulerOutput
 from onbeat.recording import log
@@ -34,7 +34,7 @@ class HashChain:
     Parameters
     ----------
     block_size : tokens a block holds.
-    root : `Request.prefix_root`.
+    root : `root_hash` of the request.
     """
 
     __slots__ = ("_block_size", "_open_ids", "_parent")
@@ -136,7 +136,8 @@ class RecordWriter:
         refusal : what it raised.
         adoption : by which hand-over it came, and how it stood; None of one that was added.
         """
-        chain = HashChain(self._block_size, request.prefix_root) if self._logs_hashes else None
+        root = root_hash(request.cache_salt, request.adapter)
+        chain = HashChain(self._block_size, root) if self._logs_hashes else None
         opened = _OpenRequest(self._num_requests, chain)
         self._num_requests += 1
         if refusal is None:

@@ -130,6 +130,7 @@ class CostModel:
             decode_base=max(0.0, few - 16 * decode),
         )
         self.seconds = self.costs.seconds
+        self._efficient_seconds = self.seconds(chunk, 0)
         self.alone_seconds = self.costs.decode_base + decode
         self.shortest_tbt = max(self.alone_seconds, self.least_tbt)
         self._least_alone = min(self._least_alone, self.alone_seconds)
@@ -195,7 +196,7 @@ class CostModel:
         if length > limit:
             done = self.seconds(self.max_chunk(decodes, 0, limit), 0)
             return PrefillShare(chunk, limit, min(max(done / limit if limit > 0 else 0.0, LEAST_SHARE), 1.0))
-        done = self.seconds(chunk, 0)
+        done = self._efficient_seconds if chunk == self.efficient_chunk else self.seconds(chunk, 0)
         fixed = max(0.0, length - done)
         best = sqrt(self.costs.step * ttft) if ttft < inf else 0.0
         if best > length:

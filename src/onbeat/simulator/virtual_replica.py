@@ -250,7 +250,7 @@ class VirtualReplica(ABC):
 
     def _expire(self, now: float) -> list[OfferedRequest]:
         """Return the requests that the last plan has ended."""
-        expired = self._deliveries.expire(self.scheduler.take_expired(), now)
+        expired = self._deliveries.expire(self.scheduler.planner.take_expired(), now)
         self.has_news = self.has_news or bool(expired)
         return expired
 
@@ -279,7 +279,7 @@ class VirtualReplica(ABC):
             stats = self._reporter.stats(scheduled, step.planned, start=step.start, end=now)
             # Where nothing learns, the device takes what is predicted.
             stats.predicted_seconds = now - step.start if step.predicted is None else step.predicted
-            stats.drafts, stats.scheduler = self.scheduler.results.drafts, self.scheduler.state()
+            stats.drafts, stats.scheduler = self.scheduler.results.drafts, self.scheduler.planner.state()
             self._observer.on_step(self._index, stats)
         return finished
 

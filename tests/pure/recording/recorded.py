@@ -139,7 +139,7 @@ class RecordedRun:
     def step(self) -> None:
         now, before = self.tick(), self.scheduler.table.num_preemptions
         scheduled = self.scheduler.schedule(now)
-        expired = self.scheduler.take_expired()
+        expired = self.scheduler.planner.take_expired()
         self.note(expired)
         model = self.scheduler.step_time_model
         self.writer.schedule(

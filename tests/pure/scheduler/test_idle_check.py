@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.idle_check import IdleCheck, ShortSteps
+from onbeat.scheduler.replica.idle_check import Asked, IdleCheck, ShortSteps
 from onbeat.scheduler.replica.slo.view import MOST_JOBS
 from onbeat.scheduler.triage import CostModel
 from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
@@ -119,7 +119,7 @@ class TestShortSteps:
     @pytest.fixture(autouse=True)
     def begin(self) -> None:
         self.cost_model = CostModel(FakeStepTime(fixed=8e-3), None)
-        self.short_steps = ShortSteps(self.cost_model, lambda state: state.request.weight)
+        self.short_steps = ShortSteps(self.cost_model)
         self.now = 0.0
 
     def send(
@@ -138,11 +138,11 @@ class TestShortSteps:
             slo = slos[index % len(slos)]
             weight = fast_weight if slo is self.FAST else 1.0
             state = make_state(make_request("r", 500, 20, arrival=self.now, slo=slo, weight=weight))
-            waiting = SimpleNamespace(best_effort=SimpleNamespace(num_requests=num_late))
-            plan: Any = SimpleNamespace(
-                now=self.now, running=[], max_num_seqs=256, waiting=waiting, tell_apart=lambda: None
-            )
-            self.short_steps.on_arrival(state, plan)
+            plan: Any = SimpleNamespace(now=self.now, running=[], max_num_seqs=256, tell_apart=lambda: None)
+            costs, num_left = self.cost_model.costs, state.slo.num_left
+            self.short_steps.asked.append(Asked(self.now, 500, 0, costs, weight, num_left, state.slo))
+            if num_late or self.cost_model.least_tbt:
+                self.short_steps.weigh(plan)
             if is_kept:
                 state.slo.note_delivery(self.now)
         return self.cost_model.least_tbt

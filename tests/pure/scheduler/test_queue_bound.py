@@ -37,7 +37,7 @@ def wait_of(driver: TimedDriver, name: str) -> float:
 
 
 def queue_of(driver: TimedDriver) -> float:
-    state = driver.scheduler.state()
+    state = driver.scheduler.planner.state()
     assert state is not None
     return state.queue_seconds
 
@@ -139,7 +139,7 @@ def test_one_that_would_be_left_behind_is_refused_at_once():
     driver = make_driver()
     flood(driver, 60)
     assert flood(driver, 1, slo=SLO(ttft=0.05), shed=ShedMode.RELEGATE)
-    assert driver.scheduler.state().num_rejected == {"queue_too_long": len(driver.rejected)}
+    assert driver.scheduler.planner.state().num_rejected == {"queue_too_long": len(driver.rejected)}
 
 
 def test_one_that_turns_out_late_does_not_join_a_queue_that_is_too_long():

@@ -31,16 +31,16 @@ class TestExpiry:
         assert "1000 ms" in output.error
         assert output.predicted_ttft == pytest.approx(0.5, rel=0.25)
         assert "r" not in driver.first_scheduled
-        state = driver.scheduler.state()
+        state = driver.scheduler.planner.state()
         assert state is not None
         assert state.num_rejected == {"deadline_exceeded": 1}
-        assert driver.scheduler.take_expired() == []
+        assert driver.scheduler.planner.take_expired() == []
 
     def test_others_are_served_all_the_same(self):
         driver = self.make_stalled(ShedMode.RELEGATE)
         assert not driver.expired
         assert driver.finished["r"] is FinishReason.LENGTH
-        state = driver.scheduler.state()
+        state = driver.scheduler.planner.state()
         assert state is not None
         assert (state.num_relegated, state.num_rejected) == (1, {})
 

@@ -32,7 +32,7 @@ class Watch(TimedDriver):
 
     @property
     def state(self) -> SchedulerState:
-        state = self.scheduler.state()
+        state = self.scheduler.planner.state()
         assert state is not None
         return state
 
@@ -230,4 +230,4 @@ class TestState:
         assert now < predicted
 
     def test_a_policy_without_deadlines_has_no_state(self):
-        assert TimedDriver(make_config("sarathi"), FakeStepTime()).scheduler.state() is None
+        assert TimedDriver(make_config("sarathi"), FakeStepTime()).scheduler.planner.state() is None

@@ -155,7 +155,7 @@ class TimedDriver(Driver):
         """Plan a step, or let the oldest one end; False once there is nothing to do."""
         if len(self.in_flight) < self.depth:
             scheduled = self.scheduler.schedule(self.now)
-            self.receive(self.scheduler.take_expired())
+            self.receive(self.scheduler.planner.take_expired())
             if scheduled is not None:
                 self.check_step(scheduled)
                 self.log.append(scheduled)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import replace
-from math import exp, inf, nextafter
+from math import inf, nextafter
 from operator import itemgetter
 from typing import NoReturn
 
@@ -17,7 +16,7 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step_stats import SchedulerState
 from onbeat.scheduler import triage
 from onbeat.scheduler.replica.idle_check import explain, idle_misses, may_be_kept, will_stream
-from onbeat.scheduler.replica.request_state import BEST_EFFORT_RANK, RequestState
+from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import OVERDUE, SLOComposer
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, Jobs, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import SPARE_SHARE, QueuedWork, StepPlan, WaitingQueue
@@ -30,40 +29,6 @@ REFUSED = "queue_too_long"
 """Reason of a rejection, in the counts."""
 SHORTEST_RETRY = 0.05
 """Seconds; a client that comes back sooner finds the same step under way."""
-_MEMORY_SECONDS = 30.0
-"""Time constant of the pace."""
-_PRIOR_SECONDS = 0.1
-"""What "prompts get all the time" weighs before anything was seen."""
-_SLOWEST = 1 / 100
-"""The pace that best effort is taken to have at least: else its wait would be infinite."""
-
-
-class _Pace:
-    """Seconds of prefill work that are begun in a second in which some waits, exponentially weighted.
-
-    While none waits it returns to "all the time": what held prompts up then is over, for all that is known.
-    """
-
-    def __init__(self) -> None:
-        self._begun = self._watched = _PRIOR_SECONDS
-        self._last = 0.0
-        """Until when it has counted, seconds."""
-        self.some_wait = False
-        """Whether prompts have waited since then."""
-
-    def count(self, now: float, begun: float, *, some_wait: bool) -> None:
-        """Count the time until now, and the work begun at its end, seconds; whether some wait from now on."""
-        seconds = max(0.0, now - self._last)
-        self._last = max(now, self._last)
-        decay = exp(-seconds / _MEMORY_SECONDS)
-        forgotten = (1 - decay) * _PRIOR_SECONDS
-        self._begun = self._begun * decay + (begun if self.some_wait else forgotten)
-        self._watched = self._watched * decay + (seconds if self.some_wait else forgotten)
-        self.some_wait = some_wait
-
-    @property
-    def rate(self) -> float:
-        return max(self._begun / self._watched, _SLOWEST)
 
 
 class Admission:
@@ -91,31 +56,9 @@ class Admission:
     def __init__(self, config: SchedulerConfig, slo: SLOComposer) -> None:
         self._longest, self._num_slots = slo.rules.longest_wait, config.max_num_seqs
         """Wait for which another is taken, seconds; with fewer that wait, it is whatever is predicted."""
-        self._all, self._best_effort = _Pace(), _Pace()
         self.num_rejected: Counter[str] = Counter()
         self._slo, self._tracker, self._rules, self._cost_model = slo, slo.tracker, slo.rules, slo.cost_model
         self._last_try = -inf
-        self._ends, self._num_ended, self._num_running = triage.Ends(), 0, 0
-        self._last_change = 0.0
-        """When a plan last found another number of them, seconds."""
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Learn from a plan that is carried out; the queue still holds those that it admits."""
-        begun = begun_best_effort = 0.0
-        num_best_effort = plan.waiting.best_effort.num_requests
-        for admission in plan.admissions:
-            seconds = self._cost_model.of_sums(*admission.state.queued_work)
-            begun += seconds
-            if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
-                begun_best_effort += seconds
-                num_best_effort -= 1
-        self._all.count(plan.now, begun, some_wait=plan.waiting.length > len(plan.admissions))
-        self._best_effort.count(plan.now, begun_best_effort, some_wait=num_best_effort > 0)
-        num_ended, num_running = self._tracker.num_ended, plan.num_running
-        if (num_ended, num_running) == (self._num_ended, self._num_running):
-            return  # the same whether each step between was planned or not
-        self._ends.count(plan.now - self._last_change, self._num_running, num_ended - self._num_ended)
-        self._num_ended, self._num_running, self._last_change = num_ended, num_running, plan.now
 
     def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float, num_steps: int) -> None:
         """Set the deadlines of an arrival, and take it or not.
@@ -131,10 +74,10 @@ class Admission:
         SLOUnattainable : it asks to be rejected where its objective cannot be kept, and that is so.
         Overloaded : it would be served as best effort, and too many wait for that.
         """
-        waiting = plan.waiting
         # Where none waits, none has since the last plan: those who did then have left (aborted, or ended
         # for being late), and the time since says nothing of how fast prompts are begun.
-        for pace, num in ((self._best_effort, waiting.best_effort.num_requests), (self._all, waiting.length)):
+        waiting, begun = plan.waiting, (self._tracker.best_effort_begun, self._tracker.begun)
+        for pace, num in zip(begun, (waiting.best_effort.num_requests, waiting.length), strict=True):
             if not num:
                 pace.some_wait = False
                 pace.count(plan.now, 0.0, some_wait=False)
@@ -173,8 +116,9 @@ class Admission:
         """
         best_effort, ranked = self._seconds(waiting.best_effort), self._seconds(waiting.ranked)
         if is_protected:
-            return ranked / self._all.rate
-        return max(best_effort / self._best_effort.rate, (best_effort + ranked) / self._all.rate)
+            return ranked / self._tracker.begun.rate
+        pace = self._tracker.best_effort_begun.rate
+        return max(best_effort / pace, (best_effort + ranked) / self._tracker.begun.rate)
 
     def refusal(self, waiting: WaitingQueue, *, is_protected: bool = False) -> Overloaded | None:
         """Return why another is not taken that would be late; None where it is."""
@@ -315,8 +259,7 @@ class Admission:
         staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
         given_back = max(num_held / max(num_running, 1), 1.0)
         usual = self._tracker.lengths.remaining(None, 0, q=0.5, limit=own.state.max_total_tokens)
-        ends = replace(self._ends)
-        ends.count(plan.now - self._last_change, self._num_running, 0)  # in which none came since the last
+        ends = self._tracker.ends_by(plan.now)
         capacity = triage.FreeCapacity(
             num_free_slots=plan.max_num_seqs - len(staying),
             num_free_blocks=plan.num_blocks_left

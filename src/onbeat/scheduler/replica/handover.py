@@ -153,7 +153,7 @@ class Handovers:
             self._answers.append((request_id, None))
             return
         self.leaving[request_id] = state
-        self._table.mark_in_flight([state], is_in_flight=True)
+        state.is_in_flight = True
         self.settle()
 
     def settle(self) -> None:
@@ -169,10 +169,10 @@ class Handovers:
             return
         for request_id, state in list(self.leaving.items()):
             if self._in_flight.num_new_tokens(state):
-                self._table.mark_in_flight([state], is_in_flight=True)  # a step that came back has cleared it
+                state.is_in_flight = True  # a step that came back has cleared it
                 continue
             del self.leaving[request_id]
-            self._table.mark_in_flight([state], is_in_flight=False)
+            state.is_in_flight = False
             detached = None
             if state.status is RequestStatus.RUNNING:
                 self._table.take_out(state)
@@ -298,7 +298,9 @@ class Handovers:
         state.places_to_keep = self._kv.places_to_keep(state)
         self._table.put_in(state, self._next_step_id, snapshot=reservation.snapshot)
         if self._policy.slo is not None:
-            self._policy.slo.tracker.on_adopt(state)
+            # Another replica has charged its prompt.
+            self._policy.slo.tracker.tenants.on_arrival(state.request.tenant)
+            self._policy.slo.tracker.tenants.on_leave(state.request.tenant)
 
     # --- accounts -------------------------------------------------------------------------------------
 

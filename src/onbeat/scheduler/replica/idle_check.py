@@ -6,11 +6,12 @@ Waiting does not help with these: clients hear what would. And which of them cos
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, hypot, inf, log10
 from typing import NamedTuple
 
+from onbeat.core.fleet import PrefillCosts
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
@@ -186,16 +187,23 @@ def num_late_at(pace: float, tbt: float, slack: float, num_more: int) -> int:
     return max(0, num_more - floor((slack + TOLERANCE) / (pace - tbt))) if pace > tbt else 0
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """What a request asked for, and what became of it."""
 
     arrival: float
-    seconds: float
-    """Of prefill work."""
+    num_prompt_tokens: int
+    num_cached: int
+    costs: PrefillCosts
+    """Of prompts, as of then."""
     worth: float
     num_tokens: float
     """That its answer was expected to have."""
     slo: SLOState
+
+    @property
+    def seconds(self) -> float:
+        """Of prefill work."""
+        return self.costs.seconds(self.num_prompt_tokens - self.num_cached, self.num_cached)
 
 
 class ShortSteps:
@@ -208,30 +216,27 @@ class ShortSteps:
     Parameters
     ----------
     cost_model : plans with the shortest objective that is worth it.
-    worth : of keeping a request's objective.
+
+    Attributes
+    ----------
+    asked : the last arrivals with a TBT objective that a step can keep, or without.
     """
 
-    def __init__(self, cost_model: CostModel, worth: Callable[[RequestState], float]) -> None:
-        self._cost_model, self._worth = cost_model, worth
-        self._asked: deque[_Asked] = deque(maxlen=MOST_JOBS)
+    def __init__(self, cost_model: CostModel) -> None:
+        self._cost_model = cost_model
+        self.asked: deque[Asked] = deque(maxlen=MOST_JOBS)
 
-    def on_arrival(self, state: RequestState, plan: StepPlan) -> None:
-        """Learn what an arrival asks for.
+    def weigh(self, plan: StepPlan) -> None:
+        """Choose the shortest objective that is worth keeping, once there are enough arrivals to say.
 
         Parameters
         ----------
-        plan : the queues as they are, at the time of the arrival.
+        plan : the queues as they are, at the time of an arrival while some wait that cannot be in time, or
+            while an objective is given up.
         """
-        cost_model, slo, asked, num_hit = self._cost_model, state.slo, self._asked, state.num_hit_tokens
-        if slo.tbt_objective >= cost_model.alone_seconds:
-            seconds = cost_model.seconds(state.num_tokens - num_hit, num_hit)
-            asked.append(_Asked(plan.now, seconds, self._worth(state), slo.num_left, slo))
-        is_short = plan.waiting.best_effort.num_requests or cost_model.least_tbt
-        if is_short and len(asked) == MOST_JOBS and plan.now > asked[0].arrival:
-            self._weigh(plan)
-
-    def _weigh(self, plan: StepPlan) -> None:
-        cost_model, asked = self._cost_model, self._asked
+        cost_model, asked = self._cost_model, self.asked
+        if len(asked) < MOST_JOBS or plan.now <= asked[0].arrival:
+            return
         plan.tell_apart()
         tightest, *longer = sorted({each.slo.tbt_objective for each in asked})
         # One that was refused counts until its first token is due.
@@ -249,7 +254,7 @@ class ShortSteps:
 
     def _served(self, tbt: float, plan: StepPlan) -> float:
         """Return the worth of the last arrivals that steps of a TBT objective would serve, as a fluid."""
-        asked, running = self._asked, decode_shape(plan.running)
+        asked, running = self.asked, decode_shape(plan.running)
         span = plan.now - asked[0].arrival
         # As many streams run as come while each of them gets its tokens.
         num = ceil(min(tbt * sum([each.num_tokens for each in asked]) / span, plan.max_num_seqs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from onbeat.core.hashing import BlockHash, hash_blocks
+from onbeat.core.hashing import BlockHash, hash_blocks, root_hash
 from onbeat.core.step import KeptState, NewPages, ScheduledRequest
 from onbeat.scheduler.replica.kept_kv import KEPT_SHARE, KeptBlocks, Snapshots
 from onbeat.scheduler.replica.request_state import NEVER, RequestState
@@ -204,15 +204,6 @@ class KVCacheManager:
         """
         if not (self.enable_prefix_caching and state.looks_up):
             return []
-        block_ids = self._find(state)
-        if self.keeps_states:
-            state.num_shared_blocks = len(block_ids)
-            while block_ids and state.block_hashes[len(block_ids) - 1] not in self.snapshots:
-                block_ids.pop()
-        return block_ids
-
-    def _find(self, state: RequestState) -> list[int]:
-        """Return the longest prefix of a request whose blocks are all cached."""
         num_usable_blocks = (state.num_tokens - 1) // self.block_size
         block_ids: list[int] = []
         hashes, id_of_hash = state.block_hashes, self.pool.id_of_hash
@@ -224,6 +215,12 @@ class KVCacheManager:
             if block_id is None:
                 break
             block_ids.append(block_id)
+        if self.num_tables > 1:
+            block_ids = self._within_windows(state, block_ids)
+        if self.keeps_states:
+            state.num_shared_blocks = len(block_ids)
+            while block_ids and hashes[len(block_ids) - 1] not in self.snapshots:
+                block_ids.pop()
         return block_ids
 
     def hold(self, state: RequestState, cached_block_ids: list[int]) -> None:  # noqa: ARG002
@@ -275,6 +272,10 @@ class KVCacheManager:
             state.block_ids += block_ids[start : start + num]
             state.num_allocated_tokens = len(state.block_ids) * size - num_behind
             start += num
+
+    def _within_windows(self, state: RequestState, block_ids: list[int]) -> list[int]:  # noqa: ARG002
+        """Return as many cached blocks of a request as its windows can go on from; here it has none."""
+        return block_ids
 
     def slide(self, state: RequestState) -> None:
         """Give back what the windows of a request have passed; here it has none."""
@@ -342,9 +343,9 @@ class KVCacheManager:
 
     def _extend_hashes(self, state: RequestState, num_blocks: int) -> int:
         """Hash the request's first blocks, as far as its tokens are known; return how many have a hash."""
-        hashes = state.block_hashes
-        if len(hashes) < num_blocks and state.request.block_hashes is None:
-            parent = hashes[-1] if hashes else state.request.prefix_root
+        hashes, request = state.block_hashes, state.request
+        if len(hashes) < num_blocks and request.block_hashes is None:
+            parent = hashes[-1] if hashes else root_hash(request.cache_salt, request.adapter)
             assert isinstance(parent, bytes)
             size = self.block_size
             hashes += hash_blocks(parent, state.token_slice(len(hashes) * size, num_blocks * size), size)

@@ -357,8 +357,6 @@ class LockstepPlan(StepPlan):
 
     def look_beside(self, view: RunningView, shortest: float) -> None:
         """Let a view hold those in lockstep, too: how many, and who is due first."""
-        if not self._lockstep.num_rows:
-            return
         self._shortest = shortest
         self._lockstep.count(view.shape)
         for tbt, peers in self._lockstep.peers.items():
@@ -378,11 +376,7 @@ class LockstepPlan(StepPlan):
 
     def decode_beside(self) -> None:
         """Give one token to those in lockstep, too."""
-        if num_rows := self._lockstep.num_rows:
-            self.num_beside = num_rows
-            self.num_blocks_left -= self._num_growing
-            self.num_tokens_left -= num_rows
-            self.max_rows -= num_rows
-
-    def _num_spare_blocks(self, num_gone: int = 0) -> int:
-        return super()._num_spare_blocks(-1 if self._lockstep.num_rows else num_gone)
+        self.num_beside = num_rows = self._lockstep.num_rows
+        self.num_blocks_left -= self._num_growing
+        self.num_tokens_left -= num_rows
+        self.max_rows -= num_rows

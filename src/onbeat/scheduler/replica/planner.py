@@ -159,10 +159,10 @@ class Planner:
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan decides that is carried out; relegate or end whom it gives up."""
+        slo, admission = self.policy.slo, self.policy.admission
         self.policy.composer.commit(plan)
-        admission = self.policy.admission
-        if admission is not None:
-            admission.on_plan(plan)
+        if slo is not None:
+            slo.tracker.on_plan(plan, slo.cost_model)
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
             self._table.states[request_id].num_hit_tokens = num_hit_tokens
         if plan.infeasible:
@@ -220,7 +220,11 @@ class Planner:
     # --- requests that are given up -------------------------------------------------------------------
 
     def take_expired(self) -> list[RequestOutput]:
-        """Return the last outputs of those that were ended since the last call."""
+        """Return the last outputs of requests that plans gave up since the last call.
+
+        Their TTFT deadline passed in the queue, and they had asked not to be served late, or too many wait
+        already that are.
+        """
         expired, self.expired = self.expired, []
         return expired
 

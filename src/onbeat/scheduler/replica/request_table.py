@@ -103,7 +103,8 @@ class RequestTable:
             self.num_prefix_queries += state.num_prompt_tokens if is_looked_up else 0
             self.num_prefix_hits += state.num_cached_tokens
             if self._tracker is not None:
-                self._tracker.on_start(state)
+                num_new = state.num_tokens - state.num_cached_tokens
+                self._tracker.tenants.on_leave(state.request.tenant, num_new)
         insort(self.running, state, key=sort_key)
         outputs, block_ids = tuple(state.output_token_ids), tuple(state.block_ids)
         return AdmittedRequest(state.request, outputs, block_ids, snapshot)
@@ -213,8 +214,8 @@ class RequestTable:
         if plan.num_drafts:
             rows, shape = self._draft_rows(plan)
         else:
-            shape = BatchShape(num_decodes, num_decodes, num_decodes)
-            shape.decode_context_tokens, shape.num_lm_head_rows = context, num_sampling
+            shape = BatchShape.of_decodes(num_decodes, context)
+            shape.num_lm_head_rows = num_sampling
             rows = rows if makes_rows else [DECODE] * num_decodes
         chunks = plan.chunks.copy()
         for state, _ in chunks if kv.num_tables > 1 else ():
@@ -327,7 +328,7 @@ class RequestTable:
             self.waiting.push(state)
 
     def mark_in_flight(self, states: Iterable[RequestState], *, is_in_flight: bool) -> None:
-        """Say whether something holds requests, so that no step may run them; see `RequestState`."""
+        """Say whether a micro-batch has requests, so that no step may run them; see `RequestState`."""
         for state in states:
             state.is_in_flight = is_in_flight
 

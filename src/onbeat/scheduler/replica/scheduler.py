@@ -12,7 +12,6 @@ from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, counte
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.request import FinishReason, Request, RequestOutput, WholeRequest
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, new_tuple
-from onbeat.core.step_stats import SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.guides import take_turns, trim_prompts
 from onbeat.scheduler.replica.handover import Handovers
@@ -224,18 +223,6 @@ class Scheduler:
             return 0
         num_beside = 0 if self.table.lockstep is None else self.table.lockstep.num_rows
         return self.config.max_num_seqs - len(self.running) - num_beside - self.table.num_slots_kept
-
-    def take_expired(self) -> list[RequestOutput]:
-        """Return the last outputs of requests that `schedule` gave up since the last call.
-
-        Their TTFT deadline passed in the queue, and they had asked not to be served late, or too many wait
-        already that are.
-        """
-        return self.planner.take_expired()
-
-    def state(self) -> SchedulerState | None:
-        """Return how queues and objectives stand; None where the policy keeps no deadlines."""
-        return self.planner.state()
 
     def load(self, now: float, *, busy: float = 0.0) -> ReplicaLoad:
         """Return how the replica stands, for whoever shares requests out. It changes no plan.

@@ -267,7 +267,8 @@ class StepPlan:
         """Of a waiting request, the tokens whose KV slots it is given with its admission."""
         self._by_priority = config.scheduling_policy == "priority"
         self.num_kept = self.num_running = len(self.running)
-        """Requests of `running` that stay, those behind are preempted; and all in the batch."""
+        """Requests of `running` that stay, those behind are preempted; and all in the batch, those in
+        lockstep included, which are not in `running`."""
         self.victims: list[RequestState] = []
         """Requests from anywhere in `running` that are preempted, too."""
         self.infeasible: list[RequestState] = []
@@ -311,7 +312,8 @@ class StepPlan:
         ----------
         without : running requests, taken as preempted.
         """
-        freed_ids = {block_id for other in without for block_id in self._freed_by(other)}
+        exclusive_ids = self.kv.pool.exclusive_ids
+        freed_ids = {block_id for other in without for block_id in exclusive_ids(other.held_ids)}
         num_left = self.num_blocks_left + len(freed_ids) - self._num_spare_blocks(len(without))
         num_reserved = self._num_reserved(state)
         if self.kv.num_blocks_for(num_reserved) <= num_left:
@@ -339,7 +341,8 @@ class StepPlan:
         Where no block is left for a token, the last request of the batch is preempted, so the first always
         goes on.
         """
-        self.decode_beside()
+        if self.num_running > len(self.running):
+            self.decode_beside()
         decodes, num_kept, num_tables = self.decodes, self.num_kept, self.kv.num_tables
         num_rows_left = self.max_rows - len(self.chunks)
         for index, state in enumerate(self.running):
@@ -442,12 +445,9 @@ class StepPlan:
 
     def _give_back_blocks(self, state: RequestState) -> None:
         """Count what a preempted request frees."""
-        freed_ids = self._freed_by(state)
+        freed_ids = self.kv.pool.exclusive_ids(state.held_ids)
         self._freed_block_ids.update(freed_ids)
         self.num_blocks_left += len(freed_ids)
-
-    def _freed_by(self, state: RequestState) -> list[int]:
-        return self.kv.pool.exclusive_ids(state.held_ids)
 
     def preempt_for_waiting(self) -> None:
         """Preempt running requests of strictly lower priority for the head of the queue, if it fits then.
@@ -503,7 +503,8 @@ class StepPlan:
         ----------
         num_gone : running requests that are taken as preempted.
         """
-        is_empty = self.num_kept - len(self.victims) == num_gone and not self.admissions
+        num_gone += len(self.running) - self.num_kept + len(self.victims)
+        is_empty = self.num_running == num_gone and not self.admissions
         return 0 if is_empty or self._reserves_maximum else self.kv.pool.num_blocks // SPARE_SHARE
 
 

@@ -1,15 +1,18 @@
-"""What becomes of the objectives of requests that run, and what that tells of lengths and tenants."""
+"""What becomes of the objectives of requests that run, and what that tells of lengths, tenants and paces."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
-from math import ceil, inf
+from dataclasses import replace
+from math import ceil, exp, inf
 
 from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
-from onbeat.scheduler.replica.request_state import TOLERANCE, RequestState
+from onbeat.scheduler.replica.request_state import BEST_EFFORT_RANK, TOLERANCE, RequestState
+from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.triage import CostModel, Ends
 
 Delivered = list[tuple[RequestState, int, RequestOutput | None]]
 """What a step gave to whom: a request, its new tokens, and the output that tells of them, if one does."""
@@ -186,14 +189,16 @@ class TenantCounters:
             self._counters = {each: counters[each] for each in waiting}
         self.are_several = len(self._counters) > 1
 
-    def on_leave(self, tenant: str | None) -> None:
-        """Hear that a request of the tenant waits no more."""
+    def on_leave(self, tenant: str | None, num_tokens: int = 0) -> None:
+        """Hear that a request of the tenant waits no more; charge it for what it computes of its prompt."""
         self._num_waiting[tenant] -= 1
         if not self._num_waiting[tenant]:
             self._last_to_leave = tenant
             del self._num_waiting[tenant]
             # Sums of floats do not come back to 0 by themselves.
             self._backlogged_sum = self._backlogged_sum - self._counters[tenant] if self._num_waiting else 0.0
+        if num_tokens:
+            self.charge(tenant, INPUT_WEIGHT * num_tokens)
 
     def counter(self, tenant: str | None) -> float:
         """Return the weighted tokens that stand against the tenant."""
@@ -217,12 +222,49 @@ class TenantCounters:
             self._backlogged_sum += service
 
 
+_PACE_SECONDS = 30.0
+"""Time constant of the pace of prompts."""
+_PRIOR_SECONDS = 0.1
+"""What "prompts get all the time" weighs before anything was seen."""
+_SLOWEST = 1 / 100
+"""The pace that best effort is taken to have at least: else its wait would be infinite."""
+
+
+class _Pace:
+    """Seconds of prefill work that are begun in a second in which some waits, exponentially weighted.
+
+    While none waits it returns to "all the time": what held prompts up then is over, for all that is known.
+    """
+
+    def __init__(self) -> None:
+        self._begun = self._watched = _PRIOR_SECONDS
+        self._last = 0.0
+        """Until when it has counted, seconds."""
+        self.some_wait = False
+        """Whether prompts have waited since then."""
+
+    def count(self, now: float, begun: float, *, some_wait: bool) -> None:
+        """Count the time until now, and the work begun at its end, seconds; whether some wait from now on."""
+        seconds = max(0.0, now - self._last)
+        self._last = max(now, self._last)
+        decay = exp(-seconds / _PACE_SECONDS)
+        forgotten = (1 - decay) * _PRIOR_SECONDS
+        self._begun = self._begun * decay + (begun if self.some_wait else forgotten)
+        self._watched = self._watched * decay + (seconds if self.some_wait else forgotten)
+        self.some_wait = some_wait
+
+    @property
+    def rate(self) -> float:
+        return max(self._begun / self._watched, _SLOWEST)
+
+
 class SLOTracker:
-    """Follows requests from arrival to end, and what they tell of lengths and of tenants.
+    """Follows requests from arrival to end, and what they tell of lengths, of tenants and of paces.
 
     Attributes
     ----------
     lengths : output lengths of late.
+    begun, best_effort_begun : at which pace prompts that waited were begun of late, and best effort of them.
     num_missed : streams so far that could no longer keep their objective once they ran.
     num_ended : requests that have left the batch so far.
     """
@@ -231,6 +273,10 @@ class SLOTracker:
         self.lengths = OutputLengths()
         self.num_missed = self.num_ended = 0
         self.tenants = TenantCounters()
+        self.begun, self.best_effort_begun = _Pace(), _Pace()
+        self._ends, self._num_known, self._num_running = Ends(), 0, 0
+        self._last_change = 0.0
+        """When a plan last found another number of them, seconds."""
 
     def worth(self, state: RequestState) -> float:
         """Return what keeping an objective is worth: its weight, less for tenants that have had more."""
@@ -239,15 +285,29 @@ class SLOTracker:
             weight *= _WORTH_OF_EXCESS ** -self.tenants.share(state.request.tenant)
         return weight
 
-    def on_start(self, state: RequestState) -> None:
-        """Count a request that runs for the first time, and its prompt."""
-        self.tenants.on_leave(state.request.tenant)
-        self.tenants.charge(state.request.tenant, INPUT_WEIGHT * (state.num_tokens - state.num_cached_tokens))
+    def on_plan(self, plan: StepPlan, cost_model: CostModel) -> None:
+        """Learn from a plan that is carried out; the queue still holds those that it admits."""
+        begun = begun_best_effort = 0.0
+        num_best_effort = plan.waiting.best_effort.num_requests
+        for admission in plan.admissions:
+            seconds = cost_model.of_sums(*admission.state.queued_work)
+            begun += seconds
+            if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
+                begun_best_effort += seconds
+                num_best_effort -= 1
+        self.begun.count(plan.now, begun, some_wait=plan.waiting.length > len(plan.admissions))
+        self.best_effort_begun.count(plan.now, begun_best_effort, some_wait=num_best_effort > 0)
+        now, num_ended, num_running = plan.now, self.num_ended, plan.num_running
+        if (num_ended, num_running) != (self._num_known, self._num_running):
+            # Else it is the same whether each step between was planned or not.
+            self._ends.count(now - self._last_change, self._num_running, num_ended - self._num_known)
+            self._num_known, self._num_running, self._last_change = num_ended, num_running, now
 
-    def on_adopt(self, state: RequestState) -> None:
-        """Count a request that comes from another replica, which has charged its prompt."""
-        self.tenants.on_arrival(state.request.tenant)
-        self.tenants.on_leave(state.request.tenant)
+    def ends_by(self, now: float) -> Ends:
+        """Return the pace at which requests ended of late, with the time since the last of them."""
+        ends = replace(self._ends)
+        ends.count(now - self._last_change, self._num_running, 0)
+        return ends
 
     def on_deliveries(self, delivered: Delivered, now: float, streams: Sequence[RequestState] = ()) -> None:
         """Count what a step delivered, and tell the callers what has become of their objectives.

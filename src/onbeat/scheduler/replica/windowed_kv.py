@@ -29,9 +29,8 @@ class WindowedKV(KVCacheManager):
         """Return the blocks of all tables that hold so many tokens of requests, and the slots behind them."""
         return self._windows.num_blocks(super().num_blocks_for(num_tokens), num_requests)
 
-    def _find(self, state: RequestState) -> list[int]:
-        """Return the longest prefix whose blocks are cached, of which the last window is cached, too."""
-        block_ids = super()._find(state)
+    def _within_windows(self, state: RequestState, block_ids: list[int]) -> list[int]:
+        """Return the longest prefix of cached blocks of which the last window is cached, too."""
         end = len(block_ids)
         for index in range(len(block_ids) - 1, -1, -1):
             if index < self._first_block(end * self.block_size):

@@ -246,7 +246,7 @@ class Replay:
 
     def _schedule(self, call: log.ScheduleCall) -> list[core_request.RequestOutput]:
         scheduled = self.scheduler.schedule(call.now)
-        expired = self.scheduler.take_expired()
+        expired = self.scheduler.planner.take_expired()
         self.result.num_expired += len(expired)
         ended = [output.request_id for output in expired]
         self._compare(call.step_id, "expired requests", [self._ids[each] for each in call.expired], ended)

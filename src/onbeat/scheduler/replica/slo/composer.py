@@ -14,7 +14,7 @@ from operator import itemgetter
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.idle_check import ShortSteps
+from onbeat.scheduler.replica.idle_check import Asked, ShortSteps
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.view import (
     Jobs,
@@ -65,11 +65,12 @@ class StepRules:
 
     Attributes
     ----------
+    ends_in_time : whether a step that ends a prompt ends by its deadline.
     allowed : share of a TBT objective that a step may take where there is no slack.
     tightest : the shortest TBT objective of the streams of the last step, seconds; infinite without any.
     """
 
-    earned, slack_tokens = EARNED_SHARE, SLACK_TOKENS
+    ends_in_time, earned, slack_tokens = True, EARNED_SHARE, SLACK_TOKENS
     spent, spent_while_it_grows, longest_gap = SPENT_SHARE, SPENT_WHILE_IT_GROWS, LONGEST_GAP
 
     def __init__(
@@ -128,10 +129,6 @@ class StepRules:
         if self.shed_order == "most":
             return job.seconds / self.worth(state)
         return (state.request.arrival - start) * self.worth(state)
-
-    def ends_by(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:
-        """Return by when a step has to end that ends one of these prompts: request id -> seconds from now."""
-        return {job.state.request_id: job.deadline - now for job in kept}
 
     def is_late_if_it_waits(self, kept: Sequence[PromptJob], prefill: PrefillShare, now: float) -> bool:
         """Whether one of the prompts that wait is late if they do for another step.
@@ -270,13 +267,14 @@ class SLOComposer(Composer):
         self.predicted_wait = 0.0
         self.cost_model = CostModel(model, self.quantile, config.max_num_batched_tokens)
         self.rules = make_rules(config, self.cost_model, self.tracker.worth)
-        self._short_steps = ShortSteps(self.cost_model, self.tracker.worth)
+        self._short_steps = ShortSteps(self.cost_model)
 
     def compose(self, plan: StepPlan) -> None:
         """Fill a plan; nothing else changes."""
         rules, cost_model = self.rules, self.cost_model
         view = RunningView(plan.running, plan.now, cost_model.shortest_tbt)
-        plan.look_beside(view, cost_model.shortest_tbt)
+        if plan.num_running > len(plan.running):
+            plan.look_beside(view, cost_model.shortest_tbt)
         jobs: Jobs = []
         best_effort: list[RequestState] = []
         left_over: list[RequestState] = []
@@ -333,7 +331,7 @@ class SLOComposer(Composer):
         if slo is None:
             begin(max_output_tokens=state.max_total_tokens - state.num_prompt_tokens)
             return
-        limit, num_sent = state.max_total_tokens - state.num_tokens, state.num_output_tokens
+        limit, num_sent = state.max_total_tokens - state.num_tokens, len(request.resumed_token_ids)
         lengths = self.tracker.lengths
         longest = lengths.remaining(request.slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
         num_left, longest_pace = None, inf
@@ -342,7 +340,12 @@ class SLOComposer(Composer):
             longest_pace = cost_model.idle_seconds(cost_model.efficient_chunk, 0)
             longest_pace += plan.num_running * cost_model.costs.decode
         begin(max_output_tokens=num_sent + longest, num_left=num_left, longest_pace=longest_pace)
-        self._short_steps.on_arrival(state, plan)
+        if state.slo.tbt_objective >= cost_model.alone_seconds:
+            prompt = (state.num_tokens, state.num_hit_tokens, cost_model.costs)
+            asked = Asked(plan.now, *prompt, self.tracker.worth(state), state.slo.num_left, state.slo)
+            self._short_steps.asked.append(asked)
+        if plan.waiting.best_effort.num_requests or cost_model.least_tbt:
+            self._short_steps.weigh(plan)
 
     def _share_out(
         self, plan: StepPlan, view: RunningView, jobs: Jobs, limit: float, rest: list[RequestState]
@@ -365,7 +368,9 @@ class SLOComposer(Composer):
             kept, left_behind = rules.split(jobs, prefill, plan.now)
             # Time that the others leave is theirs before it is best effort's.
             ordered, num_kept = [job.state for job in kept + left_behind], len(kept)
-            chunk, ends_by = prefill.chunk, rules.ends_by(kept, plan.now)
+            chunk = prefill.chunk
+            if rules.ends_in_time:
+                ends_by = {job.state.request_id: job.deadline - plan.now for job in kept}
             plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
             self._preempt_for(plan, view, rest, kept, prefill)
             if plan.victims:
@@ -450,7 +455,8 @@ class SLOComposer(Composer):
 
     def _decode(self, plan: StepPlan, view: RunningView) -> None:
         """Give each decode one token; where blocks run short, preempt."""
-        plan.decode_beside()
+        if plan.num_running > len(plan.running):
+            plan.decode_beside()
         if view.num_growing * plan.kv.num_tables > plan.num_blocks_left:
             plan.ran_out_of_blocks = True
             view.keep(free_blocks(plan, view.decodes, partial(self.rules.loss, start=plan.now)))

@@ -261,13 +261,11 @@ def free_blocks(plan: StepPlan, rows: list[RequestState], loss: Loss) -> list[Re
     planned = {id(state) for state in (*plan.victims, *plan.decodes)}
     pool = [state for state in plan.running if id(state) not in planned and not state.is_in_flight]
     pool.sort(key=loss)
-    num_growing = plan.num_growing(rows)
-    while len(pool) > 1 and num_growing > plan.num_blocks_left:
+    while len(pool) > 1 and plan.num_growing(rows) > plan.num_blocks_left:
         victim = pool.pop()
         plan.preempt(victim)
         rows = [state for state in rows if state is not victim]
-        num_growing = plan.num_growing(rows)
-    num_over = -(-(num_growing - plan.num_blocks_left) // plan.kv.num_tables)
+    num_over = -(-(plan.num_growing(rows) - plan.num_blocks_left) // plan.kv.num_tables)
     if num_over > 0:  # no others can be preempted: some wait for a block
         waits = {id(state) for state in sorted(filter(needs_block, rows), key=loss)[-num_over:]}
         rows = [state for state in rows if id(state) not in waits]
