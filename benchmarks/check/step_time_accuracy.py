@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 
 from benchmarks.check.roofline_accuracy import DEVICES, MODELS
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import DeviceSpec, Parallelism, find_device
 from onbeat.perfmodel.fitted import FitErrors, FitTarget, make_form
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.predictor import Predictor, ResidualModel
+from onbeat.perfmodel.predictor import OnlineCorrection, Predictor, ResidualModel
+from onbeat.perfmodel.recent import DriftAlarm
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import ShapeRange, shape_matrix
 

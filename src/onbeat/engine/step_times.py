@@ -26,11 +26,11 @@ from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of
 from onbeat.perfmodel import profile as profiles
-from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.models import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.recent import Drift
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.perfmodel.utilisation import BatchOperations, SpeculativeOperations, StepOperations

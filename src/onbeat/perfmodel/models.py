@@ -14,12 +14,12 @@ import msgspec
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
-from onbeat.perfmodel.correction import DriftAlarm
 from onbeat.perfmodel.device_spec import CPU
 from onbeat.perfmodel.engines import find_engine, make_engine_roofline
 from onbeat.perfmodel.fitted import FitTarget, FittedModel, make_form
 from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.profile import ServerTerms, check_profile, limited_device, read_profile
+from onbeat.perfmodel.recent import DriftAlarm
 from onbeat.perfmodel.roofline import Paces, at_paces, make_roofline
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.speculative import SpeculativeStepTime

@@ -1,162 +1,34 @@
 """The one implementation of `core.StepTimeModel`: any closure of a batch, made fit for decisions.
 
 `ResidualModel` is how far measured steps lie from the predicted ones: it turns a mean into a quantile.
+`OnlineCorrection` learns from the steps that run: a factor on the prediction.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from functools import partial
 from operator import mul, sub, truediv
-from statistics import NormalDist
+from statistics import NormalDist, median
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, seconds_of_each
-from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection, batch_kind
 from onbeat.perfmodel.fitted import FitErrors
+from onbeat.perfmodel.inversion import chunk_seconds, longest_chunk
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import ServerTerms
+from onbeat.perfmodel.recent import Drift, DriftAlarm, OnlineQuantile
 from onbeat.perfmodel.runs import StepSeconds
 from onbeat.perfmodel.shapes import ShapeRange
-
-
-class ResidualModel:
-    """The distribution of measured / predicted step time.
-
-    Parameters
-    ----------
-    ratios : measured / predicted of steps that the fit has not seen; positive and finite.
-    """
-
-    __slots__ = ("_factors", "_log_sigma", "ratios")
-
-    def __init__(self, ratios: Iterable[float]) -> None:
-        self.ratios: tuple[float, ...] = tuple(sorted(ratios))
-        if not self.ratios:
-            raise ConfigError("a residual model needs at least one held-back step; got none")
-        if not (self.ratios[0] > 0 and all(math.isfinite(ratio) for ratio in self.ratios)):
-            raise ConfigError(f"ratios of measured to predicted step time must be positive: {self.ratios}")
-        self._log_sigma: float | None = None
-        self._factors: dict[float, float] = {}
-
-    @classmethod
-    def log_normal(cls, sigma: float) -> ResidualModel:
-        """Return the residuals of a model that nothing has been measured for.
-
-        Parameters
-        ----------
-        sigma : standard deviation of the log of measured / predicted; 0 makes every quantile the mean.
-        """
-        residual = cls((1.0,))
-        residual._log_sigma = sigma
-        return residual
-
-    def factor(self, q: float) -> float:
-        """Return the q-quantile of measured / predicted.
-
-        Between the n ordered ratios it is interpolated at (n + 1) q: the k-th of n ratios is exceeded by a
-        new one with probability (n + 1 - k) / (n + 1), so that few points give wide quantiles, not narrow
-        ones. Beyond the last ratio it is the last.
-        """
-        found = self._factors.get(q)
-        if found is None:
-            found = self._factors[q] = self._quantile(q)
-        return found
-
-    def _quantile(self, q: float) -> float:
-        if not 0 < q < 1:
-            raise ConfigError(f"a quantile of the step time must lie between 0 and 1, both excluded: {q}")
-        if self._log_sigma is not None:
-            return math.exp(self._log_sigma * NormalDist().inv_cdf(q))
-        position = min(max((len(self.ratios) + 1) * q - 1, 0.0), len(self.ratios) - 1.0)
-        index = min(int(position), len(self.ratios) - 2)
-        if index < 0:
-            return self.ratios[0]
-        low, high = self.ratios[index], self.ratios[index + 1]
-        return low + (high - low) * (position - index)
-
-
-_REFRESH_EVERY = 32
-"""Steps between two looks at the window: a quantile moves slowly, and sorting takes time."""
-
-
-class OnlineQuantile:
-    """Quantiles of measured / predicted over the last steps.
-
-    Parameters
-    ----------
-    window : steps that are remembered.
-    ready_after : steps that must have been seen; before that, whoever asks relies on what was known before.
-    """
-
-    __slots__ = ("_factors", "_has_looked", "_num_left", "_ratios", "_ready_after", "_window")
-
-    def __init__(self, *, window: int = 512, ready_after: int = 64) -> None:
-        self._window = window
-        # Those since the last look, too: the window is cut out and sorted for those who ask, if anybody does.
-        self._ratios: deque[float] = deque(maxlen=window + _REFRESH_EVERY)
-        self._ready_after = ready_after
-        self._num_left = ready_after
-        self._has_looked = False
-        self._factors: dict[float, float] = {}
-
-    def observe(self, ratio: float) -> None:
-        """Count one step's measured / predicted time; positive and finite."""
-        self._ratios.append(ratio)
-        self._num_left -= 1
-        if self._num_left <= 0:
-            self._num_left = _REFRESH_EVERY
-            self._has_looked = True
-            self._factors.clear()
-
-    def observe_all(self, ratios: Sequence[float]) -> None:
-        """Count the ratios of several steps, in their order."""
-        first = 0
-        while len(ratios) - first >= self._num_left > 0:  # a look at the window comes between them
-            first += self._num_left
-            self._ratios.extend(ratios[first - self._num_left : first - 1])
-            self._num_left = 1
-            self.observe(ratios[first - 1])
-        self._ratios.extend(ratios[first:])
-        self._num_left -= len(ratios) - first
-
-    @property
-    def greatest(self) -> float:
-        """The greatest ratio that is remembered; 0 where none is."""
-        return max(self._ratios, default=0.0)
-
-    def forget(self) -> None:
-        """Begin anew: the steps so far say nothing of those to come."""
-        self._ratios.clear()
-        self._has_looked = False
-        self._factors.clear()
-        self._num_left = self._ready_after
-
-    def factor(self, q: float) -> float | None:
-        """Return the q-quantile, by the nearest rank; None until enough steps were seen."""
-        if not self._has_looked:
-            return None
-        found = self._factors.get(q)
-        if found is None:
-            end = len(self._ratios) - (_REFRESH_EVERY - self._num_left)
-            seen = sorted(list(self._ratios)[max(0, end - self._window) : end])
-            found = self._factors[q] = seen[min(int(q * len(seen)), len(seen) - 1)]
-        return found
-
-
-MAX_CHUNK_TOKENS = 1 << 22
-"""The longest chunk that `Predictor.max_chunk_tokens` answers: the budget does not bind."""
 
 GUIDED_ROW_SECONDS = 3e-5
 """Of a row under a grammar, until steps tell: 6 us a token, 120 us for the one in five that is refused."""
 _GUIDES_MEMORY = 16
 """Steps with grammars over which their mean forgets: which of them run changes as fast."""
-_FIRST_PROBE = 256
-_MOST_SECANTS = 6
 
 
 class Predictor(StepTimeModel):
@@ -271,7 +143,7 @@ class Predictor(StepTimeModel):
         within the budget and n + 1 are not. Where the model is not monotone (a bucket's factor), it is one
         such n.
         """
-        return _invert(_chunk_seconds(self.step_time, shape, cached_tokens, q), budget)
+        return longest_chunk(chunk_seconds(partial(self.step_time, q=q), shape, cached_tokens), budget)
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn from a measured step.
@@ -376,72 +248,364 @@ class Predictor(StepTimeModel):
         return self._residual.factor(q)
 
 
-def _chunk_seconds(
-    step_time: Callable[[BatchShape, float | None], float],
-    base: BatchShape,
-    cached_tokens: int,
-    q: float | None,
-) -> Callable[[int], float]:
-    """Return the time of a batch as a function of one more chunk's length."""
-    shape = base.copy()
-    shape.add(cached_tokens, 2, samples=True)
-
-    def seconds(num_tokens: int) -> float:
-        if num_tokens == 1:  # a single token is a decode row
-            single = base.copy()
-            single.add(cached_tokens, 1, samples=True)
-            return step_time(single, q)
-        # Only these three sums change with the length; a fresh batch for each trial would cost more than the
-        # model does.
-        shape.num_new_tokens = base.num_new_tokens + num_tokens
-        shape.query_key_pairs = (
-            base.query_key_pairs + num_tokens * cached_tokens + num_tokens * (num_tokens + 1) // 2
-        )
-        shape.sum_chunk_squares = base.sum_chunk_squares + num_tokens * num_tokens
-        return step_time(shape, q)
-
-    return seconds
+_KEY_STRIDE = 64  # above any bit length of a token count
 
 
-def _invert(seconds: Callable[[int], float], budget: float) -> int:
-    """Return n in [0, MAX_CHUNK_TOKENS] with seconds(n) <= budget < seconds(n + 1)."""
-    low, low_seconds = 1, seconds(1)
-    # Written so that a budget of NaN admits nothing.
-    if not low_seconds <= budget:
-        return 0
-    high = _FIRST_PROBE
-    while (high_seconds := seconds(high)) <= budget:
-        if high >= MAX_CHUNK_TOKENS:
-            return MAX_CHUNK_TOKENS
-        slope = (high_seconds - low_seconds) / (high - low)
-        low, low_seconds = high, high_seconds
-        # A little beyond where the line meets the budget: a narrow bracket saves more trials than it costs.
-        beyond = 1.2 * (budget - low_seconds) / slope if slope > 0 else math.inf
-        high = min(high + int(min(max(beyond, 16), 15 * high)), MAX_CHUNK_TOKENS)
-    return _bisect(seconds, (low, low_seconds - budget), (high, high_seconds - budget), budget)
+class OnlineCorrection:
+    """A multiplicative factor: the machine's pace x what a kind of batch takes beside others.
 
+    The pace is that of all steps and is followed within some steps: a neighbour, heat or a slower clock
+    change the time of every batch at once. How far the model is wrong of one kind of batch beside others
+    (a bucket of new tokens and context read, by powers of two; and whether it has drafts) stays, and is
+    learnt slowly. Were the two one, a kind that has not run for a while would keep the pace of its last
+    steps, and which of two batches takes longer would depend on when each ran last.
 
-def _bisect(
-    seconds: Callable[[int], float], low: tuple[int, float], high: tuple[int, float], budget: float
-) -> int:
-    """Return n with seconds(n) <= budget < seconds(n + 1) between two points (n, seconds(n) - budget).
+    The pace is the median of the first steps, and a weighted geometric mean of measured / predicted from then
+    on. Nothing bounds it, since a model may be wrong by any factor; what is bounded is how far one step moves
+    it, lest a stall do. A step that is further off than `_FAR` counts as one that is just as far, a second in
+    a row to the same side as twice as far, a third as three times: a stall comes alone, and a machine that
+    has changed says so step after step.
 
-    Step times are nearly linear in pieces, so that the Illinois method (a secant; an end that stays twice is
-    halved) needs few trials; where the budget falls into a jump, the middle is tried after these.
+    A batch with drafts has the factor of the same rows without, times what drafts turned out to cost beside
+    their prediction: batches are compared before one of them runs, and drafts gain or lose a few per cent.
     """
-    (low_n, low_excess), (high_n, high_excess) = low, high
-    trials = last_side = 0
-    while (width := high_n - low_n) > 1:
-        trials += 1
-        share = 0.5 if trials > _MOST_SECANTS else low_excess / (low_excess - high_excess)
-        guess = min(max(low_n + int(width * share), low_n + 1), high_n - 1)
-        excess = seconds(guess) - budget
-        side = 1 if excess > 0 else -1
-        if side < 0:
-            low_n, low_excess = guess, excess
-            high_excess /= 2 if last_side == side else 1
+
+    __slots__ = ("_buckets", "_drafts", "_first", "_num_far", "_pace", "has_lost_pace")
+
+    def __init__(self) -> None:
+        self.has_lost_pace = True
+        """Whether predictions are catching up with a machine that has changed, or know nothing of it yet: how
+        far they are off now does not say how far they will be."""
+        self._first: list[float] = []
+        """Of the first steps, log(measured / predicted)."""
+        self._pace = 0.0
+        """Logarithm, as of all that is kept here."""
+        self._num_far = 0
+        """Newest steps in a row that were further off than `_FAR`; negative where they were too short."""
+        self._buckets: dict[int, _SlowMean] = {}
+        self._drafts = DraftSurcharge()
+
+    def factor(self, shape: BatchShape) -> float:
+        """Return the factor on the prediction for a batch; 1 until enough steps were seen."""
+        drafts = shape.num_draft_tokens
+        context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens - drafts
+        # `batch_kind`, written out: each question to a model that learns asks it.
+        kind = (shape.num_new_tokens - drafts).bit_length() * _KEY_STRIDE + context_tokens.bit_length()
+        bucket = self._buckets.get(kind)
+        value = self._pace if bucket is None else self._pace + bucket.value
+        return math.exp(value + self._drafts.of(shape).value if drafts else value)
+
+    def bounds(self, shape: BatchShape, context: int, low: float, high: float) -> tuple[float, float]:
+        """Return bounds of the factor while steps of decodes are learnt from.
+
+        Each step moves the factor of its kind towards its own ratio, and all factors by no more than that.
+
+        Parameters
+        ----------
+        shape : of the step before the first of them.
+        context : that the step behind the last of them reads; those before read less.
+        low, high : the least and the greatest measured / predicted of them.
+        """
+        if not 0 < low <= high < math.inf:
+            return 1.0, math.inf
+        key, bits = shape.num_new_tokens.bit_length() * _KEY_STRIDE, shape.decode_context_tokens.bit_length()
+        buckets = [self._buckets.get(key + each) for each in range(bits, context.bit_length() + 1)]
+        values = [0.0 if each is None else each.value for each in buckets]
+        logs = [math.log(low), math.log(high), *[self._pace + value for value in values]]
+        if len(self._first) < _NUM_FIRST:  # the pace may become the median of these
+            logs += self._first
+        slack = 0.01 + 0.1 * max(map(abs, values))  # for what old kinds forget, and for rounding
+        least, most = min(logs), max(logs)
+        return math.exp(2 * least - most - slack), math.exp(2 * most - least + slack)
+
+    def factors_of(self, kinds: Iterable[int]) -> list[float]:
+        """Return the factors on batches without drafts of each `batch_kind`."""
+        pace, buckets, common = self._pace, map(self._buckets.get, kinds), math.exp(self._pace)
+        return [common if bucket is None else math.exp(pace + bucket.value) for bucket in buckets]
+
+    def observe(self, shape: BatchShape, ratio: float) -> float:
+        """Learn from one step.
+
+        Parameters
+        ----------
+        ratio : measured / predicted without this correction; positive and finite.
+
+        Returns
+        -------
+        The factor as it was before.
+        """
+        value = math.log(ratio)
+        if len(self._first) < _NUM_FIRST:
+            self._first.append(value)
+            if len(self._first) == _NUM_FIRST:
+                self._pace, self.has_lost_pace = median(self._first), False
+            return 1.0
+        key, pace = batch_kind(shape), self._pace
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _SlowMean()
+        believed = pace + bucket.value
+        if shape.num_draft_tokens:
+            believed += self._drafts.of(shape).value
+            left = self._drafts.observe(shape, value - pace - bucket.value)
         else:
-            high_n, high_excess = guess, excess
-            low_excess /= 2 if last_side == side else 1
-        last_side = side
-    return low_n
+            left = bucket.observe(value - pace)
+        if abs(left) <= _FAR:
+            self._num_far, self.has_lost_pace = 0, False
+        else:
+            left = self._bounded(left)
+        self._pace = pace + _WEIGHT * left
+        return math.exp(believed)
+
+    def observe_run(
+        self,
+        shape: BatchShape,
+        contexts: Sequence[int],
+        ratios: Sequence[float],
+        expected: Sequence[float],
+        limit: float,
+    ) -> tuple[int, bool, bool, list[float]]:
+        """Learn from steps that differ in the context of their decodes alone, as `observe` would of each.
+
+        Parameters
+        ----------
+        shape : of any of them; afterwards that of the last that was learnt from.
+        contexts, expected : `decode_context_tokens` and predicted seconds without this correction of each
+            step, and of the one behind them.
+        ratios : measured / predicted of each, as in `observe`.
+        limit : see `StepTimeModel.observe_run`.
+
+        Returns
+        -------
+        From how many it has learnt, and whether the next is within the limit; whether the pace was lost in
+        one of them; and of those since, how far each was off, where that says how far off others will be:
+        measured / (predicted with this correction).
+        """
+        off: list[float] = []
+        has_lost, had_lost, position, goes_on = False, self.has_lost_pace, 0, True
+        while goes_on and position < len(ratios):
+            start = position
+            if not had_lost and not shape.num_draft_tokens:
+                position = self._observe_steady(shape, contexts, ratios, expected, position, limit, off)
+            if position == start:
+                shape.decode_context_tokens, ratio = contexts[position], ratios[position]
+                position += 1
+                factor = self.observe(shape, ratio)
+                if self.has_lost_pace:
+                    off.clear()
+                    has_lost = had_lost = True
+                elif had_lost:
+                    had_lost = False
+                else:
+                    off.append(ratio / factor)
+            if limit < math.inf:
+                shape.decode_context_tokens = contexts[position]
+                goes_on = expected[position] * self.factor(shape) <= limit
+        shape.decode_context_tokens = contexts[position - 1]
+        return position, goes_on, has_lost, off
+
+    def _observe_steady(  # noqa: PLR0913 (what a run is)
+        self,
+        shape: BatchShape,
+        contexts: Sequence[int],
+        ratios: Sequence[float],
+        expected: Sequence[float],
+        position: int,
+        limit: float,
+        off: list[float],
+    ) -> int:
+        """Learn from steps that are near what is expected; return the position of the first that is not.
+
+        Or of the one that is predicted to take longer than the limit. Written flat: it is asked for every
+        step of a simulation, and a call costs more than it computes.
+        """
+        log, exp = math.log, math.exp
+        far, weight, prior, longest, slow = _FAR, _WEIGHT, _PRIOR, _LONGEST_MEMORY, _SLOW_WEIGHT
+        kind, cached = shape.num_new_tokens.bit_length() * _KEY_STRIDE, shape.chunk_cached_tokens
+        pace, first, end, asks = self._pace, position, len(ratios), limit < math.inf
+        while position < end:
+            bits = (cached + contexts[position]).bit_length()
+            # From there on steps are of the next kind.
+            stop = bisect_left(contexts, (1 << bits) - cached, position)
+            bucket = self._buckets.get(kind + bits)
+            if bucket is None:
+                bucket = self._buckets[kind + bits] = _SlowMean()
+            believed, count, mean = bucket.value, bucket.count, bucket.mean
+            for ratio in ratios[position:stop]:
+                left = log(ratio) - pace - believed
+                if abs(left) > far:
+                    end = position
+                    break
+                off.append(ratio / exp(pace + believed))
+                position += 1
+                count += 1
+                mean += (believed + left - mean) * (1 / count if count < longest else slow)
+                believed = count * mean / (prior + count)  # these kinds are believed to be like all
+                pace += weight * left
+                if asks and position < stop and expected[position] * exp(pace + believed) > limit:
+                    end = position
+                    break
+            bucket.value, bucket.count, bucket.mean = believed, count, mean
+            if position == stop and asks:  # the next is of another kind: let the caller see
+                break
+        if position > first:
+            self._num_far = 0
+        self._pace = pace
+        return position
+
+    def _bounded(self, left: float) -> float:
+        """Return how much to believe of what nobody expected of a step that is further off than `_FAR`."""
+        side = 1 if left > 0 else -1
+        self._num_far = self._num_far + side if self._num_far * side > 0 else side
+        most = abs(self._num_far) * _FAR
+        if abs(self._num_far) >= _NUM_SURE and abs(left) > most:
+            self.has_lost_pace = True
+        return min(max(left, -most), most)
+
+
+class DraftSurcharge:
+    """What steps with drafts take beyond their prediction, over what the same rows take without.
+
+    The host's work for drafts is in no fitted model, and the fit itself is a little wrong. By powers of two
+    of the rows, each believed to be like all until it has shown otherwise.
+    """
+
+    __slots__ = ("_all", "_by_size")
+
+    def __init__(self) -> None:
+        self._all = _SlowMean()
+        self._by_size: dict[int, _SlowMean] = {}
+
+    def of(self, shape: BatchShape) -> _SlowMean:
+        """Return what is known of batches of this size."""
+        return self._by_size.get(_size(shape), self._all)
+
+    def observe(self, shape: BatchShape, value: float) -> float:
+        """Learn from a step with drafts; return how far it was off.
+
+        Parameters
+        ----------
+        value : log of measured / predicted, over the factor of the same rows without drafts.
+        """
+        left = value - self.of(shape).value
+        self._all.observe(value)
+        size = _size(shape)
+        of_size = self._by_size.get(size)
+        if of_size is None:
+            of_size = self._by_size[size] = _SlowMean(self._all)
+        of_size.observe(value)
+        return left
+
+
+class _SlowMean:
+    """A mean that believes what it was given to begin with until many values say otherwise.
+
+    Parameters
+    ----------
+    prior : what to believe at first; None is 0.
+    """
+
+    __slots__ = ("_prior", "count", "mean", "value")
+
+    def __init__(self, prior: _SlowMean | None = None) -> None:
+        self._prior = prior
+        self.count = 0
+        """Of the values so far."""
+        self.mean = 0.0
+        """Of them."""
+        self.value: float = 0.0 if prior is None else prior.value
+        """What is believed."""
+
+    def observe(self, value: float) -> float:
+        """Count a value, as at most `_FAR` away from what was believed; return how far it was away."""
+        believed = self.value
+        left = value - believed
+        value = believed + (left if abs(left) <= _FAR else math.copysign(_FAR, left))
+        self.count = count = self.count + 1
+        self.mean += (value - self.mean) * (1 / count if count < _LONGEST_MEMORY else _SLOW_WEIGHT)
+        prior = 0.0 if self._prior is None else self._prior.value
+        self.value = (_PRIOR * prior + count * self.mean) / (_PRIOR + count)
+        return left
+
+
+_NUM_FIRST = 8
+"""Steps that must be in before there is a pace: the first ones of an engine may take long, but not most."""
+_WEIGHT = 0.2
+"""Share of the newest step in the pace: noise of 5 % a step makes it uncertain by 2 %."""
+_FAR = 0.3
+"""Of a step's logarithm beyond what was expected: six times that noise, and a stall moves the pace by 6 %."""
+_NUM_SURE = 3
+"""The step in a row that tells another pace from a slow spell, if it is still so many times `_FAR` off:
+in a change to 2.5 times it no longer is, in one to 3.5 times it is."""
+_LONGEST_MEMORY = 64
+_SLOW_WEIGHT = 1 / _LONGEST_MEMORY
+"""Share of the newest step in what a kind of batch takes beside others, once there were that many."""
+_PRIOR = 16
+"""Steps that what was believed of a kind counts for beside its own."""
+
+
+def batch_kind(shape: BatchShape) -> int:
+    """Return the bucket of a batch, or of the same rows without their drafts."""
+    drafts = shape.num_draft_tokens
+    context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens - drafts
+    return (shape.num_new_tokens - drafts).bit_length() * _KEY_STRIDE + context_tokens.bit_length()
+
+
+def _size(shape: BatchShape) -> int:
+    return (shape.num_new_tokens - shape.num_draft_tokens).bit_length()
+
+
+class ResidualModel:
+    """The distribution of measured / predicted step time.
+
+    Parameters
+    ----------
+    ratios : measured / predicted of steps that the fit has not seen; positive and finite.
+    """
+
+    __slots__ = ("_factors", "_log_sigma", "ratios")
+
+    def __init__(self, ratios: Iterable[float]) -> None:
+        self.ratios: tuple[float, ...] = tuple(sorted(ratios))
+        if not self.ratios:
+            raise ConfigError("a residual model needs at least one held-back step; got none")
+        if not (self.ratios[0] > 0 and all(math.isfinite(ratio) for ratio in self.ratios)):
+            raise ConfigError(f"ratios of measured to predicted step time must be positive: {self.ratios}")
+        self._log_sigma: float | None = None
+        self._factors: dict[float, float] = {}
+
+    @classmethod
+    def log_normal(cls, sigma: float) -> ResidualModel:
+        """Return the residuals of a model that nothing has been measured for.
+
+        Parameters
+        ----------
+        sigma : standard deviation of the log of measured / predicted; 0 makes every quantile the mean.
+        """
+        residual = cls((1.0,))
+        residual._log_sigma = sigma
+        return residual
+
+    def factor(self, q: float) -> float:
+        """Return the q-quantile of measured / predicted.
+
+        Between the n ordered ratios it is interpolated at (n + 1) q: the k-th of n ratios is exceeded by a
+        new one with probability (n + 1 - k) / (n + 1), so that few points give wide quantiles, not narrow
+        ones. Beyond the last ratio it is the last.
+        """
+        found = self._factors.get(q)
+        if found is None:
+            found = self._factors[q] = self._quantile(q)
+        return found
+
+    def _quantile(self, q: float) -> float:
+        if not 0 < q < 1:
+            raise ConfigError(f"a quantile of the step time must lie between 0 and 1, both excluded: {q}")
+        if self._log_sigma is not None:
+            return math.exp(self._log_sigma * NormalDist().inv_cdf(q))
+        position = min(max((len(self.ratios) + 1) * q - 1, 0.0), len(self.ratios) - 1.0)
+        index = min(int(position), len(self.ratios) - 2)
+        if index < 0:
+            return self.ratios[0]
+        low, high = self.ratios[index], self.ratios[index + 1]
+        return low + (high - low) * (position - index)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.recent import Drift
 from onbeat.perfmodel.shapes import ShapeRange
 
 

@@ -25,9 +25,9 @@ from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
 from onbeat.engine.progress import Detail
 from onbeat.engine.start import build_engine, prepare
 from onbeat.engine.step_times import Others, OthersMeter, StepWatch, choose_step_time
-from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import Profile, profile_path, profiles_dir, write_profile
+from onbeat.perfmodel.recent import Drift
 from onbeat.perfmodel.utilisation import StepOperations
 from tests.busy_loops import busy_loops
 from tests.cpu.e2e.tiny_directory import write_tiny_directory

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
+from onbeat.perfmodel.predictor import OnlineCorrection
+from onbeat.perfmodel.recent import DriftAlarm
 from tests.pure.perfmodel.shapes import batch, decodes, verifies
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.perfmodel.predictor import OnlineQuantile
+from onbeat.perfmodel.recent import OnlineQuantile
 
 
 def observe_all(quantile: OnlineQuantile, ratios) -> OnlineQuantile:

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, seconds_of_each
-from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.inversion import MAX_CHUNK_TOKENS
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor, ResidualModel
+from onbeat.perfmodel.predictor import OnlineCorrection, Predictor, ResidualModel
+from onbeat.perfmodel.recent import DriftAlarm
 from onbeat.perfmodel.shapes import ShapeRange
 from tests.pure.perfmodel.shapes import (
     batch,

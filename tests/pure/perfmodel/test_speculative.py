@@ -14,10 +14,11 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import Parallelism, find_device
 from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, fit
+from onbeat.perfmodel.inversion import MAX_CHUNK_TOKENS
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import SpeculativeDescription, StepTimeDescription, description_from_json
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor, ResidualModel
+from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.speculative import SpeculativeStepTime, draft_pass
 from onbeat.perfmodel.utilisation import SpeculativeOperations, StepOperations

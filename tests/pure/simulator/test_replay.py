@@ -16,8 +16,7 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
-from onbeat.perfmodel.correction import OnlineCorrection
-from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.predictor import OnlineCorrection, Predictor
 from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.replica.policies import POLICIES
