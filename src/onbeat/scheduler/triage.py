@@ -119,18 +119,18 @@ class CostModel:
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
         token = min(max(slope, 0.5 * best), best)
         few, many, short = probed[-3:]
+        self._efficient_seconds = chunk * (token + pair * (0.5 * chunk))
         decode = max(0.0, (many - few) / 16)
         context = max(0.0, (many - short) / (32 * USUAL_CONTEXT - 32 * USUAL_CONTEXT // 8))
         self.costs = PrefillCosts(
             token=token,
             pair=pair,
-            step=max(0.0, times[place] - chunk * (token + pair * (0.5 * chunk))),
+            step=max(0.0, times[place] - self._efficient_seconds),
             decode=decode,
             context=min(context, decode / USUAL_CONTEXT),
             decode_base=max(0.0, few - 16 * decode),
         )
         self.seconds = self.costs.seconds
-        self._efficient_seconds = self.seconds(chunk, 0)
         self.alone_seconds = self.costs.decode_base + decode
         self.shortest_tbt = max(self.alone_seconds, self.least_tbt)
         self._least_alone = min(self._least_alone, self.alone_seconds)
