@@ -13,8 +13,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
-from onbeat.perfmodel.predictor import OnlineQuantile, Predictor
+from onbeat.perfmodel.predictor import OnlineCorrection, Predictor
+from onbeat.perfmodel.recent import Drift, DriftAlarm, OnlineQuantile
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
