@@ -163,7 +163,7 @@ class EngineTable:
         if is_first:
             state.scheduled_time = now
             state.num_cached_tokens = min(num_cached, state.num_prompt_tokens)
-            self._tracker.on_start(state)
+            self._tracker.tenants.on_leave(state.request.tenant, state.num_tokens - state.num_cached_tokens)
         insort(self.running, state, key=sort_key)
 
     def _leave(self, state: RequestState) -> None:
