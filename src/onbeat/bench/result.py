@@ -313,7 +313,7 @@ def default_file_name(bench: BenchConfig, runs: Sequence[BenchRun]) -> str:
         return f"{label}-sweep-{model}-{first.date}.json"
     concurrency = first.level.max_concurrency
     suffix = "" if concurrency is None else f"-concurrency{concurrency}"
-    return f"{label}-{first.level.saved_rate}qps{suffix}-{model}-{first.date}.json"
+    return f"{label}-{first.level.values['request_rate']}qps{suffix}-{model}-{first.date}.json"
 
 
 def _token_count_source(records: Sequence[SentRequest]) -> str | None:

@@ -85,8 +85,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     if passed_on is not None:
         setattr(namespace, PASSED_ON, [*getattr(namespace, PASSED_ON), *passed_on])
     if unknown:
-        hint = _hint_to_repeat(arguments, unknown[0], command)
-        command.error(unknown_argument_message(command, unknown[0]) + hint)
+        command.error(unknown_argument_message(command, unknown[0]))
     return namespace
 
 
@@ -110,13 +109,6 @@ def _with_repeated_flags(arguments: list[str], command: argparse.ArgumentParser)
             expanded.append(flag)
         expanded.append(argument)
     return expanded
-
-
-def _hint_to_repeat(arguments: Sequence[str], argument: str, command: argparse.ArgumentParser) -> str:
-    """Return what to do about a second value behind a flag that takes one."""
-    before = [each.partition("=")[0] for each in arguments[: arguments.index(argument)]]
-    flag = next((each for each in reversed(before) if each.startswith("-")), "")
-    return f"; {flag} takes one value, give it again for another" if flag in repeatable_flags(command) else ""
 
 
 def normalise(argument: str) -> str:

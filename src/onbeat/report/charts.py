@@ -225,9 +225,6 @@ def _level_colour(position: int, count: int) -> str:
 
 
 KEPT_TITLE = "Share of requests within their objectives"
-GOODPUT_TITLE = "Goodput"
-SHARES = [0, 20, 40, 60, 80, 100]
-"""That an axis of percents marks."""
 
 
 def tradeoff_figure(runs: Sequence[AnyRun], latency: LatencyStatistic, title: str) -> plot.Figure | None:
@@ -282,7 +279,7 @@ def with_promise(
     """
     layout, level = drawn["layout"], share * 100
     data = [*drawn["data"], *([capacity_marks(highest)] if highest else [])]
-    layout["yaxis"] = plot.axis("% of requests good", range=[0, 109], tickvals=SHARES)
+    layout["yaxis"] = plot.axis("% of requests good", range=[0, 109], tickvals=[0, 20, 40, 60, 80, 100])
     layout |= {
         "shapes": [plot.level_line(level)],
         "annotations": [plot.line_name(f"{level:g} % {name}", level)],
@@ -307,9 +304,7 @@ def goodput_figure(runs: Sequence[AnyRun]) -> plot.Figure | None:
     ----------
     runs : all of closed loops, or all of open ones.
     """
-    return over_load_figure(
-        runs, lambda summary: summary.score.goodput, GOODPUT_TITLE, unit="good requests/s"
-    )
+    return over_load_figure(runs, lambda summary: summary.score.goodput, "Goodput", unit="good requests/s")
 
 
 def over_load_figure(

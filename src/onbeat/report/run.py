@@ -55,14 +55,10 @@ class Level:
         return (self.max_concurrency or math.inf) if self.is_closed else self.request_rate
 
     @property
-    def saved_rate(self) -> float | str:
-        """The rate as files have it."""
-        return "inf" if self.is_closed else self.request_rate
-
-    @property
     def values(self) -> dict[str, Any]:
         """As a file has it."""
-        return {"request_rate": self.saved_rate, "max_concurrency": self.max_concurrency}
+        rate = "inf" if self.is_closed else self.request_rate
+        return {"request_rate": rate, "max_concurrency": self.max_concurrency}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

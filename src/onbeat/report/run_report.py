@@ -118,10 +118,8 @@ CDF_TITLES = {
 }
 TRADEOFFS = {
     LatencyStatistic("tpot", "mean"): "Mean TPOT",
-    LatencyStatistic("tpot", "p90"): "P90 TPOT",
     LatencyStatistic("itl", "p99"): "P99 TBT",
     LatencyStatistic("ttft", "mean"): "Mean TTFT",
-    LatencyStatistic("ttft", "p90"): "P90 TTFT",
     LatencyStatistic("ttft", "p99"): "P99 TTFT",
 }
 CLASS_COLUMNS = (
@@ -223,18 +221,12 @@ def _sweep_tiles(runs: Sequence[AnyRun]) -> list[tuple[str, str]]:
     if not done:
         return [("completed", "0")]
     fastest = max(done, key=lambda run: run.summary.counts.output_throughput)
-    tpots, ttfts = (
-        [value for run in done if (value := run.summary.latencies[metric].mean_ms)]
-        for metric in ("tpot", "ttft")
-    )
     goodputs = [value for run in done if (value := run.summary.score.goodput) is not None]
     good = [("most good requests/s", number(max(goodputs)))] if goodputs else []
     return [
         *good,
         ("most output tokens/s", number(fastest.summary.counts.output_throughput)),
         ("reached at", fastest.title),
-        ("lowest mean TPOT, ms", number(min(tpots, default=None))),
-        ("lowest mean TTFT, ms", number(min(ttfts, default=None))),
         ("requests completed", number(sum(run.summary.counts.num_completed for run in done))),
     ]
 
