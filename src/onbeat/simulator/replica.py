@@ -77,25 +77,27 @@ class SerialReplica(VirtualReplica):
 
     def _catch_up(self, step: StepUnderWay, now: float) -> None:
         """Let the scheduler see what the steps of a run have brought by now."""
-        ends = self._ends
-        if ends[-1] <= now:  # a run that was cut at this very instant; nobody ends before the end of one
-            self._end_step(step, ends, None)
-            self._step, self.next_time = None, inf
-        elif num_ended := bisect_right(ends, now):
+        # One that was cut at this very instant has ended; nobody ends before the end of a run.
+        if self._ends[-1] <= now:
+            self._finish(step, None)
+        elif num_ended := bisect_right(self._ends, now):
             self._advance(step, num_ended)
 
     def end(self, now: float) -> list[OfferedRequest]:
         """Take the results of the step or run that ends now."""
         step = self._step
-        if self.started:
-            self.started = []
+        self.started = []
         if step is None or now < self.next_time or self._num_left:
             return []
+        return self._finish(step, None if self._is_alone else self.started)
+
+    def _finish(self, step: StepUnderWay, started: list[OfferedRequest] | None) -> list[OfferedRequest]:
+        """Take the results of a step or run that has ended; see `_end_step`."""
         ends = self._ends
         self._step, self.next_time = None, inf
         if self._plans_ahead:
             self._last_step = (ends[-2] if len(ends) > 1 else step.start, ends[-1])
-        return self._end_step(step, ends, None if self._is_alone else self.started)
+        return self._end_step(step, ends, started)
 
     def start(self, now: float, next_arrival: float) -> list[OfferedRequest]:
         """Plan the next step and predict when it ends, or look further ahead in a run that goes on."""
@@ -109,6 +111,8 @@ class SerialReplica(VirtualReplica):
         if step is None and self._held:
             refused += self._admit(now, came_before=inf)
             step = self._step = self._plan(now, may_run_on=self._observer is None)
+        if self.scheduler.planner.expired:
+            refused = self._expire(now) + refused
         if step is None:
             self._end_work(now)
         else:
@@ -116,10 +120,9 @@ class SerialReplica(VirtualReplica):
             if step.run is not None:
                 self._num_left, self._shape = step.run.max_steps, step.shape.copy()
             self._ends = array("d")
-            self._look_ahead(step, now + self._charged, next_arrival)
+            # Another may come at once in place of those who have ended.
+            self._look_ahead(step, now + self._charged, now if refused else next_arrival)
             self._charged = 0.0
-        if self.scheduler.planner.expired:
-            return self._expire(now) + refused
         return refused
 
     def _admit(self, now: float, *, came_before: float) -> list[OfferedRequest]:

@@ -25,9 +25,10 @@ def test_a_request_joins_the_step_after_the_one_that_is_planned():
     assert first_tokens(make_config(steps_ahead=1), [8, 8], [9, 2], [0.0, 2.5]) == [1.0, 5.0]
 
 
-def test_one_that_comes_as_a_step_ends_has_missed_the_plan_of_that_instant():
-    assert first_tokens(make_config(), [8, 8], [9, 2], [0.0, 3.0]) == [1.0, 4.0]
-    assert first_tokens(make_config(steps_ahead=1), [8, 8], [9, 2], [0.0, 3.0]) == [1.0, 6.0]
+@pytest.mark.parametrize("policy", ["sarathi", "slo"])
+def test_one_that_comes_as_a_step_ends_has_missed_the_plan_of_that_instant(policy: str):
+    assert first_tokens(make_config(policy), [8, 8], [9, 2], [0.0, 3.0]) == [1.0, 4.0]
+    assert first_tokens(make_config(policy, steps_ahead=1), [8, 8], [9, 2], [0.0, 3.0]) == [1.0, 6.0]
 
 
 def test_an_idle_engine_begins_at_once():
