@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import TaskID
 
-from onbeat.bench.bench_config import BenchConfig, OutputOptions, TargetConfig, key_headers
+from onbeat.bench.bench_config import BenchConfig, TargetConfig, key_headers
 from onbeat.bench.bench_load import RunConfig
 from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
 from onbeat.bench.client import why_no_answer
@@ -170,7 +170,9 @@ def _serve(args: argparse.Namespace) -> int:
         promise = read_promise(bench.check_plan)
         bench = with_planned_load(bench, promise)
     output = bench.output
-    _check_outputs(output)
+    named = (output.result_dir or Path()) / (output.result_filename or "result.json")
+    written = {"--json": output.json, "--report": output.report}
+    check_writable(args, written | ({"--result-dir": named} if output.saves_under_name else {}))
     runs = bench.runs()
     console = Console(stderr=True)
     path = bench.load.tokenizer
@@ -226,14 +228,6 @@ async def _measure(
         return await measuring
     except asyncio.CancelledError:
         return []
-
-
-def _check_outputs(output: OutputOptions) -> None:
-    """Find out before the load whether its results can be saved."""
-    named = None
-    if output.saves_under_name:
-        named = (output.result_dir or Path()) / (output.result_filename or "result.json")
-    check_writable({"--json": output.json, "--report": output.report, "--result-dir": named})
 
 
 def _deliver(bench: BenchConfig, runs: list[BenchRun], settings: dict[str, Any], console: Console) -> None:
@@ -306,7 +300,7 @@ def add_chaos_arguments(parser: argparse.ArgumentParser) -> None:
 def run_chaos(args: argparse.Namespace) -> int:
     """Disturb and check; return 0 if nothing is wrong, else 3."""
     options, root = read_options(args, ChaosOptions), server_root(args.url)
-    check_writable({"--history": options.history})
+    check_writable(args, {"--history": options.history})
     console = result_console(highlight=False)
     result = asyncio.run(_disturb(root, options, Console(stderr=True)))
     if options.history is not None:

@@ -264,7 +264,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     options = read_options(args, CapacityOptions)
     output = options.output
-    outputs.check_writable(outputs.files_of(output))
+    outputs.check_writable(args, outputs.files_of(output))
     planned = plan_cases(args, options.vary, objective=options.objective, repeats=options.study.repeats)
     lead = _lead(args, planned)
     console.print(lead, markup=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -105,20 +106,24 @@ def files_of(settings: Any) -> dict[str, Path | None]:
     return {each.flag: value for each, value in values_of(settings).items() if isinstance(value, Path)}
 
 
-def check_writable(paths: Mapping[str, Path | None]) -> None:
+def check_writable(args: argparse.Namespace, paths: Mapping[str, Path | None]) -> None:
     """Find out before the work whether its results can be saved.
 
     Missing directories are made, as they are when results are saved; files are left as they are.
 
     Parameters
     ----------
+    args : of the command; files that its other flags name are inputs.
     paths : flag -> the file that it names; None is left out.
 
     Raises
     ------
-    ConfigError : a file cannot be written, or two flags name the same one.
+    ConfigError : a file cannot be written or is an input, or two flags name the same one.
     """
     owners: dict[Path, str] = {}
+    written = {"label", *(flag.lstrip("-").replace("-", "_") for flag in paths)}
+    inputs = [value for name, value in vars(args).items() if name not in written]
+    inputs = [each for each in inputs if isinstance(each, (str, Path)) and os.path.exists(each)]
     for flag, path in paths.items():
         if path is None:
             continue
@@ -126,6 +131,8 @@ def check_writable(paths: Mapping[str, Path | None]) -> None:
         if other != flag:
             raise ConfigError(f"{other} and {flag} both name {path}; give each a file of its own")
         try:
+            if path.exists() and any(map(path.samefile, inputs)):
+                raise ConfigError(f"{flag} would overwrite {path}, which is an input; choose another file")
             _try(path)
         except OSError as error:
             raise ConfigError(

@@ -273,7 +273,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     options = read_options(args, PlanOptions)
     own = options.result
-    check_writable(files_of(options))
+    check_writable(args, {"--output": options.output, **files_of(own)})
     report = None
     try:
         with Pool(options.study.num_processes, search_fleet) as pool:

@@ -267,7 +267,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Profile; return the exit code."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=args.quiet)
-    check_writable(files_of(read_options(args, ProfileOptions)))  # before minutes are spent
+    check_writable(args, files_of(read_options(args, ProfileOptions)))  # before minutes are spent
     options = read_options(args, FromOptions)
     if args.model_positional == RECORD:
         _refuse(args, "`onbeat profile record`", from_=options.source, output=args.output, model=args.model)
@@ -296,7 +296,7 @@ def _record(args: argparse.Namespace, console: Console) -> int:
             f"got {len(args.recorded)} arguments"
         )
     source, path = args.recorded
-    check_writable({"FILE": Path(path)})
+    check_writable(args, {"FILE": Path(path)})
     return record(source, Path(path), seconds=args.seconds, console=console)
 
 

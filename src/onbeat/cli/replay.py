@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay; return 0 where the decisions are identical."""
-    check_writable({"--json": args.json})
+    check_writable(args, {"--json": args.json})
     options = read_options(args, ReplayOptions)
     console = Console(stderr=True, highlight=False)
     if (args.file is None) == (options.steps is None):

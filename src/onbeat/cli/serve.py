@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from onbeat.engine.link import set_up_logging
     from onbeat.server.listening import bind, check_tls, with_descriptors
 
-    check_writable({"--timeline": args.timeline, "--record": args.record})
+    check_writable(args, {"--timeline": args.timeline, "--record": args.record})
     if args.otlp_traces_endpoint:
         require("opentelemetry", extra="otel", purpose="onbeat serve --otlp-traces-endpoint")
     started = time.monotonic()

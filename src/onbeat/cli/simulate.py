@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate; returns the exit code."""
     console = Console(stderr=True, highlight=False)
     options = read_options(args, SimulateOptions)
-    check_writable(files_of(options))
+    check_writable(args, files_of(options))
     settings, simulation, load = asked_of(args)
     console.print(_describe(settings, simulation), markup=False, soft_wrap=True)
     result = _simulate(simulation, load, console, options)

@@ -19,7 +19,7 @@ from tests.pure.cli.simulating import LOAD, MODEL
 def test_trying_leaves_no_trace(tmp_path: Path) -> None:
     there, new = tmp_path / "there.json", tmp_path / "sub" / "new.json"
     there.write_text("kept")
-    check_writable({"--json": there, "--report": new, "--records": None})
+    check_writable(Namespace(), {"--json": there, "--report": new, "--records": None})
     assert there.read_text() == "kept"
     assert not new.exists()
     assert new.parent.is_dir()
@@ -29,12 +29,29 @@ def test_trying_leaves_no_trace(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_found_out(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--json"):
-        check_writable({"--json": tmp_path / name})
+        check_writable(Namespace(), {"--json": tmp_path / name})
 
 
 def test_two_flags_may_not_name_one_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--json.*--report.*/x"):
-        check_writable({"--json": tmp_path / "x", "--report": tmp_path / "x"})
+        check_writable(Namespace(), {"--json": tmp_path / "x", "--report": tmp_path / "x"})
+
+
+@pytest.mark.parametrize("name", ["trace", "config", "dataset_path"])
+def test_an_input_is_not_overwritten(tmp_path: Path, name: str) -> None:
+    given, link = tmp_path / "there.json", tmp_path / "link.json"
+    given.write_text("kept")
+    link.symlink_to(given)
+    args = Namespace(**{name: str(given)}, json=link)
+    with pytest.raises(ConfigError, match=r"--json would overwrite .*link.json"):
+        check_writable(args, {"--json": link})
+    assert given.read_text() == "kept"
+
+
+def test_a_result_is_overwritten_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("of before")
+    check_writable(Namespace(json=path, label=str(path), num_prompts=3), {"--json": path})
 
 
 def test_a_setting_of_0_is_shown() -> None:
@@ -43,7 +60,7 @@ def test_a_setting_of_0_is_shown() -> None:
 
 
 def test_a_device_is_taken_as_it_is() -> None:
-    check_writable({"--json": Path("/dev/null")})
+    check_writable(Namespace(), {"--json": Path("/dev/null")})
 
 
 def test_one_that_fails_does_not_keep_the_others_from_being_saved(
