@@ -200,6 +200,16 @@ def test_says_why_nothing_fits(
     assert reason in out
 
 
+def test_of_jobs_so_many_keep_their_deadlines(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--dataset-name", "retrieval-plan", "--num-prompts", "40", "--objective", "attainment:0.9"]
+    load += ["--job-deadline-ms", "4000", "--max-num-seqs", "4"]
+    search = ["--repeats", "1", "--tolerance", "0.5", "--jobs", "1", "--disable-tqdm"]
+    assert main(["capacity", *MODEL, *load, *search]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"serves \S+ jobs/s and keeps the deadlines of 90 % of the jobs", out)
+    assert "jobs kept" in out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -81,6 +81,22 @@ def test_bad_input_is_a_sentence(flags: list[str], message: str, capsys: pytest.
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--slo-ttft-ms", "500"],
+        ["--rate", "2"],
+        ["--rate", "2", "--slo-ttft-ms", "500", "--objective", "vidur"],
+        ["--rate", "2", "--slo-ttft-ms", "500", "--num-prompts", "9"],
+        ["--rate", "2", "--slo-ttft-ms", "500", "--dataset-name", "lanes"],
+    ],
+    ids=["rate", "objectives", "objective", "length", "jobs"],
+)
+def test_flags_are_checked_before_any_work(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("onbeat.cli.plan.Pool")
+    assert main(["plan", *MODEL, "--gpus", "l4", *flags]) == 2
+
+
 def test_calls_of_jobs_are_not_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--dataset-name", "agents", "--num-prompts", "60", "--slo-ttft-ms", "500"]
     assert main(["plan", *MODEL, *load, "--max-model-len", "20000", "--gpus", "l4", "--rate", "2"]) == 2

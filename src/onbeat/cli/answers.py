@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from onbeat.core.slo import SLO
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.planner.objectives import Objective, ShareObjective, Verdict
+from onbeat.planner.objectives import JOBS_KEPT, JobsObjective, Objective, ShareObjective, Verdict
 from onbeat.report.objectives import classes_text
 from onbeat.report.units import duration, rate_text
 
@@ -39,6 +39,8 @@ def limits_text(objectives: Mapping[str, SLO]) -> str:
 
 def promise_text(objective: Objective, objectives: Mapping[str, SLO]) -> str:
     """Return what a rate must keep, after `and`: `keep 99 % of the answers within 1 s to the first token`."""
+    if isinstance(objective, JobsObjective):
+        return f"keep the deadlines of {objective.share * 100:g} % of the jobs"
     limits = limits_text(objectives)
     if isinstance(objective, ShareObjective):
         return f"keep {objective.share * 100:g} % of the answers within {limits}"
@@ -66,7 +68,8 @@ def state_text(verdict: Verdict) -> str:
     words = []
     for measure in verdict.measures:
         if measure.unit == "share":
-            words.append(f"{measure.value * 100:.3g} % of the answers are in time")
+            what = "jobs" if measure.name == JOBS_KEPT else "answers"
+            words.append(f"{measure.value * 100:.3g} % of the {what} are in time")
         else:
             words.append(f"the {measure.name} is {duration(measure.value)}")
     return " and ".join(words)

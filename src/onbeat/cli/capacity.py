@@ -20,7 +20,7 @@ from onbeat.cli.args import INFEASIBLE, INTERRUPTED
 from onbeat.cli.capacity_output import CapacityReport, answer_of, capacity_result
 from onbeat.cli.options import add_options, read_options, read_value
 from onbeat.cli.simulate import add_simulation_arguments
-from onbeat.core.errors import ConfigError, counted
+from onbeat.core.errors import ConfigError, DoesNotFit, counted
 from onbeat.core.extras import require
 from onbeat.core.hints import likely_meant
 from onbeat.core.options import Setting, change, changed, option, part, settings_of
@@ -28,7 +28,7 @@ from onbeat.core.slo import SLO
 from onbeat.metrics.distribution import LEVEL
 from onbeat.planner.capacity import Capacity, CapacityTask, Repeat, combine_repeats, find_capacity
 from onbeat.planner.cases import TBT, ReplicaCase, case_name, settings_grid
-from onbeat.planner.objectives import Objective, parse_objective
+from onbeat.planner.objectives import Objective, ShareObjective, parse_objective
 from onbeat.planner.parallel import Pool
 from onbeat.planner.search import SearchOptions, Trial
 from onbeat.report.objectives import classes_text
@@ -41,7 +41,6 @@ from onbeat.workload.load import Load, tightest_tbt
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 
-_PLENTY_OF_BLOCKS = 1 << 24
 _VARIED = frozenset(
     {
         *("tensor_parallel", "pipeline_parallel", "replicas", "router", "device", "dtype", "policy"),
@@ -125,18 +124,23 @@ def plan_cases(
             "--arrivals gamma draws Poisson arrivals for a trace"
         )
     axes = parse_vary(vary)
+    asked = read_options(args, Load)
     tbts = axes.pop("tbt", [])
     base = read_options(args, Deployment, seed=args.seed, max_concurrency=args.max_concurrency)
     for each, value in changed(base).items():
         if value not in axes.get(each.name, [value]) and each.name != "device":  # which must be given
             raise ConfigError(f"--vary does not try {each.flag} {value}: add it to --vary, or leave it out")
+    of_tbts = [change(asked, tbt=tbt) for tbt in tbts] or [asked]
+    goals = [
+        parse_objective(objective, tbt=tightest_tbt(own.classes()), mode=args.slo_mode) for own in of_tbts
+    ]
     cases = [ReplicaCase(settings=settings, labels=labels) for labels, settings in settings_grid(base, axes)]
     contexts = _contexts(cases)
-    asked = read_options(args, Load)
     planned: list[PlannedCase] = []
-    for own in [change(asked, tbt=tbt) for tbt in tbts] or [asked]:
-        goal = parse_objective(objective, tbt=tightest_tbt(own.classes()), mode=args.slo_mode)
+    for own, goal in zip(of_tbts, goals, strict=True):
         loads = _loads(own, repeats, cases, contexts)
+        if isinstance(goal, ShareObjective):
+            goal = goal.of(loads[0])
         goal.allowances(loads[0])  # refuses a load that it cannot judge
         label = ((TBT, f"{own.slo.tbt * 1e3:g}"),) if tbts and own.slo.tbt is not None else ()
         planned += [
@@ -177,20 +181,13 @@ def _contexts(cases: Sequence[ReplicaCase]) -> dict[int, Deployment]:
         settings = change(case.settings, max_num_batched_tokens=None) if is_auto else case.settings
         try:
             contexts[resolve(settings).config.max_model_len] = settings
+        except DoesNotFit:
+            continue
         except ConfigError as error:
-            if not _fits_with_plenty_of_memory(settings):
-                refusals.append(error)
+            refusals.append(error)
     if len(refusals) == len(cases):
         raise refusals[0]
     return contexts
-
-
-def _fits_with_plenty_of_memory(settings: Deployment) -> bool:
-    try:
-        resolve(replace(settings, num_blocks=_PLENTY_OF_BLOCKS))
-    except ConfigError:
-        return False
-    return True
 
 
 def _loads(
@@ -202,7 +199,7 @@ def _loads(
     ------
     ConfigError : it has no rate to search, or requests that no configuration takes.
     """
-    longest = max(contexts, default=_PLENTY_OF_BLOCKS)
+    longest = max(contexts, default=1 << 30)
     try:
         loads = tuple(
             replace(asked, seed=asked.seed + repeat).offered(
@@ -391,5 +388,4 @@ def _settings(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> dict[
             "mean_input_tokens": float(load.num_prompt_tokens.mean()),
             "mean_output_tokens": float(load.num_output_tokens.mean()),
         },
-        "num_repeats": len(planned[0].loads),
     }

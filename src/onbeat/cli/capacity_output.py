@@ -17,10 +17,8 @@ from onbeat.planner.prices import Price, Prices
 from onbeat.report.charts import KEPT_TITLE, capacity_marks, with_promise
 from onbeat.report.plot import QUEUE_COLOUR, Figure, axis, figure, latency_axis, rounded, series, with_limits
 from onbeat.report.result import Column, Lines, Plots, Result, Section, Table
-from onbeat.report.units import NOTHING, rate_text, significant
+from onbeat.report.units import NOTHING, rate_text, significant, too_short
 
-SHORT_LOAD = 30.0
-"""Seconds: the delays that objectives limit take some of them to build up."""
 _OUTCOMES = {
     SearchEnd.FOUND: "found",
     SearchEnd.INFEASIBLE: "INFEASIBLE",
@@ -43,10 +41,8 @@ def _interval(ends: tuple[float, float]) -> str:
 def _columns(unit: str) -> list[Column]:
     return [
         *(Column("name", "case", str), Column("outcome", "search", _OUTCOMES.__getitem__)),
-        *(
-            Column("request_rate", f"{unit}s/s", _rate),
-            Column("request_rate_interval", "interval", _interval),
-        ),
+        Column("request_rate", f"{unit}s/s", _rate),
+        Column("request_rate_interval", "interval", _interval),
         *(Column("num_gpus", "GPUs"), Column("request_rate_per_gpu", "per GPU", _rate)),
         Column("reason", "what limits it", str),
     ]
@@ -232,12 +228,7 @@ def _warnings(report: CapacityReport) -> Iterator[str]:
     rates = (each.rate for each in report.capacities if each.outcome is not SearchEnd.UNBOUNDED)
     highest = max(rates, default=0.0)
     load = report.settings["load"]
-    num = load["num_requests"] / load.get("requests_per_job", 1)
-    if highest and (seconds := num / highest) < SHORT_LOAD:
-        yield (
-            f"at {rate_text(highest, 4, of=report.unit)} the load lasts {seconds:.0f} s, in which queues "
-            "hardly grow; raise --num-prompts for the rate that can be kept up"
-        )
+    yield from too_short(load["num_requests"] / load.get("requests_per_job", 1), highest, of=report.unit)
 
 
 def answer_of(report: CapacityReport) -> str:
@@ -279,8 +270,7 @@ def _cost(report: CapacityReport, best: Capacity) -> str:
         return f"No price of {device} is known."
     load = report.settings["load"]
     tokens = best.rate * load.get("requests_per_job", 1) * load["mean_output_tokens"]
-    source = ", ".join(filter(None, (price.source, price.date)))
-    return f"{cost_text(price.usd_per_hour * best.num_devices, tokens)} Price of a GPU: {source}."
+    return f"{cost_text(price.usd_per_hour * best.num_devices, tokens)} Price of a GPU: {price.text}."
 
 
 def device_of(report: CapacityReport, each: Capacity) -> str:

@@ -42,7 +42,8 @@ from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.resolve import step_times_text, what_binds
 from onbeat.simulator.speculation import Drafts
 from onbeat.version import __version__
-from onbeat.workload.load import Load
+from onbeat.workload.job_kinds import LANES
+from onbeat.workload.load import JOB_LOADS, Load
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
 
 _NOT_ASKED = frozenset(
@@ -171,9 +172,43 @@ def base_settings(args: argparse.Namespace, device: str) -> Deployment:
     return base
 
 
+def promised(args: argparse.Namespace, planned: PlanOptions) -> ShareObjective:
+    """Return what a plan promises.
+
+    Raises
+    ------
+    ConfigError : another objective than a share, or flags of a load that is no plan's.
+    """
+    options = read_options(args, Load)
+    objective = parse_objective(planned.objective, tbt=inf, mode=args.slo_mode)  # those with one are refused
+    if not isinstance(objective, ShareObjective) or objective.is_joint:
+        raise ConfigError(
+            f"--objective {planned.objective}: a plan promises a share of good requests; give "
+            "attainment:SHARE"
+        )
+    if options.rate_steps is not None:
+        raise ConfigError("a plan is for one rate: leave out --rate-steps")
+    if options.request_rate is None or not 0 < options.request_rate < inf:
+        raise ConfigError("a plan needs a finite request rate, in requests per second; give --rate")
+    if options.max_concurrency is not None:
+        raise ConfigError("a plan needs an open loop: leave out --max-concurrency")
+    if options.dataset_name in {*JOB_LOADS, LANES}:
+        raise ConfigError(
+            f"a plan is for requests that come by themselves, and those of the {options.dataset_name} load "
+            "are calls of jobs; ask onbeat capacity what a fleet serves of them"
+        )
+    if all(each.slo.is_empty for each in options.classes()):
+        objective.refuse()
+    if options.num_prompts is not None:
+        _check_length(options.num_prompts, objective)
+    return objective
+
+
 def plan_task(
     args: argparse.Namespace,
     planned: PlanOptions,
+    objective: ShareObjective,
+    *,
     available: dict[str, float],
     max_model_len: int,
 ) -> PlanTask:
@@ -185,22 +220,9 @@ def plan_task(
 
     Raises
     ------
-    ConfigError : flags that do not go together, a load without rate or objectives, or one too short to tell.
+    ConfigError : a load without objectives, or one too short to tell.
     """
-    options = read_options(args, Load)
-    rate = options.request_rate
-    objective = parse_objective(planned.objective, tbt=inf, mode=args.slo_mode)  # those with one are refused
-    if not isinstance(objective, ShareObjective) or objective.is_joint:
-        raise ConfigError(
-            f"--objective {planned.objective}: a plan promises a share of good requests; give "
-            "attainment:SHARE"
-        )
-    if options.rate_steps is not None:
-        raise ConfigError("a plan is for one rate: leave out --rate-steps")
-    if rate is None or not 0 < rate < inf:
-        raise ConfigError("a plan needs a finite request rate, in requests per second; give --rate")
-    if options.max_concurrency is not None:
-        raise ConfigError("a plan needs an open loop: leave out --max-concurrency")
+    options, rate = read_options(args, Load), args.request_rate
     needed_rate = rate * (1 + planned.headroom / 100)
     size = options.num_prompts or round(min(max(RUN_SECONDS * rate, FEWEST), MOST))
     loads = [
@@ -209,22 +231,11 @@ def plan_task(
         )
         for repeat in range(planned.study.repeats)
     ]
-    if loads[0].jobs is not None:
-        raise ConfigError(
-            f"a plan is for requests that come by themselves, and those of the {loads[0].name} load are "
-            "calls of jobs; ask onbeat capacity what a fleet serves of them"
-        )
     runs = tuple(
         _window(load, needed_rate, size, repeat / max(1, planned.study.repeats - 1))
         for repeat, load in enumerate(loads)
     )
-    needed = round(LEAST_MISSES / max(1 - objective.share, 1e-3))
-    if len(runs[0]) < needed:
-        raise ConfigError(
-            f"a run of {len(runs[0])} requests is too short to tell whether {objective.share * 100:g} % keep "
-            f"their objectives; take {needed} or more (--num-prompts, a longer trace)"
-        )
-    objective.allowances(runs[0])  # refuses a load without objectives
+    _check_length(len(runs[0]), objective)
     return PlanTask(
         rate=rate,
         objective=objective,
@@ -234,6 +245,16 @@ def plan_task(
         most_candidates=planned.candidates,
         headroom=planned.headroom / 100,
     )
+
+
+def _check_length(size: int, objective: ShareObjective) -> None:
+    """Raise ConfigError if a run is too short to tell."""
+    needed = round(LEAST_MISSES / max(1 - objective.share, 1e-3))
+    if size < needed:
+        raise ConfigError(
+            f"a run of {size} requests is too short to tell whether {objective.share * 100:g} % keep "
+            f"their objectives; take {needed} or more (--num-prompts, a longer trace)"
+        )
 
 
 def _load(options: Load, size: int) -> Load:
@@ -276,9 +297,8 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args, {"--output": options.output, **files_of(own)})
     report = None
     try:
-        with Pool(options.study.num_processes, search_fleet) as pool:
-            for each in _plans(args, options, pool, console):
-                report = each
+        for each in _plans(args, options, console):
+            report = each
     except PlanInterrupted as error:
         if report is None:
             console.print(str(error), markup=False)
@@ -296,30 +316,31 @@ def run(args: argparse.Namespace) -> int:
     return INFEASIBLE if report.plan.best is None else 0
 
 
-def _plans(
-    args: argparse.Namespace, options: PlanOptions, pool: Pool, console: Console
-) -> Iterator[PlanReport]:
+def _plans(args: argparse.Namespace, options: PlanOptions, console: Console) -> Iterator[PlanReport]:
     """Yield the answer, which is shown at once, and the whole plan."""
     available = parse_gpus(options.gpus)
     prices = Prices(options.prices)
     base = base_settings(args, next(iter(available)))
-    units, left_out = make_units(
-        base, degrees=sorted(set(options.tensor_parallel)), available=available, prices=prices
-    )
-    longest = max(map(longest_request, units), default=1 << 30)
-    try:
-        task = plan_task(args, options, available, longest)
-    except LongerThanContext as error:
-        unit = max(units, key=longest_request)
-        raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
-    with show_progress(console, is_quiet=options.result.disable_tqdm) as progress:
-        buckets = buckets_of(task.load)
-        planner = PlanSearch(task=task, pool=pool, progress=progress)
-        for number, plan in enumerate(planner.plans([rate_unit(unit, buckets) for unit in units], left_out)):
-            report = PlanReport(args=args, base=base, task=task, plan=plan, prices=prices)
-            if number == 0:
-                progress.on_note(answer_of(report)[0])
-            yield report
+    objective = promised(args, options)
+    with Pool(options.study.num_processes, search_fleet) as pool:
+        units, left_out = make_units(
+            base, degrees=sorted(set(options.tensor_parallel)), available=available, prices=prices
+        )
+        longest = max(map(longest_request, units), default=1 << 30)
+        try:
+            task = plan_task(args, options, objective, available=available, max_model_len=longest)
+        except LongerThanContext as error:
+            unit = max(units, key=longest_request)
+            raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
+        with show_progress(console, is_quiet=options.result.disable_tqdm) as progress:
+            buckets = buckets_of(task.load)
+            rated = [rate_unit(unit, buckets) for unit in units]
+            planner = PlanSearch(task=task, pool=pool, progress=progress)
+            for number, plan in enumerate(planner.plans(rated, left_out)):
+                report = PlanReport(args=args, base=base, task=task, plan=plan, prices=prices)
+                if number == 0:
+                    progress.on_note(answer_of(report)[0])
+                yield report
 
 
 @contextmanager

@@ -16,11 +16,9 @@ from onbeat.planner.prices import Prices
 from onbeat.report.objectives import classes_text
 from onbeat.report.plot import CATEGORIES, COLOURS, MISSED_COLOUR, Figure, bars, figure
 from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table
-from onbeat.report.units import rate_text, significant
+from onbeat.report.units import rate_text, significant, too_short
 from onbeat.simulator.deployment import Deployment
 
-SHORT_RUN = 30.0
-"""Seconds."""
 FLEET_LEGEND = (
     "Watts: what the GPUs draw at most. In time: requests that keep their objectives. Most requests/s: up to "
     "here the fleet keeps the promise. Limit: what more load makes late first. Busy: share of the time in a "
@@ -144,9 +142,10 @@ def unit_values(plan: FleetPlan) -> Iterator[dict[str, Any]]:
 def plan_result(report: PlanReport) -> Result:
     """Return what is shown and saved."""
     plan = report.plan
-    kept = [fleet_values(each, plan.rate) for each in plan.kept]
-    failed = [fleet_values(each, plan.rate) for each in plan.failed]
+    kept = [fleet_values(each, report.task.rate) for each in plan.kept]
+    failed = [fleet_values(each, report.task.rate) for each in plan.failed]
     dearest = failed[::-1][:MOST_FAILED]
+    short = too_short(len(report.task.runs[0]), report.task.rate) if kept else ()
     figures = Plots([fleets_figure(plan)], per_row=1)
     folded: dict[str, Part] = {
         "Kinds of replica, alone": Table("", UNIT_COLUMNS, list(unit_values(plan)), key="units"),
@@ -164,7 +163,7 @@ def plan_result(report: PlanReport) -> Result:
             *(Section(title, [part], is_folded=True) for title, part in folded.items()),
             Section("How it was found", [Lines([report.lead])], "page"),
         ],
-        warnings=[*_short_run(report), *warnings_of(report)],
+        warnings=[*short, *warnings_of(report)],
         settings=shown_settings(report.args, hidden=("json", "report", "config", "output")),
         values=_values(report, kept, failed),
         is_interrupted=report.is_interrupted,
@@ -177,7 +176,7 @@ def _values(
     plan, share = report.plan, report.task.objective.share
     pools = {name: str(sizes) for name, sizes in plan.pools.items()}
     return {
-        "promise": {"request_rate": plan.rate, "attainment": share, "text": report.promise},
+        "promise": {"request_rate": report.task.rate, "attainment": share, "text": report.promise},
         "best": kept[0] if kept else None,
         "alternatives": kept[1:],
         "failed": failed,
@@ -230,7 +229,7 @@ def answer_of(report: PlanReport) -> list[str]:
         for unit, count in plan.best.parts
     )
     promise = promise_text(task.objective, {each.name: each.slo for each in task.load.classes})
-    does = f"serve {rate_text(plan.rate, 6)}", promise
+    does = f"serve {rate_text(report.task.rate, 6)}", promise
     is_one = plan.best.num_replicas == 1 and plan.best.parts[0][0].num_devices == 1
     serve, keep = map(third_person, does) if is_one else does
     return [f"{gpus} {serve} and {keep}; ${plan.best.usd_per_hour:,.2f} an hour."]
@@ -238,12 +237,12 @@ def answer_of(report: PlanReport) -> list[str]:
 
 def facts_of(report: PlanReport) -> list[tuple[str, str]]:
     """Return what follows, as (question, answer); nothing of no fleet."""
-    plan, best = report.plan, report.plan.best
+    best = report.plan.best
     if best is None:
         return []
-    tokens = plan.rate * float(report.task.load.num_output_tokens.mean())
+    tokens = report.task.rate * float(report.task.load.num_output_tokens.mean())
     cost = f"{cost_text(best.usd_per_hour, tokens)} The GPUs draw at most {best.watts:,.0f} watts."
-    return [(COST, cost), (LIMIT, limit_of(best, plan.rate))]
+    return [(COST, cost), (LIMIT, limit_of(best, report.task.rate))]
 
 
 def conclusions(report: PlanReport) -> list[str]:
@@ -255,7 +254,7 @@ def conclusions(report: PlanReport) -> list[str]:
         f"Plan: {best.name}. The cost is ${best.usd_per_hour:.2f} an hour, and the GPUs draw at most "
         f"{best.watts:,.0f} watts.",
         _verified(report, best),
-        limit_of(best, plan.rate),
+        limit_of(best, report.task.rate),
         *_classes(best, report.task.objective.share),
     ]
     if plan.alternatives:
@@ -275,7 +274,7 @@ def conclusions(report: PlanReport) -> list[str]:
 
 def warnings_of(report: PlanReport) -> list[str]:
     """Return why the chosen fleet may break its promise, in sentences."""
-    best, rate, share = report.plan.best, report.plan.rate, report.task.objective.share
+    best, rate, share = report.plan.best, report.task.rate, report.task.objective.share
     if best is None:
         return []
     lines = [run.beyond for run in best.runs if run.beyond][:1]
@@ -300,18 +299,6 @@ def warnings_of(report: PlanReport) -> list[str]:
     return lines
 
 
-def _short_run(report: PlanReport) -> list[str]:
-    """Say that runs are too short for queues to grow, if they are."""
-    rate = report.plan.rate
-    seconds = len(report.task.runs[0]) / rate
-    if report.plan.best is None or seconds >= SHORT_RUN:
-        return []
-    return [
-        f"at {rate_text(rate, 6)} a run lasts {seconds:.0f} s, in which queues hardly grow; "
-        "raise --num-prompts"
-    ]
-
-
 def _classes(best: PlannedFleet, share: float) -> list[str]:
     """Say how each of several classes of objectives fares; the promise is of all requests together."""
     shares = best.by_class
@@ -326,19 +313,9 @@ def _classes(best: PlannedFleet, share: float) -> list[str]:
 
 
 def _apart(plan: FleetPlan) -> list[str]:
-    """Say which fleets with prompts and generation apart were simulated, and why no others."""
+    """Say which fleets with prompts and generation apart were simulated."""
     tried = [each.name for each in (*plan.kept, *plan.failed) if each.pools is not None]
-    if tried:
-        return [f"Prompts and generation apart were simulated as {'; '.join(tried)}."]
-    if not plan.pools:
-        return []
-    costs = {each.unit.name: each.unit.usd_per_hour for each in plan.units}
-    name = min(plan.pools, key=lambda each: costs[each] * plan.pools[each].num_replicas)
-    sizes = plan.pools[name]
-    return [
-        f"Prompts and generation apart were not simulated: by arithmetic they take {sizes.num_replicas} "
-        f"replicas of {name}, at ${costs[name] * sizes.num_replicas:.2f}."
-    ]
+    return [f"Prompts and generation apart were simulated as {'; '.join(tried)}."] if tried else []
 
 
 def _verified(report: PlanReport, fleet: PlannedFleet) -> str:

@@ -204,8 +204,6 @@ class PlanSearch:
             kept = sorted(proved, key=_cost)
             shown = self._at_promise(_worth_showing(kept))
             return FleetPlan(
-                rate=self.task.rate,
-                needed_rate=self.task.needed_rate,
                 best=shown[0] if shown else None,
                 alternatives=tuple(shown[1:]),
                 failed=tuple(sorted((fleet for fleet in fleets if not fleet.is_kept), key=_cost)),

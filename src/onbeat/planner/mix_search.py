@@ -192,10 +192,10 @@ def unservable(units: Sequence[RatedUnit], buckets: Sequence[Bucket], share: flo
     if not units:
         return "no replica can be made of these devices"
     is_served = np.any([each.rates > 0 for each in units], axis=0).tolist()
-    served = sum(bucket.share for bucket, is_in_time in zip(buckets, is_served, strict=True) if is_in_time)
+    late = [bucket for bucket, is_in_time in zip(buckets, is_served, strict=True) if not is_in_time]
+    served = 1 - sum(bucket.share for bucket in late)
     if served >= share - 1e-9:
         return ""
-    late = [bucket for bucket, is_in_time in zip(buckets, is_served, strict=True) if not is_in_time]
     worst = max(late, key=lambda bucket: bucket.share)
     longest = max(longest_request(each.unit) for each in units)
     if worst.num_prompt_tokens + worst.num_output_tokens > longest:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,12 @@ from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
 from onbeat.report.units import duration
 from onbeat.simulator.result import SimulationResult
+from onbeat.workload.job_kinds import summarise_calls
 from onbeat.workload.offered import OfferedLoad
 
 Array = NDArray[np.float64]
+JOBS_KEPT = "jobs kept"
+"""Name of a share that is of jobs, not of requests."""
 Unit = Literal["s", "share"]
 
 # ---- what the search asks of an objective, and what it answers ----
@@ -276,6 +279,20 @@ class ShareObjective:
     def name(self) -> str:
         return f"{'distserve' if self.is_joint else 'attainment'}:{self.share:g}"
 
+    def of(self, load: OfferedLoad) -> ShareObjective:
+        """Return what it is of a load: where jobs have deadlines and their calls no objectives, of jobs."""
+        rows, has_own = load.jobs, bool(load.classes) or self.is_joint
+        if rows is None or has_own or all(job.deadline == inf for job in rows.jobs):
+            return self
+        return JobsObjective(share=self.share, mode=self.mode)
+
+    def refuse(self) -> NoReturn:
+        """Raise ConfigError for a load in which nothing has objectives."""
+        raise ConfigError(
+            f"the objective {self.name} counts requests that keep their own objectives, but none has any; "
+            "give --slo-ttft-ms, --slo-tbt-ms or --slo-config, or jobs a --job-deadline-ms"
+        )
+
     def good(self, records: Sequence[RequestRecord]) -> Flags:
         """Return which of some requests are good."""
         if not self.is_joint:
@@ -283,9 +300,10 @@ class ShareObjective:
         return np.array([_meets_ttft(record) and _meets_tpot(record) for record in records], dtype=np.bool_)
 
     def judge(self, result: SimulationResult) -> Verdict:
-        if missing := unfinished(result):
+        if (missing := unfinished(result)) and not (result.is_complete and result.jobs):
             return missing
         records = list(filter(has_objectives, result.records))
+        num_never_sent = result.num_requests - len(result.records)  # of jobs that were lost
         assert records, "a load without objectives is refused (`allowances`)"
         good = self.good(records)
         num_prompt_in_time = sum(map(_meets_ttft, records))
@@ -295,7 +313,7 @@ class ShareObjective:
         is_first = len(records) - num_prompt_in_time >= num_prompt_in_time - good.sum()
         measure = Measure(
             name="attainment",
-            value=float(good.mean()),
+            value=float(good.sum()) / (len(records) + num_never_sent),
             limit=self.share,
             unit="share",
             detail=f"TTFT met by {num_prompt_in_time / len(records) * 100:.2f} %{slowest}; the rest of the "
@@ -310,10 +328,7 @@ class ShareObjective:
             has_slo = np.array([not each.slo.is_empty for each in load.classes])
             num_with_slo = int(has_slo[load.class_ids].sum())
         if not num_with_slo:
-            raise ConfigError(
-                f"the objective {self.name} counts requests that keep their own objectives, but the "
-                f"{load.name} load has none; give --slo-ttft-ms, --slo-tbt-ms or --slo-config"
-            )
+            self.refuse()
 
         def count(records: Sequence[RequestRecord]) -> int:
             judged = list(filter(has_objectives, records))
@@ -323,6 +338,30 @@ class ShareObjective:
         return (
             Allowance(what="requests late or refused", allowed=allowed, count=count, is_lost=_is_overdue),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsObjective(ShareObjective):
+    """Enough jobs are kept: all their calls end by the job's deadline."""
+
+    def judge(self, result: SimulationResult) -> Verdict:
+        if not result.is_complete or result.jobs is None:
+            return Verdict(is_met=False, reason="the run was not finished")
+        calls = {int(each.request_id): each for each in result.records}
+        jobs = summarise_calls(result.jobs, calls).values()
+        late, lost = sum(each.late for each in jobs), sum(each.lost for each in jobs)
+        measure = Measure(
+            name=JOBS_KEPT,
+            value=1 - (late + lost) / sum(each.offered for each in jobs),
+            limit=self.share,
+            unit="share",
+            detail=f"{late:,} late, {lost:,} lost",
+            binds="deadline of the job",
+        )
+        return verdict_of((measure,))
+
+    def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:  # noqa: ARG002 -- no call tells
+        return ()
 
 
 def _is_overdue(record: RequestRecord, now: float) -> bool:

@@ -142,10 +142,6 @@ class PlannedFleet:
 class FleetPlan:
     """What was found."""
 
-    rate: float
-    """Promised, requests per second."""
-    needed_rate: float
-    """At which fleets were simulated before one was chosen: the promised one with its headroom."""
     best: PlannedFleet | None
     """The cheapest that keeps the promise; None where none does."""
     alternatives: tuple[PlannedFleet, ...]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 NOTHING = "-"
+SHORT_RUN = 30.0
+"""Seconds: the delays that objectives limit take some of them to build up."""
 
 
 def number(value: Any, digits: int = 1) -> str:
@@ -47,6 +50,15 @@ def rate_text(rate: float, digits: int = 3, *, of: str = "request") -> str:
     """Return requests, or others, a second with their unit: `1 request/s`, `2.5 requests/s`."""
     shown = significant(rate, digits)
     return f"{shown} {of}{'s' * (shown != '1')}/s"
+
+
+def too_short(num: float, rate: float, *, of: str = "request") -> Iterator[str]:
+    """Yield why a run of so many requests, or jobs, at a rate says too little, if it does."""
+    if rate and (seconds := num / rate) < SHORT_RUN:
+        yield (
+            f"at {rate_text(rate, 4, of=of)} a run lasts {seconds:.0f} s, in which queues hardly grow; raise "
+            "--num-prompts for the rate that can be kept up"
+        )
 
 
 def duration(seconds: float | None) -> str:

@@ -14,7 +14,6 @@ from statistics import median
 from typing import NamedTuple, Protocol, TypeVar
 
 from onbeat.core.options import Dataclass
-from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, Fate
 from onbeat.core.step import BatchShape
 from onbeat.core.step_stats import StepStats
@@ -25,6 +24,7 @@ from onbeat.perfmodel.shapes import Beyond, join_beyond, told_beyond
 from onbeat.scheduler.replica.idle_check import num_late_at
 from onbeat.scheduler.replica.request_state import LATE_TOKENS_IN
 from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.workload.offered import JobRows
 
 
 class IdleReplica:
@@ -228,6 +228,8 @@ class SimulationResult:
     """For which the replicas of a fleet were held, their starts included; None without."""
     sizes: Sequence[FleetSize] = ()
     """Of a fleet that changes its own size."""
+    jobs: JobRows | None = None
+    """Whose calls the requests are; None of requests that come by themselves."""
 
     @property
     def num_completed(self) -> int:
@@ -238,16 +240,6 @@ class SimulationResult:
     def num_rejected(self) -> int:
         """Requests refused at their arrival."""
         return sum(record.is_rejected for record in self.records)
-
-    @property
-    def num_expired(self) -> int:
-        """Requests ended in the queue, since their TTFT deadline had passed."""
-        return sum(record.finish_reason == FinishReason.EXPIRED for record in self.records)
-
-    @property
-    def num_relegated(self) -> int:
-        """Requests that ended as best effort."""
-        return sum(record.fate is Fate.RELEGATED for record in self.records)
 
     @property
     def total(self) -> ReplicaCounters:

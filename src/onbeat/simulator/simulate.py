@@ -77,4 +77,5 @@ def simulate(
         decisions={} if fleet is None else dict(fleet.decisions),
         replica_seconds=None if fleet is None else fleet.seconds,
         sizes=() if fleet is None else fleet.sizes,
+        jobs=load.jobs,
     )

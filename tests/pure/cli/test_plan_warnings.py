@@ -36,8 +36,6 @@ def report_of(best: PlannedFleet | None) -> PlanReport:
     load = load_of([(100, 10)] * 3, SLO(ttft=1.0))
     task = PlanTask(rate=10.0, objective=ShareObjective(share=0.9), load=load, runs=(load,), available=())
     plan = FleetPlan(
-        rate=10.0,
-        needed_rate=10.0,
         best=best,
         alternatives=(),
         failed=(),

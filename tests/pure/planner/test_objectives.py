@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onbeat.cli.answers import promise_text
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.metrics.distribution import percentile
@@ -17,11 +21,18 @@ from onbeat.planner.objectives import (
     VIDUR,
     Objective,
     ShareObjective,
+    Verdict,
     allowed_above,
     parse_objective,
     sarathi,
 )
+from onbeat.simulator.simulate import simulate
+from onbeat.workload.job import Call, Job
+from onbeat.workload.job_kinds import job_load
+from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.slo_classes import SLOClass
 from tests.pure.planner.fakes import make_load, make_record, make_result
+from tests.pure.simulator.loads import ShapeTime, make_config
 
 
 def test_sarathi_pools_all_gaps() -> None:
@@ -110,6 +121,36 @@ def test_parses_names_and_shares() -> None:
 def test_says_what_is_wrong_with_a_name(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_objective(text)
+
+
+def jobs_of(*deadlines: float) -> OfferedLoad:
+    """Return jobs of two calls, one after the other, of 2 tokens each, that come together."""
+    call = Call(input_tokens=10, output_tokens=2)
+    jobs = [Job(calls=(call, replace(call, continues=0)), deadline=each) for each in deadlines]
+    return job_load("jobs", jobs, np.zeros(len(jobs)))
+
+
+def judged(load: OfferedLoad, share: float) -> Verdict:
+    objective = ShareObjective(share=share).of(load)
+    objective.allowances(load)
+    return objective.judge(simulate(load, make_config(), ShapeTime(lambda shape: 1.0)))
+
+
+def test_of_jobs_that_have_deadlines_alone_a_share_is_to_be_kept() -> None:
+    load = jobs_of(100.0, 100.0, 100.0, 1.0)  # of the last one only the first call is sent
+    assert judged(load, 0.75).is_met
+    verdict = judged(load, 0.9)
+    assert not verdict.is_met
+    assert verdict.reason == "jobs kept 75.00 % < 90.00 % (0 late, 1 lost)"
+    assert promise_text(ShareObjective(share=0.9).of(load), {}) == "keep the deadlines of 90 % of the jobs"
+    with pytest.raises(ConfigError, match="--job-deadline-ms"):
+        judged(jobs_of(inf), 0.9)
+
+
+def test_calls_of_jobs_that_never_came_are_not_good() -> None:
+    load = jobs_of(100.0, 100.0, 100.0, 1.0).with_classes((SLOClass(name="own", slo=SLO(ttft=50.0)),), seed=0)
+    assert judged(load, 0.75).is_met  # six of eight calls
+    assert not judged(load, 0.8).is_met
 
 
 def test_a_share_of_requests_without_objectives_is_refused() -> None:

