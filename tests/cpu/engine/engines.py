@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -120,6 +120,18 @@ def is_due(engine: TinyEngine, case: int, turn: int) -> bool:
     if isinstance(engine, NativeEngine):
         return turn == (share in (0, NUM_TURNS // 2))
     return (share + isinstance(engine, CudaEngine) * NUM_TURNS // 2) % NUM_TURNS == turn
+
+
+def torch_or_native(of_torch: type[TorchEngine]) -> Any:
+    """Return a fixture: a class of torch, and then the native engine."""
+
+    @pytest.fixture(name="engine", params=["torch", "native"])
+    def fixture(request: pytest.FixtureRequest) -> TinyEngine:
+        if request.param == "native":
+            return NativeEngine(request.getfixturevalue("native_library"))
+        return of_torch()
+
+    return fixture
 
 
 def in_parts(count: int) -> pytest.MarkDecorator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
@@ -16,6 +16,7 @@ from onbeat.engine.torch.forward import TorchKernels
 from onbeat.engine.torch.kernels import ChunkRows
 from onbeat.engine.torch.kv import allocate_kv
 from tests.cpu.engine.naive_attention import Case, Row, layer_spec, naive_attention, run_paged
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -46,7 +47,7 @@ DECODES = Case(
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(case=cases)
 def test_equals_attention_request_by_request(dtype: torch.dtype, case: Case) -> None:
     actual = run_paged(case, dtype, CPU)

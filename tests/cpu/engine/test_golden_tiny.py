@@ -101,8 +101,13 @@ def test_mixed_steps_with_late_arrivals_and_preemptions_equal_the_reference(
     assert_equals_reference(driver, engine, name)
 
 
+@in_parts(3)
 @every_family
-def test_a_finished_request_as_padding_changes_nothing(engine: TinyEngine, name: str) -> None:
+def test_a_finished_request_as_padding_changes_nothing(
+    engine: TinyEngine, name: str, part: tuple[int, int]
+) -> None:
+    if not is_in_part(engine, list(ON_TORCH).index(name), part):
+        return
     driver = StepDriver(engine.make_forward(name))
     finished = driver.add(random_prompt(17), 10**9)  # its blocks stay, as in a batch that ends as a whole
     for _ in range(MAX_TOKENS):

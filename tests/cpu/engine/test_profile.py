@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.cli.profile import profile_result
@@ -52,6 +52,7 @@ from onbeat.perfmodel.profile import read_profile, write_profile
 from onbeat.perfmodel.shapes import MeasuredStep, draft_pairs
 from tests.cpu.e2e.tiny_directory import LLAMA, write_tiny_directory
 from tests.cpu.engine.tiny_config import tiny_config
+from tests.examples import examples
 
 SHORT = ProfileSettings(seconds=0.7, num_levels=3, num_mixed=8, num_held_back=6, max_context_tokens=1024)
 LIMITS = BatchLimits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=200, max_context_tokens=1000)
@@ -74,7 +75,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     context=st.integers(64, 50_000),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_batches_keep_the_limits(seqs, extra, length, context, seed):
     limits = BatchLimits(
         max_num_seqs=seqs,

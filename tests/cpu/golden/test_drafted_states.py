@@ -14,7 +14,13 @@ from onbeat.core.request import Request
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.speculation.build import NoDrafts
 from onbeat.scheduler.scheduler_config import DraftLength
-from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine, in_parts, is_in_part
+from tests.cpu.engine.engines import (
+    RoundedTorchEngine,
+    TinyEngine,
+    in_parts,
+    is_in_part,
+    torch_or_native,
+)
 from tests.cpu.engine.forwards import MOST_DRAFTS, MakeForward, on_native
 from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
@@ -48,11 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["torch", "native"])
-def engine(request: pytest.FixtureRequest) -> TinyEngine:
-    if request.param == "native":
-        return NativeEngine(request.getfixturevalue("native_library"))
-    return RoundedTorchEngine()
+engine = torch_or_native(RoundedTorchEngine)
 
 
 @functools.cache

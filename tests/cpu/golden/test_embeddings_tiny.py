@@ -23,7 +23,7 @@ from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from tests.cpu.engine.engines import CudaEngine, NativeEngine, TinyEngine, TorchEngine, in_parts, is_in_part
+from tests.cpu.engine.engines import TinyEngine, in_parts, is_in_part
 from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.cpu.engine.tiny_models import FAMILIES, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import PredictedTime
@@ -36,15 +36,6 @@ LENGTHS = (1, 40, 2, 256, 17, 16, 129, 33)
 """One fills the context."""
 CHATS = (30, 31, 28, 61)
 CHUNKED = tuple(name for name, policy in POLICIES.items() if not policy.whole_prompts)
-
-
-@pytest.fixture(scope="module", params=("torch", "native", "cuda"))
-def engine(request) -> TinyEngine:
-    if request.param == "torch":
-        return TorchEngine()
-    if request.param == "cuda":
-        return CudaEngine()
-    return NativeEngine(request.getfixturevalue("native_library"))
 
 
 @dataclass

@@ -32,7 +32,7 @@ from tests.cpu.golden.moving import (
 )
 from tests.cpu.golden.test_windows_tiny import WINDOWED
 from tests.cpu.speculation.runs import fixed, make_requests, ngram
-from tests.cpu.speculation.test_lossless import SAMPLINGS, budget
+from tests.cpu.speculation.test_lossless import SAMPLINGS, budget, requests_of_all_samplings
 from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
@@ -90,14 +90,21 @@ def test_every_family_on_the_native_engine(native_library: Any, name: str) -> No
     check_moves(invariant(native_library, name), make_requests(temperature=0.8, repetition_penalty=1.1))
 
 
+# On torch every third model, as above, and with drafts none in the fast tests.
 @pytest.mark.parametrize(
-    ("backend", "drafts"),
+    ("name", "backend", "drafts"),
     [
-        *(("native", False), ("native", True), ("torch", False)),
-        pytest.param("torch", True, marks=pytest.mark.slow),
+        pytest.param(
+            name,
+            backend,
+            drafts,
+            marks=[pytest.mark.slow] * (backend == "torch" and (drafts or number % 3 > 0)),
+        )
+        for number, name in enumerate(WINDOWED)
+        for backend in ("native", "torch")
+        for drafts in (False, True)
     ],
 )
-@pytest.mark.parametrize("name", WINDOWED)
 def test_windows_that_give_kv_back(
     name: str, drafts: bool, backend: str, request: pytest.FixtureRequest
 ) -> None:
@@ -120,12 +127,12 @@ def test_every_way_to_sample(native_library: Any, sampling: str) -> None:
     check_moves(invariant(native_library), make_requests(**SAMPLINGS[sampling]))
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
-def test_every_backend(backend: str, request: pytest.FixtureRequest) -> None:
-    make_forward = exact()
-    if backend == "native":
-        library = request.getfixturevalue("native_library")
-        make_forward = on_native(library, StateCheckpoint(hf_tiny_model("llama3", torch.float64)))
+def test_all_ways_to_sample_beside_one_another() -> None:
+    check_moves(exact(), requests_of_all_samplings(), max_num_seqs=16)
+
+
+def test_in_float32(native_library: Any) -> None:
+    make_forward = on_native(native_library, StateCheckpoint(hf_tiny_model("llama3", torch.float64)))
     check_moves(make_forward, make_requests(temperature=0.8, presence_penalty=0.3))
 
 

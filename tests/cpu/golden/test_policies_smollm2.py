@@ -121,9 +121,13 @@ def test_some_prompts(reference: Answers, make_forward: MakeForward, setting: Se
 
 
 @pytest.mark.parametrize("make_forward", ["torch"], indirect=True)
-@pytest.mark.parametrize("setting", [WHOLE_PROMPTS, CHUNKS, OBJECTIVES], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in (WHOLE_PROMPTS, OBJECTIVES)), CHUNKS],
+    ids=str,
+)
 def test_some_prompts_with_torch(reference: Answers, make_forward: MakeForward, setting: Setting):
-    """A kind of step each: its policies all run with the tiny models, and the others in the slow test."""
+    """Steps of chunks, of decodes and of both: all policies run with the tiny models."""
     check(reference, make_forward, FAST_LENGTHS, setting)
 
 

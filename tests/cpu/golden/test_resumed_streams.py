@@ -23,7 +23,7 @@ from tests.cpu.engine.forwards import MakeForward, on_native
 from tests.cpu.engine.tiny_models import FAMILIES, KIN
 from tests.cpu.golden.moving import exact, invariant, requests_of_text
 from tests.cpu.speculation.runs import Run, fixed, make_requests, ngram, run
-from tests.cpu.speculation.test_lossless import SAMPLINGS, budget
+from tests.cpu.speculation.test_lossless import SAMPLINGS, budget, requests_of_all_samplings
 from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
@@ -93,6 +93,10 @@ def test_every_way_to_sample(native_library: Any, sampling: str) -> None:
     resume_everywhere(invariant(native_library), make_requests(**SAMPLINGS[sampling]))
 
 
+def test_all_ways_to_sample_beside_one_another() -> None:
+    resume_everywhere(exact(), requests_of_all_samplings(), cuts=(1, 11), max_num_seqs=16)
+
+
 @pytest.mark.parametrize(
     ("policy", "overlapped"),
     [
@@ -150,7 +154,7 @@ def test_smollm2_in_bfloat16(native_library: Any, smollm2_gguf: Path) -> None:
     instructions than a few (AMX): a probability differs in its second digit there.
     """
     checkpoint = open_checkpoint(ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2"))
-    requests = requests_of_text(smollm2_gguf, 6, num_logprobs=5)
+    requests = requests_of_text(smollm2_gguf, 4, num_logprobs=5)
     forward = on_native(native_library, checkpoint, dtype=torch.bfloat16)
     undisturbed = run(forward, requests)
     resumed = run(forward, cut(requests, undisturbed, 9))

@@ -9,7 +9,14 @@ import torch
 
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.scheduler.replica.policies import POLICIES
-from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine, TinyEngine, in_parts, is_in_part
+from tests.cpu.engine.engines import (
+    NativeEngine,
+    RoundedTorchEngine,
+    TinyEngine,
+    in_parts,
+    is_in_part,
+    torch_or_native,
+)
 from tests.cpu.engine.forwards import on_native
 from tests.cpu.engine.stateful_models import STATEFUL
 from tests.cpu.engine.step_driver import StepDriver
@@ -24,16 +31,17 @@ every_family = each_case("name", STATEFUL)
 SHORT_OF_MEMORY = (30, 31, 28, 61, 60, 29, 14, 15, 16, 44)
 
 
-@pytest.fixture(params=["torch", "native"])
-def engine(request: pytest.FixtureRequest) -> TinyEngine:
-    if request.param == "native":
-        return NativeEngine(request.getfixturevalue("native_library"))
-    return RoundedTorchEngine()
+engine = torch_or_native(RoundedTorchEngine)
 
 
 @pytest.mark.parametrize(("chunk", "block_size"), CUTS)
+@in_parts(2)
 @every_family
-def test_tokens_and_logits_equal_the_reference(engine: TinyEngine, name: str, chunk: int, block_size: int):
+def test_tokens_and_logits_equal_the_reference(
+    engine: TinyEngine, name: str, chunk: int, block_size: int, part: tuple[int, int]
+):
+    if not is_in_part(engine, list(STATEFUL).index(name) + CUTS.index((chunk, block_size)), part):
+        return
     driver = StepDriver(engine.make_forward(name), block_size=block_size)
     for length in PROMPT_LENGTHS[: 6 if chunk == 1 else None]:  # a step for each token of the longest
         driver.add(random_prompt(length), MAX_TOKENS)
@@ -54,9 +62,14 @@ def test_every_instruction_set_equals_the_reference(native_library: NativeLibrar
 
 
 @pytest.mark.parametrize("seed", range(3))
+@in_parts(3)
 @every_family
-def test_mixed_steps_and_preemptions_equal_the_reference(engine: TinyEngine, name: str, seed: int):
+def test_mixed_steps_and_preemptions_equal_the_reference(
+    engine: TinyEngine, name: str, seed: int, part: tuple[int, int]
+):
     """A slot's next request begins with no state, in whichever step, and so does one that comes back."""
+    if not is_in_part(engine, list(STATEFUL).index(name) + seed, part):
+        return
     driver, chance = StepDriver(engine.make_forward(name), seed=seed, max_num_seqs=8), Random(seed)
     waiting, num_preemptions = list(PROMPT_LENGTHS) * 2, 0
     while waiting or any(not live.is_finished for live in driver.requests.values()):

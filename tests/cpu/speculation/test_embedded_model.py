@@ -25,8 +25,13 @@ TIE_GAP = 1e-4
 MAX_TOKENS = 40
 
 
+# With plain weights tiny models draft (`test_lossless`), and this one is served (`test_policies_smollm2`).
 @pytest.fixture(
-    scope="module", params=[pytest.param("torch", marks=pytest.mark.slow), "native", "native-as-in-file"]
+    scope="module",
+    params=[
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "native")),
+        "native-as-in-file",
+    ],
 )
 def make_forward(request: pytest.FixtureRequest, smollm2_gguf: Path) -> MakeForward:
     checkpoint = open_checkpoint(ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2"))

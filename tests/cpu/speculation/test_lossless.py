@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from onbeat.core.request import Request
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import DraftLength
@@ -45,6 +46,14 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "min-tokens": {"temperature": 0.8, "stop_token_ids": tuple(range(0, 211, 4)), "min_tokens": 12},
     "stop-tokens": {"stop_token_ids": tuple(range(0, 211, 9))},
 }
+
+
+def requests_of_all_samplings() -> list[Request]:
+    """Return a request of each, and a greedy one."""
+    return [
+        make_request(name, random_prompt(9 + index), 40, seed=index, **sampling)
+        for index, (name, sampling) in enumerate({"greedy": {}, **SAMPLINGS}.items())
+    ]
 
 
 @functools.cache
@@ -123,10 +132,7 @@ def test_every_sampling_setting(
 
 def test_rows_of_one_step_may_ask_for_different_things(engine: TinyEngine) -> None:
     forward = engine.make_forward("llama3", torch.float32)
-    requests = [
-        make_request(name, random_prompt(9 + index), 40, seed=index, **sampling)
-        for index, (name, sampling) in enumerate({"greedy": {}, **SAMPLINGS}.items())
-    ]
+    requests = requests_of_all_samplings()
     expected = run(forward, requests, max_num_seqs=16)
     script = ScriptedProposer(
         answers(requests, expected), right=lambda p: p % 6 != 0, shortfall=lambda p: p % 3

@@ -12,16 +12,11 @@ import pytest
 import torch
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
-from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine
-from tests.cpu.engine.forwards import on_native, on_torch
 from tests.cpu.engine.gemma4_models import GEMMA4
-from tests.cpu.engine.step_driver import StepDriver
-from tests.cpu.engine.test_golden_tiny import assert_equals_reference
-from tests.cpu.engine.tiny_models import SIZES, hf_tiny_model, random_prompt
-from tests.cpu.weights.tiny_models import finish, write_metadata
+from tests.cpu.engine.tiny_models import SIZES, hf_tiny_model
+from tests.cpu.weights.tiny_models import check_tokens, finish, write_metadata
 
 pytestmark = pytest.mark.golden
 
@@ -36,18 +31,7 @@ def test_tokens_and_logits_equal_the_reference(
 ) -> None:
     model = hf_tiny_model(name, torch.float64)
     checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", model, name))
-    engine: Any = RoundedTorchEngine()
-    make: Any
-    if is_native:
-        library = request.getfixturevalue("native_library")
-        engine, make = NativeEngine(library), on_native(library, checkpoint)
-    else:
-        make = on_torch(load_weights(checkpoint, dtype=torch.float64, device=torch.device("cpu")))
-    driver = StepDriver(make, block_size=16)
-    for length in (1, 17, 100):
-        driver.add(random_prompt(length), 10)
-    driver.run(40)
-    assert_equals_reference(driver, engine, name)
+    check_tokens(checkpoint, name, request.getfixturevalue("native_library") if is_native else None)
 
 
 def test_layers_of_three_kinds_are_refused(tmp_path: Path) -> None:

@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights.open import open_checkpoint
 from onbeat.hub.files import ModelFiles
-from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine
-from tests.cpu.engine.forwards import on_native, on_torch
 from tests.cpu.engine.stateful_models import STATEFUL
-from tests.cpu.engine.step_driver import StepDriver
-from tests.cpu.engine.test_golden_tiny import assert_equals_reference
-from tests.cpu.engine.tiny_models import hf_tiny_model, random_prompt
-from tests.cpu.weights.tiny_models import finish, write_metadata
+from tests.cpu.engine.tiny_models import hf_tiny_model
+from tests.cpu.weights.tiny_models import check_tokens, finish, write_metadata
 from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
@@ -76,19 +71,7 @@ def test_tokens_and_logits_equal_the_reference(
     path = tmp_path / "model.gguf"
     write_gguf(path, hf_tiny_model(name, torch.float64), ARCHITECTURES[name])
     checkpoint = open_checkpoint(ModelFiles(kind="gguf", path=path, name="tiny"))
-    engine: Any = RoundedTorchEngine()
-    make: Any
-    if is_native:
-        library = request.getfixturevalue("native_library")
-        engine, make = NativeEngine(library), on_native(library, checkpoint)
-    else:
-        engine.most_error = 1e-4  # the file has float32
-        make = on_torch(load_weights(checkpoint, dtype=torch.float64, device=torch.device("cpu")))
-    driver = StepDriver(make, block_size=16)
-    for length in (1, 17, 100):
-        driver.add(random_prompt(length), 10)
-    driver.run(40)
-    assert_equals_reference(driver, engine, name)
+    check_tokens(checkpoint, name, request.getfixturevalue("native_library") if is_native else None)
 
 
 def write_gguf(path: Path, model: Any, architecture: str) -> None:

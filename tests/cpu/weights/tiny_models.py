@@ -13,7 +13,15 @@ import transformers
 
 from onbeat.engine.model_config.families import FAMILIES as ARCHITECTURES
 from onbeat.engine.model_config.hf import model_config_from_hf
+from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.torch.weights import load_weights
+from onbeat.engine.weights.checkpoint import Checkpoint
 from onbeat.engine.weights.parameters import find_rows, parameter_shapes
+from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine
+from tests.cpu.engine.forwards import on_native, on_torch
+from tests.cpu.engine.step_driver import StepDriver
+from tests.cpu.engine.test_golden_tiny import assert_equals_reference
+from tests.cpu.engine.tiny_models import random_prompt
 
 COMMON: dict[str, Any] = dict(  # noqa: C408 -- as at the call
     vocab_size=96,
@@ -329,3 +337,17 @@ def interleave(values: np.ndarray, num_heads: int) -> np.ndarray:
         for pair in zip(first, second, strict=True):
             rows += pair
     return np.stack(rows)
+
+
+def check_tokens(checkpoint: Checkpoint, name: str, library: NativeLibrary | None) -> None:
+    """Check a file's tokens and logits, on torch or with the library of the native engine."""
+    engine: Any = RoundedTorchEngine()
+    if library is not None:
+        engine, make = NativeEngine(library), on_native(library, checkpoint)
+    else:
+        make = on_torch(load_weights(checkpoint, dtype=torch.float64, device=torch.device("cpu")))
+    driver = StepDriver(make, block_size=16)
+    for length in (1, 17, 100):
+        driver.add(random_prompt(length), 10)
+    driver.run(40)
+    assert_equals_reference(driver, engine, name)
