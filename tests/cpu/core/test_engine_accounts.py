@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -18,6 +17,7 @@ from onbeat.perfmodel.predictor import Predictor, ResidualModel
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from tests.examples import examples
 from tests.fake_runner import FakeRunner
 
 STEP_SECONDS = 0.1
@@ -145,4 +145,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestEngineMachine.settings = examples(80, stateful_step_count=40)

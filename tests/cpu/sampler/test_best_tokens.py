@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.request import SamplingParams
 from onbeat.engine.draw import Logits
 from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, Sampler, SamplingRow
 from tests.cpu.sampler.test_sampler import sampling_rows
+from tests.examples import examples
 
 
 def row(**params: Any) -> SamplingRow:
@@ -53,7 +54,7 @@ def test_without_logits_the_best_are_taken_and_invalid_ones_reported() -> None:
 
 
 @given(st.lists(sampling_rows(), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_known_best_tokens_change_nothing(pairs: list[tuple[list[float], SamplingRow]]) -> None:
     logits_RV = np.array([logits for logits, _ in pairs], np.float32)
     rows = [request for _, request in pairs]

@@ -5,13 +5,14 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from onbeat.core.request import SamplingParams
 from onbeat.engine.draw import Logits, top_k_bound
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampler import INVALID_TOKEN, SampledTokens, Sampler, SamplingRow
 from tests.cpu.sampler.reference import distribution, edited_logits, invert
+from tests.examples import examples
 from tests.many_cases import each_case
 
 VOCAB = 24
@@ -79,7 +80,7 @@ def test_token_is_the_one_of_the_obvious_implementation(case: tuple[list[float],
 
 
 @given(st.lists(sampling_rows(), min_size=1, max_size=6), st.sampled_from([np.float32, np.float64]))
-@settings(max_examples=200)
+@examples(200)
 def test_rows_do_not_influence_one_another(cases, dtype) -> None:
     together = sample([logits for logits, _ in cases], [request for _, request in cases], dtype)
     for index, (logits, request) in enumerate(cases):

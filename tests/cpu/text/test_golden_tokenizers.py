@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
@@ -16,6 +16,7 @@ from onbeat.text.chat_template import load_chat_template
 from onbeat.text.stream import TextStream
 from onbeat.text.tokenizer import VocabularyTokenizer, load_tokenizer
 from tests.cpu.gguf_reading import read_once
+from tests.examples import examples
 
 pytestmark = [
     pytest.mark.golden,
@@ -104,7 +105,7 @@ def test_smollm2(smollm2: Pair, text: str):
     check(smollm2, text)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=60))
 def test_smollm2_any_text(smollm2: Pair, text: str):
     check(smollm2, text)
@@ -128,7 +129,7 @@ def test_gemma3(gemma3: Pair, text: str):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=60))
 def test_gemma3_on_any_text(gemma3: Pair, text: str):
     check(gemma3, text)

@@ -88,7 +88,7 @@ def loads(draw: st.DrawFn) -> list[Request]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@examples(10)
+@examples(6)
 @given(
     load=loads(),
     mode=st.sampled_from(SLO_MODES),
@@ -115,7 +115,7 @@ def test_planning_twice_gives_the_same_plan_and_changes_nothing(
 
 @pytest.mark.parametrize("draft_length", ["fixed", "adaptive"])
 @pytest.mark.parametrize("max_catch_up_tokens", [None, 20], ids=["looked up", "by a model"])
-@examples(20)
+@examples(12)
 @given(
     load=loads(),
     policy=st.sampled_from(["sarathi", "slo"]),

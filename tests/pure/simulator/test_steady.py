@@ -137,7 +137,7 @@ def test_streams_in_lockstep_equal_single_rows(
     steps_ahead=st.integers(0, 1),
     num_replicas=st.integers(1, 2),
 )
-@examples(100)
+@examples(60)
 def test_streams_with_deadlines_in_lockstep_equal_single_rows(
     seed, rate, slos, has_tenants, shed, limits, noise, steps_ahead, num_replicas
 ):
@@ -192,7 +192,7 @@ def test_most_streams_with_deadlines_are_in_lockstep(monkeypatch):
     noise=st.sampled_from([0.0, 0.3, 2.0]),
     context=st.sampled_from([4.7e-8, 2e-5]),
 )
-@examples(200)
+@examples(120)
 def test_runs_equal_single_steps_where_step_times_are_learnt(
     load, slos, policy, mode, num_blocks, num_replicas, router, noise, context
 ):
