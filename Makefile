@@ -21,7 +21,7 @@ SEARCHING := --hypothesis-profile=searching
 WORKED := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 FAST := tests/cpu/e2e tests/fleet tests/ray \
   $(filter-out %/e2e %/__pycache__,$(patsubst %/,%,$(wildcard tests/cpu/*/ tests/cpu/test_*.py))) tests/long tests/pure
-RARE := /(tests?|testing|models|api|kubernetes|plotly|networkx|_inductor|pip|setuptools|mypy|mypyc)/
+RARE := /(tests?|testing|models|api|beta|admin|lexers|physics|combinatorics|signal|narwhals|graphql|semconv|quack|kubernetes|plotly|networkx|_inductor|pip|setuptools|mypy|mypyc)/
 # Collecting all tests for the few that run last would take longer than these do.
 ALONE = $(shell grep -rl --include='test_*.py' 'pytest[.]mark[.]alone' $(FAST))
 

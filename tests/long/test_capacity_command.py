@@ -171,13 +171,6 @@ def test_compares_cases_and_writes_a_page(saved: Any, tmp_path: Path) -> None:
     assert f"<td>{document['cases'][0]['request_rate']:.3f}</td>" not in text
 
 
-def test_two_processes_give_the_same_answer(saved: Any) -> None:
-    flags = ("--objective", "vidur", "--vary", "max-num-seqs=2,4")
-    _, alone = saved(*flags)
-    _, together = saved(*flags, "--jobs", "2")
-    assert alone["cases"] == together["cases"]
-
-
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -69,38 +69,21 @@ def test_mm1_waiting_time():
     assert np.mean(waits) == pytest.approx(rate / (1 - rate), rel=0.08)
 
 
-def test_md1_waiting_time():
-    mean = equal_prompts(0.6, service=1.0, num_requests=6_000)
-    assert mean == pytest.approx(single_device(0.6, 1.0), rel=0.03)
-
-
 @pytest.mark.slow  # with its like
 @pytest.mark.parametrize(
-    ("rate", "expected", "tolerance"), [(0.3, 1.2143, 0.03), (0.6, 1.75, 0.03), (0.8, 3.0, 0.05)]
+    ("formula", "service", "pipeline", "means"),
+    [
+        (single_device, 1.0, 1, (1.2143, 1.75, 3.0)),
+        (inter_op, 1.0, 2, (1.0441, 1.1071, 1.1667)),
+        (single_device, 1 / 1.5, 1, (0.75, 0.8889, 1.0476)),
+    ],
+    ids=["one device", "two pipeline stages", "two devices that share each step, 1.5 times as fast"],
 )
-def test_equal_prompts_on_one_device(rate, expected, tolerance):
-    assert single_device(rate, 1.0) == pytest.approx(expected, abs=1e-4)
-    assert equal_prompts(rate, service=1.0, num_requests=20_000) == pytest.approx(expected, rel=tolerance)
-
-
-@pytest.mark.slow  # with its like
-@pytest.mark.parametrize(
-    ("rate", "expected", "tolerance"), [(0.3, 1.0441, 0.03), (0.6, 1.1071, 0.03), (0.8, 1.1667, 0.05)]
-)
-def test_equal_prompts_through_two_pipeline_stages(rate, expected, tolerance):
-    assert inter_op(rate, 1.0) == pytest.approx(expected, abs=1e-4)
-    mean = equal_prompts(rate, service=1.0, num_requests=20_000, pipeline=2)
-    assert mean == pytest.approx(expected, rel=tolerance)
-
-
-@pytest.mark.slow  # with its like
-@pytest.mark.parametrize(
-    ("rate", "expected", "tolerance"), [(0.3, 0.75, 0.03), (0.6, 0.8889, 0.03), (0.8, 1.0476, 0.05)]
-)
-def test_equal_prompts_on_devices_that_share_each_step(rate, expected, tolerance):
-    """Two devices with tensor parallelism are 1.5 times as fast as one."""
-    assert single_device(rate, 1 / 1.5) == pytest.approx(expected, abs=1e-4)
-    assert equal_prompts(rate, service=1 / 1.5, num_requests=20_000) == pytest.approx(expected, rel=tolerance)
+def test_equal_prompts(formula, service, pipeline, means):
+    for rate, expected, tolerance in zip((0.3, 0.6, 0.8), means, (0.03, 0.03, 0.05), strict=True):
+        assert formula(rate, service) == pytest.approx(expected, abs=1e-4)
+        mean = equal_prompts(rate, service=service, num_requests=20_000, pipeline=pipeline)
+        assert mean == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.slow  # with its like

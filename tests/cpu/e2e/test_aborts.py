@@ -168,17 +168,16 @@ async def check_200_requests_with_random_aborts(server: ServerProgram, seed: int
     assert not any("Traceback" in line for line in server.lines)
 
 
-@pytest.mark.parametrize("policy", ["slo", "sarathi"])
-async def test_200_requests_with_random_aborts(tiny_directory: Path, policy: str) -> None:
-    with small_server(tiny_directory, "--policy", policy) as server:
+async def test_200_requests_with_random_aborts(tiny_directory: Path) -> None:
+    """Under `slo`, which lets requests wait rather than preempt them, clients leave in the short soak."""
+    with small_server(tiny_directory, "--policy", "sarathi") as server:
         await check_200_requests_with_random_aborts(server, seed=0)
-        # `slo` lets requests wait rather than preempt them, so that it depends on the timing there.
-        assert policy == "slo" or server.metrics()["onbeat_preemptions_total"] > 0
+        assert server.metrics()["onbeat_preemptions_total"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["--no-async-scheduling", "--async-scheduling"])
-@pytest.mark.parametrize("policy", ["static", "orca", "prefill-first", "sarathi"])
+@pytest.mark.parametrize("policy", ["static", "orca", "prefill-first", "sarathi", "slo"])
 async def test_aborts_under_every_policy(tiny_directory: Path, policy: str, mode: str) -> None:
     with small_server(tiny_directory, "--policy", policy, mode) as server:
         await check_200_requests_with_random_aborts(server, seed=1)

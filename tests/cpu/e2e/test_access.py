@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 from pathlib import Path
 
@@ -26,35 +27,31 @@ def try_example(
     return subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=env, check=False)
 
 
-def test_tls_and_keys(tiny_directory: Path, tmp_path: Path) -> None:
+def test_tls_keys_ipv6_and_several_names(tiny_directory: Path, tmp_path: Path) -> None:
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:::1")
     keys = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     command = ("openssl", "req", "-x509", *keys, "-keyout", key, "-out", cert, "-days", "2", *subject)
     subprocess.run(command, check=True, capture_output=True)
     api_keys = tmp_path / "api-keys"
     api_keys.write_text("first-key\nsecond-key\n")
     tls = ("--ssl-keyfile", key, "--ssl-certfile", cert)
-    with serving(tiny_directory, *TINY, *tls, "--api-key-file", api_keys) as server:
-        assert server.url.startswith("https://127.0.0.1:")
+    names = ("--served-model-name", "it's mine", "--served-model-name", "other")
+    access = (*tls, "--api-key-file", api_keys, "--host", "::1", *names)
+    with serving(tiny_directory, *TINY, *access) as server:
+        assert server.url.startswith("https://[::1]:")
         trust = f"--cacert {cert}"
-        assert "choices" in json.loads(try_example(server, trust, key="second-key").stdout)
+        assert json.loads(try_example(server, trust, key="second-key").stdout)["model"] == "it's mine"
         refused = json.loads(try_example(server, trust, key="wrong-key").stdout)
         assert refused["error"]["code"] == "invalid_api_key"
         assert try_example(server, key="second-key").returncode == 60  # the certificate is not trusted
+        trusting, headers = ssl.create_default_context(cafile=cert), {"authorization": "Bearer first-key"}
+        with httpx.Client(base_url=server.url, verify=trusting, headers=headers) as client:
+            models = client.get("/v1/models").json()["data"]
+            assert [model["id"] for model in models] == ["it's mine", "other"]
+            body = {"model": "other", "prompt": "x", "max_tokens": 1}
+            assert client.post("/v1/completions", json=body).json()["model"] == "other"
         assert not any("-key" in line for line in server.lines if "INFO" in line)  # none is logged
-
-
-def test_ipv6_and_several_names(tiny_directory: Path) -> None:
-    names = ("--served-model-name", "it's mine", "--served-model-name", "other")
-    with serving(tiny_directory, *TINY, "--host", "::1", *names) as server:
-        assert server.url.startswith("http://[::1]:")
-        answer = json.loads(try_example(server).stdout)
-        assert answer["model"] == "it's mine"
-        models = httpx.get(f"{server.url}/v1/models").json()["data"]
-        assert [model["id"] for model in models] == ["it's mine", "other"]
-        body = {"model": "other", "prompt": "x", "max_tokens": 1}
-        assert httpx.post(f"{server.url}/v1/completions", json=body).json()["model"] == "other"
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.server.listening import bind
@@ -21,11 +20,7 @@ def _announce(url: str) -> None:
 
 
 async def main() -> None:
-    fields = json.loads(sys.argv[1])
-    for name in ("ssl_keyfile", "ssl_certfile"):
-        if name in fields:
-            fields[name] = Path(fields[name])
-    config = ServerConfig(**fields)
+    config = ServerConfig(**json.loads(sys.argv[1]))
     engine = FakeEngine(Script(**json.loads(sys.argv[2])), max_model_len=10**9)
     with bind(config) as sock:
         await serve(make_app(engine, config), config, sock, on_started=_announce)

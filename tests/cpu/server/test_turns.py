@@ -50,7 +50,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "512 choices with objectives": (TEXT, {**MANY, "slo": TIGHT, "stream": True}),
     "512 choices with alternatives": (TEXT, {**MANY, "logprobs": 20}),
     "512 streamed choices with alternatives": (TEXT, {**MANY, "logprobs": 20, "stream": True}),
-    "512 choices with long stops": (TEXT, {**MANY, "max_tokens": 150, "stop": STOPS}),
+    "512 choices with long stops": (TEXT, {**MANY, "max_tokens": 75, "stop": STOPS}),
     "512 choices of long ids": (
         TEXT,
         {**MANY, "prompt": LONG_PROMPTS, "max_tokens": 2, "return_token_ids": True},
@@ -90,7 +90,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LONG_PROMPT = [5] * 8000
 SCORED = {
-    "scored prompts": {"prompt": [LONG_PROMPT] * 12, "prompt_logprobs": 20},
+    "scored prompts": {"prompt": [LONG_PROMPT] * 6, "prompt_logprobs": 20},
     "a scored echo": {"prompt": [LONG_PROMPT], "echo": True, "logprobs": 20},
     "a streamed, scored echo": {"prompt": [LONG_PROMPT], "echo": True, "logprobs": 20, "stream": True},
 }

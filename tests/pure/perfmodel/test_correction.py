@@ -101,16 +101,20 @@ def test_kinds_of_batches_are_powers_of_two_of_tokens_and_context() -> None:
         assert cheap * 1.05 < correction.factor(other) < dear / 1.05
 
 
-def test_what_a_kind_takes_beside_others_outlasts_a_change_of_pace() -> None:
+@pytest.mark.parametrize(
+    ("paces", "last", "count", "error"), [((1.0, 1.4, 0.9), 1.4, 20, 0.05), ((1.0, 20.0), 1.0, 30, 0.1)]
+)
+def test_what_a_kind_takes_beside_others_outlasts_a_change_of_pace(
+    paces: tuple[float, ...], last: float, count: int, error: float
+) -> None:
     correction = OnlineCorrection()
-    for pace in (1.0, 1.4, 0.9):
+    few, many = decodes(4, 100), decodes(64, 100)
+    for pace in paces:
         for _ in range(100):
-            learn(correction, decodes(4, 100), 1.2 * pace)
-            learn(correction, decodes(64, 100), pace)
-    learn(correction, decodes(64, 100), 1.4, 20)
-    assert correction.factor(decodes(4, 100)) / correction.factor(decodes(64, 100)) == pytest.approx(
-        1.2, rel=0.05
-    )
+            learn(correction, few, 1.2 * pace)
+            learn(correction, many, pace)
+    learn(correction, many, last, count)
+    assert correction.factor(few) / correction.factor(many) == pytest.approx(1.2, rel=error)
 
 
 def test_what_drafts_take_beyond_their_prediction_comes_on_top_of_the_factor_of_their_rows() -> None:
@@ -236,18 +240,6 @@ def test_the_pace_is_lost_while_a_machine_that_has_changed_is_caught_up_with(fac
     assert not was_lost[0]
     assert not was_lost[-1]
     assert correction.factor(shape) == pytest.approx(factor, rel=0.1)
-
-
-def test_kinds_stay_apart_when_the_pace_changes_twentyfold() -> None:
-    correction = OnlineCorrection()
-    for pace in (1.0, 20.0):
-        for _ in range(100):
-            learn(correction, decodes(4, 100), 1.2 * pace)
-            learn(correction, decodes(64, 100), pace)
-    learn(correction, decodes(64, 100), 1.0, 30)
-    assert correction.factor(decodes(4, 100)) / correction.factor(decodes(64, 100)) == pytest.approx(
-        1.2, rel=0.1
-    )
 
 
 def test_noise_averages_out_without_bias() -> None:
