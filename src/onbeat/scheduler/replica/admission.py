@@ -94,16 +94,15 @@ class Admission:
         plan : the queues as they are, at the time when the next step may start.
         """
         view = RunningView(plan.running, plan.now, self._cost_model.shortest_tbt)
-        waiting = plan.waiting
         return SchedulerState(
-            num_best_effort=waiting.best_effort.num_requests
+            num_best_effort=plan.waiting.best_effort.num_requests
             + len(view.best_effort_decodes)
             + sum(state.slo.next_deadline == inf for state in view.prefills),
             num_relegated=num_relegated,
             num_missed=self._tracker.num_missed,
             num_rejected=dict(self.num_rejected),
             predicted_wait=self._slo.predicted_wait,
-            queue_seconds=self.wait(waiting),
+            queue_seconds=self.wait(plan.waiting),
             decode_slacks=[deadline - plan.now for deadline in view.deadlines],
         )
 

@@ -237,7 +237,6 @@ class ShortSteps:
         cost_model, asked = self._cost_model, self.asked
         if len(asked) < MOST_JOBS or plan.now <= asked[0].arrival:
             return
-        plan.tell_apart()
         tightest, *longer = sorted({each.slo.tbt_objective for each in asked})
         # One that was refused counts until its first token is due.
         due = [each for each in asked if each.slo.last_delivery > -inf or each.slo.ttft_deadline > plan.now]
@@ -246,6 +245,7 @@ class ShortSteps:
         most = sum([each.worth for each in asked if each.slo.tbt_objective > tightest])
         if kept + chance >= most and not cost_model.least_tbt:
             return  # no longer steps serve more
+        plan.tell_apart()
         served = {tbt: self._served(tbt, plan) for tbt in (tightest, *longer)}
         present = cost_model.least_tbt if cost_model.least_tbt in longer else tightest
         served[present] = max(served[present], kept) + chance

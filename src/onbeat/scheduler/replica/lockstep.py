@@ -21,7 +21,7 @@ from onbeat.core.step import BatchShape, ScheduledRequest, SchedulerOutput, new_
 from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.planner import Planner, StepInFlight
 from onbeat.scheduler.replica.request_state import TOLERANCE, RequestState, SLOState
-from onbeat.scheduler.replica.slo.view import RunningView
+from onbeat.scheduler.replica.slo.view import RunningView, is_expendable
 from onbeat.scheduler.replica.step_plan import StepPlan, sort_key
 
 DECODE = ScheduledRequest("", 0, 1, (), samples=True)
@@ -226,8 +226,11 @@ class Lockstep:
             self._leave(state, joined)
         self._due.clear()
 
-    def _leave_if_late(self, ends: Sequence[float]) -> list[RequestState]:
-        """Let those go for whom one of some steps ends too late; return these."""
+    def _move_on(self, ends: Sequence[float]) -> list[RequestState]:
+        """Let each be due as after a token in time with each of some steps.
+
+        Those go for whom one of these steps ends too late; they are returned.
+        """
         late: list[RequestState] = []
         for tbt, peers in self.peers.items():
             if peers.states and peers.deadlines[0] < ends[-1]:
@@ -239,6 +242,12 @@ class Lockstep:
                     self._leave(state, joined)
             self._due = [each for each in self._due if id(each[2]) not in gone]
             heapify(self._due)
+        for tbt, peers in self.peers.items():
+            if self._is_gap_mode:
+                peers.deadlines = [ends[-1] + tbt] * len(peers.states)
+            elif tbt < inf:
+                for _ in ends:  # one after the other, as rounding has it
+                    peers.deadlines = [due + tbt for due in peers.deadlines]
         return late
 
     def count(self, shape: BatchShape) -> None:
@@ -279,7 +288,6 @@ class Lockstep:
         if tracker is not None:
             if tracker.tenants.are_several:  # each token is charged
                 self._leave_all()
-            self._leave_if_late((now,))
             self._move_on((now,))
         self.num_steps = num_steps + 1
         self._ends.append(now)
@@ -301,23 +309,11 @@ class Lockstep:
         -------
         Those who have left instead: one of these steps ends too late for them.
         """
-        late = self._leave_if_late(ends)
-        self._move_on(ends)
+        late = self._move_on(ends)
         self._begin(len(ends))
         self.num_steps += len(ends)
         self._ends.extend(ends)
         return late
-
-    def _move_on(self, ends: Sequence[float]) -> None:
-        """Let each be due as after a token in time with each of some steps."""
-        for tbt, peers in self.peers.items():
-            if self._is_gap_mode:
-                peers.deadlines = [ends[-1] + tbt] * len(peers.states)
-            elif tbt < inf:
-                for place, due in enumerate(peers.deadlines):
-                    for _ in ends:  # one after the other, as rounding has it
-                        due += tbt
-                    peers.deadlines[place] = due
 
     def _begin(self, num_steps: int) -> None:
         """Take the blocks of steps that begin."""
@@ -373,6 +369,17 @@ class LockstepPlan(StepPlan):
             self.max_num_seqs += num_rows
             if view is not None:
                 vars(view).update(vars(RunningView(self.running, self.now, self._shortest)))
+
+    def look_for_slack(self, view: RunningView, end: float, num_tokens: int) -> None:
+        """Tell those in lockstep apart if anybody may have the slack of so many tokens at a time."""
+        dues = [(state.slo.tbt, due) for state, due in zip(view.streams, view.deadlines, strict=True)]
+        dues += [(tbt, each.deadlines[-1]) for tbt, each in self._lockstep.peers.items() if each.states]
+        if any(tbt <= view.tightest and due - end > num_tokens * tbt for tbt, due in dues):
+            self.tell_apart(view)
+
+    def has_expendable_beside(self) -> bool:
+        """Whether one of them has no objective, and was never preempted."""
+        return any(map(is_expendable, self._lockstep.peers[inf].states))
 
     def decode_beside(self) -> None:
         """Give one token to those in lockstep, too."""

@@ -214,8 +214,7 @@ class RequestTable:
         if plan.num_drafts:
             rows, shape = self._draft_rows(plan)
         else:
-            shape = BatchShape.of_decodes(num_decodes, context)
-            shape.num_lm_head_rows = num_sampling
+            shape = BatchShape(num_decodes, num_decodes, num_decodes, 0, 0, 0, context, 0, num_sampling)
             rows = rows if makes_rows else [DECODE] * num_decodes
         chunks = plan.chunks.copy()
         for state, _ in chunks if kv.num_tables > 1 else ():

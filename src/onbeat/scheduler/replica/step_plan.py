@@ -374,6 +374,13 @@ class StepPlan:
     def tell_apart(self, view: Any = None) -> None:
         """Let those in lockstep run as all others do, and a view see them so: single ones matter."""
 
+    def look_for_slack(self, view: Any, end: float, num_tokens: int) -> None:
+        """Tell those in lockstep apart if anybody may have the slack of so many tokens at a time."""
+
+    def has_expendable_beside(self) -> bool:
+        """Whether one of them has no objective, and was never preempted."""
+        return False
+
     def decode_beside(self) -> None:
         """Give one token to those in lockstep, too."""
 
@@ -428,8 +435,7 @@ class StepPlan:
 
     def num_growing(self, states: Iterable[RequestState]) -> int:
         """Return the blocks that those of these need whose next token has no slot yet."""
-        num_growing = sum([state.num_computed_tokens >= state.num_allocated_tokens for state in states])
-        return num_growing * self.kv.num_tables
+        return sum(map(needs_block, states)) * self.kv.num_tables
 
     def take_block(self) -> bool:
         """Set a block aside for a request that grows; False where none is left."""

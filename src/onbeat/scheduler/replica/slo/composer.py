@@ -23,6 +23,7 @@ from onbeat.scheduler.replica.slo.view import (
     StepFiller,
     decode_shape,
     free_blocks,
+    is_expendable,
     preempt_for,
     prefill_jobs,
 )
@@ -341,9 +342,8 @@ class SLOComposer(Composer):
             longest_pace += plan.num_running * cost_model.costs.decode
         begin(max_output_tokens=num_sent + longest, num_left=num_left, longest_pace=longest_pace)
         if state.slo.tbt_objective >= cost_model.alone_seconds:
-            prompt = (state.num_tokens, state.num_hit_tokens, cost_model.costs)
-            asked = Asked(plan.now, *prompt, self.tracker.worth(state), state.slo.num_left, state.slo)
-            self._short_steps.asked.append(asked)
+            known = (state.num_tokens, state.num_hit_tokens, cost_model.costs, self.tracker.worth(state))
+            self._short_steps.asked.append(Asked(plan.now, *known, state.slo.num_left, state.slo))
         if plan.waiting.best_effort.num_requests or cost_model.least_tbt:
             self._short_steps.weigh(plan)
 
@@ -368,15 +368,13 @@ class SLOComposer(Composer):
             kept, left_behind = rules.split(jobs, prefill, plan.now)
             # Time that the others leave is theirs before it is best effort's.
             ordered, num_kept = [job.state for job in kept + left_behind], len(kept)
-            chunk = prefill.chunk
-            if rules.ends_in_time:
-                ends_by = {job.state.request_id: job.deadline - plan.now for job in kept}
+            chunk, due = prefill.chunk, kept if rules.ends_in_time else []
+            ends_by = {job.state.request_id: job.deadline - plan.now for job in due}
             plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
             self._preempt_for(plan, view, rest, kept, prefill)
             if plan.victims:
                 view.keep([state for state in view.decodes if state not in plan.victims])
             if left_behind and _can_admit_all(plan, jobs):
-                plan.tell_apart(view)
                 sitting_out = self._sit_out(plan, view, prefill)
         self._decode(plan, view)
         begun = [state for state in rest if state.admitted_step_id >= 0]
@@ -414,12 +412,12 @@ class SLOComposer(Composer):
         first = next((job.state for job in kept if not job.state.block_ids), None)
         if (
             first is not None
+            and (any(map(is_expendable, [*view.best_effort_decodes, *rest])) or plan.has_expendable_beside())
             and self.rules.is_late_if_it_waits(kept, prefill, plan.now)
             and not (plan.num_slots_left > 0 and plan.has_blocks_for(first))
         ):
             plan.tell_apart(view)
-            running = [*view.best_effort_decodes, *[state for state in rest if state.block_ids]]
-            pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
+            pool = filter(is_expendable, [*view.best_effort_decodes, *rest])
             preempt_for(plan, first, pool, partial(self.rules.loss, start=plan.now))
 
     def _sit_out(self, plan: StepPlan, view: RunningView, prefill: PrefillShare) -> list[RequestState]:
@@ -430,6 +428,7 @@ class SLOComposer(Composer):
         objective may: its deadlines are for a usual length, and a longer answer needs what it is ahead.
         """
         slack_tokens, end = self.rules.slack_tokens, plan.now + prefill.length
+        plan.look_for_slack(view, end, slack_tokens)
         away = {
             id(state)
             for state, deadline in zip(view.streams, view.deadlines, strict=True)
@@ -444,8 +443,7 @@ class SLOComposer(Composer):
 
     def _fit_decodes(self, plan: StepPlan, view: RunningView, limit: float) -> None:
         """Keep the rows that fit a limit: those with the most slack are left out."""
-        is_starved = self.rules.is_starved
-        due = [-inf if is_starved(state, plan.now) else inf for state in view.best_effort_decodes]
+        due = [-inf if self.rules.is_starved(state, plan.now) else inf for state in view.best_effort_decodes]
         by_need = sorted(zip([*view.deadlines, *due], view.decodes, strict=True), key=itemgetter(0))
         rows = [state for _, state in by_need][: plan.max_rows]
         num = bisect_right(

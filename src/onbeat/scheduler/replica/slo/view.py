@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
 
-from onbeat.core.step import BatchShape
+from onbeat.core.step import BatchShape, new_tuple
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 from onbeat.scheduler.triage import CostModel, DueWork
@@ -134,9 +134,8 @@ def prefill_jobs(
     late: list[RequestState] = []
     token, pair = cost_model.costs.token, cost_model.costs.pair
     earliest = now + cost_model.costs.step
-    states = plan.waiting.ranked.first(MOST_JOBS)
-    if prefills:
-        states = [state for state in prefills if state.slo.next_deadline < inf] + states
+    states = [state for state in prefills if state.slo.next_deadline < inf]
+    states += plan.waiting.ranked.first(MOST_JOBS)
     for state in states:
         num_cached = state.num_computed_tokens or state.num_hit_tokens
         num_tokens = state.num_tokens + state.num_in_flight_tokens - num_cached
@@ -150,7 +149,7 @@ def prefill_jobs(
             if num_found <= num_cached or earliest + seconds > deadline:
                 late.append(state)
                 continue
-        jobs.append(DueWork(deadline, seconds, state))
+        jobs.append(new_tuple(DueWork, (deadline, seconds, state)))
     # A stream that was preempted with a token in flight stands in the queue by the deadline of that.
     jobs.sort(key=_DEADLINE)
     return jobs, late
@@ -187,14 +186,13 @@ class StepFiller:
         """
         plan, victims = self.plan, self.plan.victims
         for state in states:
-            if victims and state in victims:
+            is_waiting = state.status is RequestStatus.WAITING
+            if (is_waiting and self.is_blocked) or (victims and state in victims):
                 continue
             if self.num_left < 1 or plan.num_rows_left < 1:
                 return False
-            is_waiting = state.status is RequestStatus.WAITING
             if is_waiting and (
-                self.is_blocked
-                or plan.ran_out_of_blocks
+                plan.ran_out_of_blocks
                 or plan.num_slots_left <= 0
                 # A preempted request may still be in a step in flight; its turn comes when that is back.
                 or state.num_in_flight_tokens
@@ -270,6 +268,11 @@ def free_blocks(plan: StepPlan, rows: list[RequestState], loss: Loss) -> list[Re
         waits = {id(state) for state in sorted(filter(needs_block, rows), key=loss)[-num_over:]}
         rows = [state for state in rows if id(state) not in waits]
     return rows
+
+
+def is_expendable(state: RequestState) -> bool:
+    """Whether a request has begun, has no objective, and was never preempted."""
+    return bool(state.block_ids) and not (state.num_preemptions or state.slo.has_objective)
 
 
 def preempt_for(plan: StepPlan, prompt: RequestState, pool: Iterable[RequestState], loss: Loss) -> None:
