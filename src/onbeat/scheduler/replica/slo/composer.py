@@ -211,7 +211,7 @@ def _best_effort(plan: StepPlan, view: RunningView, left_over: list[RequestState
 def _can_admit_all(plan: StepPlan, jobs: Jobs) -> bool:
     """Whether there are slots and memory for all prompts: who sits out keeps its own for longer."""
     waiting = [job.state for job in jobs if not job.state.block_ids]
-    needed = [plan.kv.num_blocks_for(state.num_tokens - state.num_hit_tokens) for state in waiting]
+    needed = (plan.kv.num_blocks_for(state.num_tokens - state.num_hit_tokens) for state in waiting)
     return len(waiting) <= plan.num_slots_left and sum(needed) <= plan.num_blocks_left
 
 
