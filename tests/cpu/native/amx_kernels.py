@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.engine.native.library import PackedMatrix
-from tests.cpu.native.quant_kernels import hatch_build, instruction_sets
+from tests.cpu.native.quant_kernels import hatch_build, instruction_sets, product_objects
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[2] / "native/src"
+PRODUCT = ("checks", "engine", "matrix", "memory", "plan", "quant_pack", "thread_pool")
+"""What an engine has beside its kernels."""
 
 Floats = NDArray[np.float32]
 Halves = NDArray[np.uint16]
@@ -65,18 +67,19 @@ def _instruction_flags() -> list[str]:
 
 
 def _engine_units(flags: Sequence[str]) -> list[Unit]:
-    names = ("checks", "engine", "matrix", "memory", "plan", "quant_pack", "thread_pool")
     kernels = ("-include", str(SOURCES / "kernels.cpp"))  # in one unit, what both use is compiled once
     return [
         Unit(HERE / "amx_shim.cpp", [*flags, *kernels, "-fvisibility=default"]),
         Unit(HERE / "amx_sets.cpp", flags),
-        *(Unit(SOURCES / f"{name}.cpp", ()) for name in names),
     ]
 
 
-def compile_units(units: Sequence[Unit], directory: Path, extra: Sequence[str] = ()) -> Path:
+def compile_units(
+    units: Sequence[Unit], directory: Path, extra: Sequence[str] = (), sanitizer: str | None = None
+) -> Path:
     """Compile and link a library; return its file."""
     build = hatch_build()
+    extra = build.SANITIZERS[sanitizer] if sanitizer else extra
     common = ["g++", *build.COMMON_FLAGS, *extra, "-Werror", f"-I{SOURCES}", "-c", "-o"]
 
     def compile_unit(unit: Unit) -> Path:
@@ -86,6 +89,8 @@ def compile_units(units: Sequence[Unit], directory: Path, extra: Sequence[str] =
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_unit, units))
+    if any(unit.source.name == "amx_sets.cpp" for unit in units):
+        objects += product_objects(directory, *PRODUCT, sanitizer=sanitizer)
     library = directory / "libamx.so"
     subprocess.run(["g++", *build.LINK_FLAGS, *extra, "-o", str(library), *map(str, objects)], check=True)
     return library

@@ -19,7 +19,8 @@ namespace OB_NAMESPACE {
 
 class AmxEmulator {
 public:
-    void configure(const AmxShapes& shapes) {
+    // Into hundreds of products these would be copied, for ten seconds of the compiler.
+    [[gnu::noinline]] void configure(const AmxShapes& shapes) {
         check(shapes.palette == 1 && shapes.start_row == 0, "ldtilecfg: palette or start row");
         for (uint8_t byte : shapes.reserved) check(byte == 0, "ldtilecfg: reserved byte");
         for (int tile = 0; tile < 16; ++tile) {
@@ -35,20 +36,20 @@ public:
     void release() { is_configured_ = false; }
     bool is_configured() const { return is_configured_; }
 
-    void zero(int index) { memset(&tile(index), 0, sizeof(Tile)); }
-    void load(int index, const void* from, int64_t stride) {
+    [[gnu::noinline]] void zero(int index) { memset(&tile(index), 0, sizeof(Tile)); }
+    [[gnu::noinline]] void load(int index, const void* from, int64_t stride) {
         Tile& to = tile(index);
         memset(&to, 0, sizeof to);
         for (int row = 0; row < rows(index); ++row)
             memcpy(to.bytes[row], (const char*)from + row * stride, row_bytes(index));
     }
-    void store(int index, void* to, int64_t stride) {
+    [[gnu::noinline]] void store(int index, void* to, int64_t stride) {
         const Tile& from = tile(index);
         for (int row = 0; row < rows(index); ++row)
             memcpy((char*)to + row * stride, from.bytes[row], row_bytes(index));
     }
 
-    void madd(int sums_index, int inputs_index, int weights_index) {
+    [[gnu::noinline]] void madd(int sums_index, int inputs_index, int weights_index) {
         check(sums_index != inputs_index && sums_index != weights_index && inputs_index != weights_index,
               "tdpbf16ps: the same tile twice");
         Tile& sums = tile(sums_index);

@@ -67,17 +67,25 @@ def instruction_sets() -> list[str]:
     return [name for name, needed in NEEDED.items() if flags.issuperset(needed)]
 
 
+def product_objects(directory: Path, *names: str, sanitizer: str | None = None) -> list[Path]:
+    """Return units that are the same for each instruction set, as the build of the product leaves them."""
+    build = hatch_build()
+    library, sets = directory / "libonbeat_native.so", build.sets_of_this_machine()
+    build.build_library(ROOT, library, only=sets, sanitizer=sanitizer)
+    variant = f"{sanitizer}-" if sanitizer else ""
+    return [path for name in names for path in (ROOT / build.CACHE).glob(f"{variant}{name}-{'?' * 16}.o")]
+
+
 def compile_kernels(instruction_set: str, directory: Path) -> Kernels:
     """Compile the shim for one instruction set; packing always gets the common options, as in the library."""
     build = hatch_build()
     sets = build.X86_INSTRUCTION_SETS if instruction_set != "portable" else {"portable": ()}
-    common = ["g++", *build.COMMON_FLAGS, "-Werror", f"-I{ROOT / 'native/src'}", "-c", "-o"]
-    pack, shim, library = directory.parent / "pack.o", directory / "shim.o", directory / "libkernels.so"
-    if not pack.exists():  # by another set already
-        subprocess.run([*common, str(pack), str(ROOT / "native/src/quant_pack.cpp")], check=True)
+    shim, library = directory / "shim.o", directory / "libkernels.so"
     options = [*sets[instruction_set], f"-DOB_NAMESPACE={instruction_set}", "-fvisibility=default"]
-    subprocess.run([*common, str(shim), *options, str(SHIM)], check=True)
-    subprocess.run(["g++", "-shared", "-o", str(library), str(shim), str(pack)], check=True)
+    common = ("g++", *build.COMMON_FLAGS, "-Werror", f"-I{ROOT / 'native/src'}")
+    subprocess.run([*common, "-c", "-o", str(shim), *options, str(SHIM)], check=True)
+    objects = (shim, *product_objects(directory, "quant_pack"))
+    subprocess.run(["g++", "-shared", "-o", str(library), *map(str, objects)], check=True)
     return Kernels(library)
 
 

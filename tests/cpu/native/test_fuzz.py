@@ -19,7 +19,7 @@ from onbeat.engine.native.library import VARIABLE, CallStatus, NativeLibrary
 from tests.cpu.native.amx_kernels import compile_units, emulated_units
 from tests.cpu.native.fuzz_sizes import draw_sizes
 from tests.cpu.native.fuzz_steps import Engine, draw_step, fuzz
-from tests.cpu.native.quant_kernels import hatch_build, instruction_sets
+from tests.cpu.native.quant_kernels import instruction_sets
 from tests.cpu.native.test_forward import relative_error
 
 ROOT = Path(__file__).parents[3]
@@ -89,7 +89,7 @@ def build_product(directory: Path, sanitizer: str) -> Path:
 
 def build_tiles(directory: Path, sanitizer: str) -> Path:
     """Build the kernels for AMX with emulated tiles, whose loads and stores are then watched, too."""
-    return compile_units(emulated_units(), directory, hatch_build().SANITIZERS[sanitizer])
+    return compile_units(emulated_units(), directory, sanitizer=sanitizer)
 
 
 @pytest.mark.slow
