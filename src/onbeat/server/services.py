@@ -9,7 +9,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -69,28 +69,24 @@ class EngineHealth:
     ----------
     engine : whose pulse it is.
     limits : from when on it hangs.
-    clock : the clock of the pulse, seconds.
 
     Attributes
     ----------
     hang : what speaks for a hang; None while nothing does.
     """
 
-    def __init__(
-        self, engine: EngineClient, limits: HangLimits, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, engine: EngineClient, limits: HangLimits) -> None:
         self.hang: str | None = None
         self._engine = engine
         self._limits = limits
-        self._clock = clock
 
     async def run(self) -> None:
         """Look, for ever."""
         pauses = OwnPauses(2 * LOOK_SECONDS)
-        pauses.look(self._clock())
+        pauses.look(time.monotonic())
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            is_in_time = pauses.look(now := self._clock())
+            is_in_time = pauses.look(now := time.monotonic())
             if not self._engine.is_alive:
                 self.hang = None
             elif is_in_time:

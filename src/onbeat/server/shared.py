@@ -58,7 +58,6 @@ class Books:
     limits : hash of an API key -> its limits.
     on_limited : called with the limit that a refused request has met (metrics).
     jobs : are told of each job that ended.
-    clock : seconds.
     """
 
     def __init__(
@@ -66,10 +65,8 @@ class Books:
         limits: Mapping[str, KeyLimits],
         on_limited: Callable[[str], None],
         jobs: JobCounts,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.clock = clock
-        self.meters = {key: KeyMeter(each, clock(), on_limited) for key, each in limits.items()}
+        self.meters = {key: KeyMeter(each, time.monotonic(), on_limited) for key, each in limits.items()}
         self.job_counts = jobs
         self.table = JobTable(on_end=jobs.end)
         self.answers = KeptAnswers()
@@ -101,7 +98,7 @@ class Desk:
         for number in list(self._keys):
             self.end_key(number, _LOST, 0, 0)
         for number in list(self._calls):
-            self.fail_call(number, CallEnd(self._books.clock(), 0, None, JobEnd.ABANDONED))
+            self.fail_call(number, CallEnd(time.monotonic(), 0, None, JobEnd.ABANDONED))
 
     async def show(self, what: str) -> bytes:
         """Return the numbers of all front ends, as `metrics` or `state` has them."""
@@ -109,11 +106,11 @@ class Desk:
 
     async def key_headers(self, key: str) -> list[tuple[str, str]]:
         """Return what is left of a key's limits, as headers."""
-        return list(self._books.meters[key].headers(self._books.clock()))
+        return list(self._books.meters[key].headers(time.monotonic()))
 
     async def begin_key(self, key: str, num_bytes: int, number: int | None = None) -> int:
         """Begin a request of a key by the length of its body; see `KeyAllowance`."""
-        allowance = KeyAllowance(self._books.meters[key], num_bytes, self._books.clock)
+        allowance = KeyAllowance(self._books.meters[key], num_bytes, time.monotonic)
         number = next(self._numbers) if number is None else number
         self._keys[number] = allowance
         return number
