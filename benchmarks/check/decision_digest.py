@@ -52,7 +52,7 @@ from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.result import SimulationObserver
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.virtual_replica import make_scheduler
+from onbeat.simulator.simulation_config import make_scheduler
 from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass

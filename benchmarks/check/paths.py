@@ -40,7 +40,7 @@ from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve, resolve_for
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.virtual_replica import make_scheduler
+from onbeat.simulator.simulation_config import make_scheduler
 from onbeat.workload.load import Load
 
 SOURCES = f"{Path(onbeat.__file__).parent}/"

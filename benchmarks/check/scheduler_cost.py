@@ -34,7 +34,7 @@ from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
-from onbeat.simulator.virtual_replica import make_scheduler
+from onbeat.simulator.simulation_config import make_scheduler
 
 NUM_STEPS = 400
 NUM_WARM_UP_STEPS = 300

@@ -72,14 +72,14 @@ class PipelineReplica(VirtualReplica):
         """Return what the replica has done so far."""
         counters = super().counters()
         if not self._under_way:
-            counters.bubble_seconds = self._num_stages * self._busy_seconds - self._stage_seconds
+            counters.bubble_seconds = self._num_stages * counters.busy_seconds - self._stage_seconds
         return counters
 
     def _run(self, step: StepUnderWay, now: float) -> float:
         """Send a micro-batch through the stages; return when it leaves the last."""
         seconds = predict_step(self._model, step.shape) / self._num_stages
         if self._noise is not None:
-            seconds *= self._noise.factor(self._num_steps + len(self._under_way))
+            seconds *= self._noise.factor(self._counted.num_steps + len(self._under_way))
         end = now + self._overhead + self._charged
         self._charged = 0.0
         for stage, free_at in enumerate(self._free_at):

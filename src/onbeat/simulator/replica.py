@@ -157,7 +157,7 @@ class SerialReplica(VirtualReplica):
         assert step.run is not None
         ends = self._ends[:num_steps]
         del self._ends[:num_steps]
-        self._count(step, ends)
+        self._counted.count(step.shape, len(ends), self._largest)
         step.run.advance(ends)
         step.start = ends[-1]
 
@@ -189,7 +189,7 @@ class SerialReplica(VirtualReplica):
             if not (min(times) > 0.0 and sum(times) < inf):
                 refuse_prediction(next(each for each in times if not 0.0 < each < inf), shape)
             if noise is not None:
-                num_before = self._num_steps + len(ends)
+                num_before = self._counted.num_steps + len(ends)
                 times = [each * noise.factor(number) for number, each in enumerate(times, num_before)]
             if overhead:
                 times = [each + overhead for each in times]

@@ -20,7 +20,7 @@ from onbeat.core.step_stats import StepStats
 from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import GroupSummary
-from onbeat.perfmodel.shapes import Beyond, join_beyond, told_beyond
+from onbeat.perfmodel.shapes import Beyond, LargestStep, join_beyond, told_beyond
 from onbeat.scheduler.replica.idle_check import num_late_at
 from onbeat.scheduler.replica.request_state import LATE_TOKENS_IN
 from onbeat.simulator.simulation_config import SimulationConfig
@@ -171,6 +171,31 @@ class ReplicaCounters:
     """None where nothing is speculated."""
     beyond: Beyond = field(default_factory=dict)
     """Where steps left what their times were fitted to; see `LargestStep`."""
+
+    def count(self, shape: BatchShape, num_steps: int, largest: LargestStep | None) -> None:
+        """Count a step, or a run of them, in each of which every row reads a token more than in the last.
+
+        Parameters
+        ----------
+        largest : looks at the last of them; None where nobody asks for the largest.
+        """
+        total, num_rows, first_context = self.work, shape.num_lm_head_rows, shape.decode_context_tokens
+        if largest is not None:
+            largest.see(shape, first_context + num_rows * (num_steps - 1))
+        self.num_steps += num_steps
+        total.sizes[shape.num_new_tokens] += num_steps
+        total.num_decodes += shape.num_decodes * num_steps
+        total.num_new_tokens += shape.num_new_tokens * num_steps
+        total.num_lm_head_rows += num_rows * num_steps
+        total.decode_context_tokens += num_steps * (2 * first_context + num_rows * (num_steps - 1)) // 2
+        if shape.num_chunks:
+            total.query_key_pairs += shape.query_key_pairs * num_steps
+            total.chunk_cached_tokens += shape.chunk_cached_tokens * num_steps
+        if shape.num_draft_tokens or shape.num_catch_up_tokens:  # in no run
+            total.num_draft_tokens += shape.num_draft_tokens
+            total.num_draft_passes += shape.num_draft_passes
+            total.num_catch_up_tokens += shape.num_catch_up_tokens
+            total.catch_up_pairs += shape.catch_up_pairs
 
     def joined(self, later: ReplicaCounters) -> ReplicaCounters:
         """Return the counts of two lives of a replica, or of two replicas, together."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf, isfinite
-from typing import Literal, NamedTuple, get_args
+from hashlib import blake2b
+from math import exp, inf, isfinite
+from statistics import NormalDist
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS
@@ -17,6 +19,7 @@ from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.scaling import make_policy
 from onbeat.scheduler.replica.policies import composition
+from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.speculation import Acceptance
 
@@ -327,3 +330,75 @@ class SimulationConfig(FleetTerms):
     def max_model_len(self) -> int:
         """The longest request that some replica takes, tokens."""
         return max(each.max_model_len for each in self._schedulers)
+
+
+_NORMAL = NormalDist()
+
+
+class StepNoise:
+    """Log-normal factors with mean 1, each a function of (seed, replica, step) alone.
+
+    They do not depend on the order in which they are asked for, so runs are equal whatever is looked at
+    ahead, and two policies on one replica meet the same noise in their n-th step.
+
+    Parameters
+    ----------
+    sigma : standard deviation of the factor's logarithm, above 0.
+    seed, replica : whose noise it is.
+    """
+
+    def __init__(self, sigma: float, *, seed: int, replica: int) -> None:
+        self._sigma = sigma
+        self._key = f"{seed}:{replica}".encode()
+
+    def factor(self, step: int) -> float:
+        """Return what the time of a step is multiplied by.
+
+        Parameters
+        ----------
+        step : its number on this replica, from 0.
+        """
+        digest = blake2b(step.to_bytes(8, "little"), digest_size=8, key=self._key).digest()
+        # 53 bits, moved off 0 and 1, where the normal distribution has no value.
+        uniform = ((int.from_bytes(digest, "little") >> 11) + 0.5) * 2.0**-53
+        return exp(-self._sigma * self._sigma / 2 + self._sigma * _NORMAL.inv_cdf(uniform))
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A step-time model that each replica can have for itself, to learn from its own steps."""
+
+    def with_learning(self) -> StepTimeModel:
+        """Return the same model as it was before any step."""
+
+
+def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predicts: bool = False) -> Scheduler:
+    """Return the scheduler of one replica.
+
+    A policy that plans by predicted times, or weighs drafts by them, gets a model of its own, which it
+    corrects by the steps that it sees, as a live engine does; what the device does is not its to see.
+
+    Parameters
+    ----------
+    step_time : what the device is simulated by.
+    predicts : whether somebody reads predictions of its load, as of a live engine's under any policy; then
+        it has a model wherever there is one that can be handed to it.
+
+    Raises
+    ------
+    ConfigError : a policy that needs predictions, and a model that cannot be handed to it.
+    """
+    if config.window_tokens is not None:
+        config = replace(config, window_tokens=None)  # virtual clients take all that comes
+    speculation = config.speculation
+    weighs_drafts = speculation is not None and speculation.draft_length == "adaptive"
+    needs_model = composition(config.policy).needs_step_time or weighs_drafts
+    if not (needs_model or (predicts and isinstance(step_time, Learner))):
+        return Scheduler(config)
+    if not isinstance(step_time, Learner):
+        raise ConfigError(
+            f"{'adaptive drafting' if weighs_drafts else f'policy {config.policy!r}'} predicts the times of "
+            f"steps, but {type(step_time).__name__} "
+            "cannot learn from them (it has no with_learning); use a perfmodel.Predictor"
+        )
+    return Scheduler(config, step_time.with_learning())

@@ -5,29 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from dataclasses import dataclass, replace
-from hashlib import blake2b
-from math import exp, inf
-from statistics import NormalDist
-from typing import NamedTuple, Protocol, runtime_checkable
+from math import inf
+from typing import NamedTuple
 
-from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.handover import Detached
 from onbeat.core.step import BatchShape, SchedulerOutput
-from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.shapes import LargestStep, ShapeRange
 from onbeat.scheduler.replica.lockstep import Lockstep
 from onbeat.scheduler.replica.policies import composition
-from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.steady import SteadyRun, begin_lockstep, begin_run
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
-from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deliveries import ORDINARY, Deliveries, VerifyingSampler, make_sampler
-from onbeat.simulator.result import ReplicaCounters, SimulationObserver, StepsTogether
-from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
+from onbeat.simulator.result import ReplicaCounters, SimulationObserver
+from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig, StepNoise, make_scheduler
 from onbeat.simulator.virtual_clients import OfferedRequest
-
-_NORMAL = NormalDist()
 
 
 @dataclass(slots=True)
@@ -92,9 +84,8 @@ class VirtualReplica(ABC):
         self._noise = StepNoise(sigma, seed=config.seed, replica=number) if sigma else None
         self._deliveries = Deliveries(name, has_drafts=limits.speculation is not None)
         self._sampler = make_sampler(config, limits, self._deliveries)
-        self._num_steps = 0
-        """Steps that have ended."""
-        self._busy_seconds = 0.0
+        self._counted = ReplicaCounters()
+        """Of the steps that have ended."""
         observer, self._is_alone, self._is_watched, looks_at_streams = around
         self._observer = observer if observer is not None and observer.wants_steps else None
         self._reporter = None if self._observer is None else StepReporter(self.scheduler)
@@ -106,7 +97,6 @@ class VirtualReplica(ABC):
         )
         if not looks_at_streams and self._observer is None:
             begin_lockstep(self.scheduler, ORDINARY)
-        self._work = StepsTogether()
         self._measured: ShapeRange | None = getattr(step_time, "shape_range", None)
         self._largest = None if self._measured is None else LargestStep()
         self._busy_since = inf
@@ -182,10 +172,8 @@ class VirtualReplica(ABC):
         """Return what the replica has done so far."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         largest, measured = self._largest, self._measured
-        return ReplicaCounters(
-            num_steps=self._num_steps,
-            busy_seconds=self._busy_seconds,
-            work=self._work,
+        return replace(
+            self._counted,
             num_preemptions=scheduler.table.num_preemptions,
             num_prefix_queries=scheduler.table.num_prefix_queries,
             num_prefix_hits=scheduler.table.num_prefix_hits,
@@ -265,7 +253,7 @@ class VirtualReplica(ABC):
         started : gets the requests that have their first token now; None where nobody is told.
         """
         scheduled, run = step.scheduled, step.run
-        self._count(step, ends)
+        self._counted.count(step.shape, len(ends), self._largest)
         if run is not None and len(ends) > 1:
             run.advance(ends[:-1])
         now = ends[-1]
@@ -283,99 +271,8 @@ class VirtualReplica(ABC):
             self._observer.on_step(self._index, stats)
         return finished
 
-    def _count(self, step: StepUnderWay, ends: array[float]) -> None:
-        """Count steps that have ended."""
-        shape, total, num_steps = step.shape, self._work, len(ends)
-        first_context, num_rows = shape.decode_context_tokens, shape.num_lm_head_rows
-        self._num_steps += num_steps
-        total.sizes[shape.num_new_tokens] += num_steps
-        if self._largest is not None:
-            self._largest.see(shape, first_context + num_rows * (num_steps - 1))
-        total.num_decodes += shape.num_decodes * num_steps
-        total.num_new_tokens += shape.num_new_tokens * num_steps
-        total.num_lm_head_rows += num_rows * num_steps
-        # Each decode reads one token more than in the step before.
-        total.decode_context_tokens += num_steps * (2 * first_context + num_rows * (num_steps - 1)) // 2
-        if shape.num_chunks:
-            total.query_key_pairs += shape.query_key_pairs * num_steps
-            total.chunk_cached_tokens += shape.chunk_cached_tokens * num_steps
-        if shape.num_draft_tokens or shape.num_catch_up_tokens:  # in no run
-            total.num_draft_tokens += shape.num_draft_tokens
-            total.num_draft_passes += shape.num_draft_passes
-            total.num_catch_up_tokens += shape.num_catch_up_tokens
-            total.catch_up_pairs += shape.catch_up_pairs
-
     def _end_work(self, now: float) -> None:
         """Count as idle from now on."""
         if self._busy_since != inf:
-            self._busy_seconds += now - self._busy_since
+            self._counted.busy_seconds += now - self._busy_since
             self._busy_since = inf
-
-
-class StepNoise:
-    """Log-normal factors with mean 1, each a function of (seed, replica, step) alone.
-
-    They do not depend on the order in which they are asked for, so runs are equal whatever is looked at
-    ahead, and two policies on one replica meet the same noise in their n-th step.
-
-    Parameters
-    ----------
-    sigma : standard deviation of the factor's logarithm, above 0.
-    seed, replica : whose noise it is.
-    """
-
-    def __init__(self, sigma: float, *, seed: int, replica: int) -> None:
-        self._sigma = sigma
-        self._key = f"{seed}:{replica}".encode()
-
-    def factor(self, step: int) -> float:
-        """Return what the time of a step is multiplied by.
-
-        Parameters
-        ----------
-        step : its number on this replica, from 0.
-        """
-        digest = blake2b(step.to_bytes(8, "little"), digest_size=8, key=self._key).digest()
-        # 53 bits, moved off 0 and 1, where the normal distribution has no value.
-        uniform = ((int.from_bytes(digest, "little") >> 11) + 0.5) * 2.0**-53
-        return exp(-self._sigma * self._sigma / 2 + self._sigma * _NORMAL.inv_cdf(uniform))
-
-
-@runtime_checkable
-class Learner(Protocol):
-    """A step-time model that each replica can have for itself, to learn from its own steps."""
-
-    def with_learning(self) -> StepTimeModel:
-        """Return the same model as it was before any step."""
-
-
-def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predicts: bool = False) -> Scheduler:
-    """Return the scheduler of one replica.
-
-    A policy that plans by predicted times, or weighs drafts by them, gets a model of its own, which it
-    corrects by the steps that it sees, as a live engine does; what the device does is not its to see.
-
-    Parameters
-    ----------
-    step_time : what the device is simulated by.
-    predicts : whether somebody reads predictions of its load, as of a live engine's under any policy; then
-        it has a model wherever there is one that can be handed to it.
-
-    Raises
-    ------
-    ConfigError : a policy that needs predictions, and a model that cannot be handed to it.
-    """
-    if config.window_tokens is not None:
-        config = replace(config, window_tokens=None)  # virtual clients take all that comes
-    speculation = config.speculation
-    weighs_drafts = speculation is not None and speculation.draft_length == "adaptive"
-    needs_model = composition(config.policy).needs_step_time or weighs_drafts
-    if not (needs_model or (predicts and isinstance(step_time, Learner))):
-        return Scheduler(config)
-    if not isinstance(step_time, Learner):
-        raise ConfigError(
-            f"{'adaptive drafting' if weighs_drafts else f'policy {config.policy!r}'} predicts the times of "
-            f"steps, but {type(step_time).__name__} "
-            "cannot learn from them (it has no with_learning); use a perfmodel.Predictor"
-        )
-    return Scheduler(config, step_time.with_learning())

@@ -13,7 +13,7 @@ from onbeat.perfmodel.predictor import Predictor
 from onbeat.scheduler.cluster.events import Send
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.virtual_replica import make_scheduler
+from onbeat.simulator.simulation_config import make_scheduler
 from tests.pure.simulator.loads import StepByStep, linear_time, make_config, random_load
 
 SECONDS = linear_time().seconds

@@ -16,7 +16,7 @@ from onbeat.metrics.attainment import good_requests
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica import scheduler as scheduler_module
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.simulator import virtual_replica
+from onbeat.simulator import simulation_config
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
@@ -33,7 +33,7 @@ CLASSES = (
 
 @pytest.fixture
 def shedding(monkeypatch):
-    monkeypatch.setattr(virtual_replica, "Scheduler", SheddingScheduler)
+    monkeypatch.setattr(simulation_config, "Scheduler", SheddingScheduler)
 
 
 def outcomes(result) -> Counter[str]:
@@ -185,7 +185,7 @@ def test_requests_carry_their_objectives(monkeypatch):
             added.append(request)
             super().add(request, now)
 
-    monkeypatch.setattr(virtual_replica, "Scheduler", Listening)
+    monkeypatch.setattr(simulation_config, "Scheduler", Listening)
     load = random_load(40, rate=20, seed=0).with_classes(CLASSES, seed=0)
     simulate(load, make_config(shed=ShedMode.REJECT), linear_time())
     assert {(request.slo_class, request.slo, request.weight, request.shed) for request in added} == {
@@ -206,7 +206,7 @@ def test_a_router_forgets_the_work_of_requests_that_were_refused(monkeypatch):
         def add(self, request, now=None):
             raise SLOUnattainable("never", predicted_ttft=9.0)
 
-    monkeypatch.setattr(virtual_replica, "Scheduler", Refusing)
+    monkeypatch.setattr(simulation_config, "Scheduler", Refusing)
     load = make_load([200, *[10] * 5], [10] * 6, [float(second) for second in range(6)])
     config = make_config(router="least-outstanding", replicas=3)
     records = simulate(load, config, linear_time()).records
@@ -214,6 +214,6 @@ def test_a_router_forgets_the_work_of_requests_that_were_refused(monkeypatch):
 
 
 def test_the_schedulers_of_replicas_are_the_live_ones():
-    assert virtual_replica.Scheduler is scheduler_module.Scheduler
+    assert simulation_config.Scheduler is scheduler_module.Scheduler
     config = replace(make_config().scheduler, max_num_queued_reqs=3)
-    assert type(virtual_replica.make_scheduler(config, linear_time())) is Scheduler
+    assert type(simulation_config.make_scheduler(config, linear_time())) is Scheduler

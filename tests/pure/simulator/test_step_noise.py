@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.virtual_replica import StepNoise
+from onbeat.simulator.simulation_config import StepNoise
 from tests.pure.simulator.loads import (
     HearsOfRequests,
     ShapeTime,
