@@ -14,7 +14,7 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Adapter, Request, TokenLogprobs
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
-from onbeat.engine.executor import DoneStep, ThreadExecutor
+from onbeat.engine.executor import PendingStep, ThreadExecutor, done_step
 from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
 from onbeat.engine.progress import Detail
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -40,8 +40,8 @@ class FakeRunner:
         self._num_logprobs: dict[str, int | None] = {}
         self._scored: dict[str, Request] = {}
 
-    def launch(self, scheduled: SchedulerOutput) -> DoneStep:
-        return DoneStep(self.execute(scheduled))
+    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        return done_step(self.execute(scheduled))
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         end = time.thread_time() + self.step_seconds

@@ -12,7 +12,8 @@ from onbeat.engine.backends.torch import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
 from onbeat.engine.draw import Logits
-from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
+from onbeat.engine.sampled import BestTokens, SampledTokens
+from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.kernels import ChunkBackend
 from onbeat.engine.torch.weights import TorchWeights
 from tests.cpu.engine.forwards import MakeForward

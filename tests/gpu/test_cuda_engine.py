@@ -13,7 +13,9 @@ from onbeat.engine.draw import Logits
 from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_config.hf import model_config_from_hf
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
+from onbeat.engine.sampled import BestTokens, SampledTokens
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from tests.cpu.engine.cuda.test_copied_logits import check_drafts

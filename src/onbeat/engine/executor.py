@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from onbeat.core.request import Adapter
@@ -12,26 +11,20 @@ from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 
 
 class PendingStep(Protocol):
-    """A step that was launched."""
+    """A step that was launched, as a `Future` is one."""
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `result` returns at once."""
+    def done(self) -> bool:
+        """Return whether `result` returns at once."""
 
     def result(self) -> ModelRunnerOutput:
         """Return what came of it, once it is done; any thread may ask, more than once."""
 
 
-@dataclass(frozen=True, slots=True)
-class DoneStep:
-    """A step that ran while it was launched."""
-
-    output: ModelRunnerOutput
-    is_done: bool = True
-
-    def result(self) -> ModelRunnerOutput:
-        """Return what came of it."""
-        return self.output
+def done_step(output: ModelRunnerOutput) -> PendingStep:
+    """Return a step that ran while it was launched."""
+    step: Future[ModelRunnerOutput] = Future()
+    step.set_result(output)
+    return step
 
 
 class StepRunner(Protocol):
@@ -108,7 +101,7 @@ class ThreadExecutor:
         except BaseException as error:
             future.set_exception(error)
             return
-        if step.is_done:
+        if step.done():
             _settle(future, step)
         else:
             self._waiter.submit(_settle, future, step)

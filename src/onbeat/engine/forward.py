@@ -19,7 +19,7 @@ from onbeat.engine.draw import Logits
 from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.model_config.architecture import ModelConfig
-from onbeat.engine.sampler import BestTokens
+from onbeat.engine.sampled import BestTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,6 @@ class StepLogits:
     hidden_PD: NDArray[Any] | None = None
     """Hidden states of `StepInputs.pooled_tokens` behind the final norm, float32 (float64 in a float64
     model); None where none are wanted."""
-
-
-class RowProducts(Protocol):
-    """Matrix products as a forward pass computes them, to be timed."""
-
-    flops_per_row: float
-    """Operations of one run for each row."""
-    num_bytes: int
-    """Of the weights, which every run reads."""
-
-    def run(self, num_rows: int) -> float:
-        """Multiply so many rows, and return the seconds that it took."""
-
-    def close(self) -> None:
-        """Let go of threads and memory."""
 
 
 class Computes(Protocol):
@@ -103,14 +88,6 @@ class ForwardPass(Computes, Protocol):
         wants_logits : False where each row's most likely token suffices; the logits may be returned all the
             same.
         """
-
-
-@runtime_checkable
-class GivesProducts(Protocol):
-    """A forward pass whose matrix products can be timed by themselves."""
-
-    def products(self) -> RowProducts:
-        """Return products of its kind; no step may run until they are closed."""
 
 
 class Mark(Protocol):

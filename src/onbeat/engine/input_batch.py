@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from onbeat.core.step import AdmittedRequest, KeptState, NewPages, ScheduledRequest
 from onbeat.engine.pooling import PooledPrompt, PooledTokens
-from onbeat.engine.sampler import SampledTokens, SamplingRow
+from onbeat.engine.sampled import SampledTokens
+from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.state_ends import StateEnds
 
 IntArray = NDArray[np.int64]

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from onbeat.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from onbeat.engine.executor import DoneStep, PendingStep
+from onbeat.engine.executor import PendingStep, done_step
 from onbeat.engine.forward import ChosenTokens, ForwardPass, LaunchesSteps, StepLogits
-from onbeat.engine.guided_draw import Guides, begin_guide, guided_drafts, guided_rows, with_forced
+from onbeat.engine.guided_draw import Guides, begin_guide, guided_rows
 from onbeat.engine.input_batch import InputBatch, IntArray, StepInputs
 from onbeat.engine.pooling import pool
 from onbeat.engine.prompt_scorer import PromptScorer
-from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
-from onbeat.engine.speculation.proposer import DraftRow, Proposer
-from onbeat.engine.speculation.verifier import TokenSampler, VerifiedTokens, verify
+from onbeat.engine.sampled import BestTokens, SampledTokens, TokenSampler
+from onbeat.engine.sampling_row import SamplingRow
+from onbeat.engine.speculation.proposer import Proposer, num_ready, propose
+from onbeat.engine.speculation.verifier import VerifiedTokens, verify
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
@@ -91,7 +92,7 @@ class ModelRunner:
             rows = scheduled.rows
             self._change_requests(scheduled)
             if not rows:
-                return DoneStep(ModelRunnerOutput([]))
+                return done_step(ModelRunnerOutput([]))
             self.batch.take_blocks(rows)
             self.batch.take_pages(scheduled.new_pages)
             inputs = None
@@ -102,7 +103,7 @@ class ModelRunner:
                 if self._last is not None:
                     self._last.result()  # what comes now needs the tokens
                     self._last = inputs = None
-                return DoneStep(self._run(scheduled, inputs))
+                return done_step(self._run(scheduled, inputs))
             is_plain = all(row.is_plain for row in inputs.sampling_rows)
         # To queue a step's operators may take as long as the step before it, whose tokens are not to wait.
         chosen = self._launches.launch(inputs, None if is_plain else partial(self._settle, inputs))
@@ -141,7 +142,7 @@ class ModelRunner:
         ----------
         inputs : of the step, where they are known.
         """
-        drafts = None if self.proposer is None else self._propose(self.proposer, scheduled.rows)
+        drafts = None if self.proposer is None else propose(self.proposer, self.batch, scheduled.rows)
         *earlier, rows = self.prompts.split(scheduled.rows)
         for part in earlier:
             self._forward_pass(part, self.batch.prepare(part), wants_logits=False)
@@ -227,33 +228,12 @@ class ModelRunner:
         if slot in self._failed_slots:
             self._failed_slots.remove(slot)
             self._to_scrub.append(batch.block_ids(slot))  # which will be another request's
-        elif self._last is not None and not self._last.is_done:
+        elif self._last is not None and not self._last.done():
             self._last.left_behind[batch.sampling_rows[slot]] = batch.block_ids(slot)
         batch.release(request_id)
         self.prompts.release(slot)
         if self.proposer is not None:
             self.proposer.release(slot)
-
-    def _propose(self, proposer: Proposer, rows: Sequence[ScheduledRequest]) -> list[list[int]]:
-        """Return the drafts of each row, as many as were planned or fewer; nothing where none were."""
-        indices = [index for index, row in enumerate(rows) if row.num_draft_tokens]
-        if not indices:
-            return []
-        drafts: list[list[int]] = [[] for _ in rows]
-        draft_rows = []
-        for index in indices:
-            slot = self.batch.slots[rows[index].request_id]
-            num_tokens = int(self.batch.num_tokens_S[slot])
-            draft_rows.append(DraftRow(slot, num_tokens, rows[index].num_draft_tokens))
-        for index, proposed in zip(indices, proposer.propose(self.batch, draft_rows), strict=True):
-            assert len(proposed) <= rows[index].num_draft_tokens, "KV slots are there for as many as planned"
-            drafts[index] = proposed
-        if self.batch.num_guided:
-            for index, draft in zip(indices, draft_rows, strict=True):
-                drafts[index] = guided_drafts(
-                    self.batch.sampling_rows[draft.slot], drafts[index], draft.num_drafts
-                )
-        return drafts
 
     def _to_output(
         self,
@@ -264,15 +244,10 @@ class ModelRunner:
     ) -> ModelRunnerOutput:
         token_ids, errors = verified.token_ids, verified.errors
         logprobs = verified.logprobs if any(verified.logprobs) else None
-        num_drafted = num_available = failed = None
+        num_drafted = failed = None
         if drafts:
             num_drafted = [len(ids) for ids, row in zip(drafts, scheduled.rows, strict=True) if row.samples]
-        if self.proposer is not None:
-            slots = inputs.sampling_slots
-            num_tokens = self.batch.num_tokens_S[slots].tolist()
-            num_available = self.proposer.num_available(self.batch, slots.tolist(), num_tokens)
-            if num_available is not None and self.batch.num_guided:
-                num_available = with_forced(inputs.sampling_rows, num_available)
+        num_available = None if self.proposer is None else num_ready(self.proposer, self.batch, inputs)
         guided, request_ids = None, inputs.sampling_request_ids
         if verified.guides is not None:
             guided = guided_rows(inputs.sampling_rows, request_ids, verified.guides)
@@ -302,9 +277,8 @@ class _LaunchedStep:
     left_behind: dict[SamplingRow, IntArray] = field(default_factory=dict)
     """KV blocks of the rows that were released meanwhile."""
 
-    @property
-    def is_done(self) -> bool:
-        """Whether its tokens were taken."""
+    def done(self) -> bool:
+        """Return whether its tokens were taken."""
         return self.output is not None
 
     def result(self) -> ModelRunnerOutput:

@@ -17,7 +17,7 @@ from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import AdmittedRequest, ScheduledRequest
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.input_batch import InputBatch, IntArray, StepInputs
-from onbeat.engine.speculation.verifier import TokenSampler
+from onbeat.engine.sampled import TokenSampler
 
 MOST_LOGIT_BYTES = 64 << 20
 """Of logits that exist at once for prompts, as float32: a longer chunk is run in several passes."""

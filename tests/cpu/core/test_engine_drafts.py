@@ -8,7 +8,7 @@ from onbeat.core.protocols import StepOutputs
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
-from onbeat.engine.executor import DoneStep, ThreadExecutor
+from onbeat.engine.executor import PendingStep, ThreadExecutor, done_step
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig
 from tests.fake_step_time import LinearStepTime
@@ -24,7 +24,7 @@ class DraftingRunner:
         self._num_right = num_right
         self._num_tokens: dict[str, int] = {}
 
-    def launch(self, scheduled: SchedulerOutput) -> DoneStep:
+    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         for admitted in scheduled.admitted:
             request = admitted.request
             num_tokens = len(request.prompt_token_ids) + len(admitted.output_token_ids)
@@ -37,7 +37,7 @@ class DraftingRunner:
             end = start + 1 + min(row.num_draft_tokens, self._num_right)
             self._num_tokens[row.request_id] = end
             sampled.append([position % 97 for position in range(start, end)])
-        return DoneStep(ModelRunnerOutput(sampled, num_drafted=[row.num_draft_tokens for row in rows]))
+        return done_step(ModelRunnerOutput(sampled, num_drafted=[row.num_draft_tokens for row in rows]))
 
 
 def run(

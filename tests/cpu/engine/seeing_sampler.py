@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onbeat.core.request import TokenLogprobs
-from onbeat.engine.sampler import SamplingRow
+from onbeat.engine.sampling_row import SamplingRow
 
 
 class SeesLogits:

@@ -13,7 +13,8 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine.draw import Logits
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
+from onbeat.engine.sampled import BestTokens, SampledTokens
+from onbeat.engine.sampling_row import SamplingRow
 from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.engine.seeing_sampler import SeesLogits
 from tests.pure.scheduler.driver import make_config

@@ -14,7 +14,9 @@ from onbeat.engine.backends.base import warm_up
 from onbeat.engine.draw import Logits
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
+from onbeat.engine.sampled import BestTokens, SampledTokens
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.forward import TorchForward
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.seeing_sampler import SeesLogits

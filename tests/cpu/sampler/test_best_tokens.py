@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from onbeat.core.request import SamplingParams
 from onbeat.engine.draw import Logits
-from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, Sampler, SamplingRow
+from onbeat.engine.sampled import INVALID_TOKEN, BestTokens
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.sampling_row import SamplingRow
 from tests.cpu.sampler.test_sampler import sampling_rows
 from tests.examples import examples
 

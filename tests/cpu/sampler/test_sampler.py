@@ -10,7 +10,9 @@ from hypothesis import example, given
 from onbeat.core.request import SamplingParams
 from onbeat.engine.draw import Logits, top_k_bound
 from onbeat.engine.random_stream import uniform
-from onbeat.engine.sampler import INVALID_TOKEN, SampledTokens, Sampler, SamplingRow
+from onbeat.engine.sampled import INVALID_TOKEN, SampledTokens
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.sampling_row import SamplingRow
 from tests.cpu.sampler.reference import distribution, edited_logits, invert
 from tests.examples import examples
 from tests.many_cases import each_case

@@ -12,10 +12,11 @@ import pytest
 from onbeat.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
-from onbeat.engine.executor import DoneStep, ThreadExecutor
+from onbeat.engine.executor import PendingStep, ThreadExecutor, done_step
 from onbeat.engine.guided_draw import Guides
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.sampler import Sampler, SamplingRow
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.speculation.build import NgramProposer
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -89,10 +90,10 @@ class NotingRunner:
         self.runner = runner
         self.steps: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
 
-    def launch(self, scheduled: SchedulerOutput) -> DoneStep:
+    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         result = self.runner.execute(scheduled)
         self.steps.append((scheduled, result))
-        return DoneStep(result)
+        return done_step(result)
 
 
 def fixed(num_drafts: int, draft_length: DraftLength = "fixed") -> SpeculationConfig:

@@ -9,7 +9,8 @@ import pytest
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.backends.base import warm_up
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.sampler import SampledTokens, Sampler
+from onbeat.engine.sampled import SampledTokens
+from onbeat.engine.sampler import Sampler
 from onbeat.engine.torch.forward import TorchForward
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
 from tests.cpu.speculation.runs import ScriptedProposer, make_request, ngram

@@ -13,7 +13,8 @@ from onbeat.core.request import SamplingParams
 from onbeat.engine.draw import Logits
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.input_batch import wave_order
-from onbeat.engine.sampler import BestTokens, Sampler
+from onbeat.engine.sampled import BestTokens
+from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.speculation.verifier import VerifiedTokens, verify
 

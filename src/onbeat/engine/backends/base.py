@@ -23,9 +23,9 @@ from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.pooling import OWN_POOLINGS
 from onbeat.engine.progress import Detail, OnProgress
+from onbeat.engine.sampled import TokenSampler
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
-from onbeat.engine.speculation.verifier import TokenSampler
 from onbeat.engine.step_time_spec import model_spec_of, precision_of
 from onbeat.engine.weights.checkpoint import Checkpoint, loading_remarks
 from onbeat.perfmodel.device_spec import find_device, known_device

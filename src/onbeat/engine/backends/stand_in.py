@@ -38,9 +38,8 @@ from onbeat.engine.memory import num_blocks_in
 from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.random_stream import GOLDEN_GAMMA, mix, mix_words
-from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
-from onbeat.engine.sampling_row import TokenIds
-from onbeat.engine.speculation.verifier import TokenSampler
+from onbeat.engine.sampled import BestTokens, SampledTokens, TokenSampler
+from onbeat.engine.sampling_row import SamplingRow, TokenIds
 from onbeat.engine.step_time_spec import COMMON_SIZES, model_spec_of, precision_of
 from onbeat.engine.weights.open import read_model_config
 from onbeat.hub.files import ModelFiles

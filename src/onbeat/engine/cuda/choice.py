@@ -26,7 +26,7 @@ from onbeat.engine.guided_draw import GuideOutcome, allowed_masks, open_guides
 from onbeat.engine.input_batch import IntArray
 from onbeat.engine.logit_edits import logit_edits
 from onbeat.engine.random_stream import uniform
-from onbeat.engine.sampler import BestTokens
+from onbeat.engine.sampled import BestTokens
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.kernels import BestBuffers, DrawParams, GraphKernels
 

@@ -31,7 +31,7 @@ from onbeat.engine.dtypes import FLOAT8
 from onbeat.engine.forward import ChosenTokens, ForwardPass, Mark, StepLogits
 from onbeat.engine.input_batch import IntArray, StepInputs
 from onbeat.engine.memory import KVCacheSpec
-from onbeat.engine.sampler import BestTokens
+from onbeat.engine.sampled import BestTokens
 from onbeat.engine.torch import kernels as torch_kernels
 from onbeat.engine.torch import layer as torch_layer
 from onbeat.engine.torch.kv import LayerKVCache, scrub

@@ -18,7 +18,7 @@ from onbeat.engine.cuda import state
 from onbeat.engine.cuda.graphs import PIECE_SIZES, GraphKey
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.random_stream import uniforms
-from onbeat.engine.sampler import BestTokens
+from onbeat.engine.sampled import BestTokens
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.kernels import ChunkRows, DrawParams, Int32Array
 

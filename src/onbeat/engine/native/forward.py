@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, EngineError
 from onbeat.engine.device import CPU
-from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
+from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.native.library import ERROR_BYTES, CallStatus, NativeLibrary, StepStructure, address
 from onbeat.engine.native.packing import NativeWeights
 from onbeat.engine.native.structures import EngineStructures, NativeOptions
-from onbeat.engine.sampler import BestTokens
+from onbeat.engine.profiling.products import RowProducts
+from onbeat.engine.sampled import BestTokens
 from onbeat.perfmodel.device_spec import ROW_COUNTS
 
 _BYTES_AHEAD = 256 << 20

@@ -18,7 +18,6 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.device import DeviceConfig, free_memory, run_apart, wait_for
-from onbeat.engine.forward import GivesProducts, RowProducts
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import (
@@ -32,6 +31,7 @@ from onbeat.engine.profiling.batches import (
     with_drafts,
 )
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
+from onbeat.engine.profiling.products import GivesProducts, RowProducts
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of
 from onbeat.perfmodel.device_spec import ROW_COUNTS, best_rates, product_rates, shortest
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget, fit_best

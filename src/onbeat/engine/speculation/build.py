@@ -41,7 +41,7 @@ from onbeat.speculative_config import TRAINED, SpeculativeConfig
 
 
 class NoDrafts(Proposer):
-    """Proposes nothing; see `engine.guided_rows.guided_drafts` for what comes in its place."""
+    """Proposes nothing; see `engine.speculation.proposer.propose` for what comes in its place."""
 
     def propose(self, batch: InputBatch, rows: list[DraftRow]) -> list[list[int]]:  # noqa: ARG002
         """Return no draft for any row."""

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from onbeat.engine.input_batch import InputBatch
+from onbeat.core.step import ScheduledRequest
+from onbeat.engine.guided_draw import guided_drafts, with_forced
+from onbeat.engine.input_batch import InputBatch, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +62,34 @@ class Proposer(Protocol):
     def close(self) -> None:
         """Let go of what it holds."""
         return
+
+
+def propose(proposer: Proposer, batch: InputBatch, rows: Sequence[ScheduledRequest]) -> list[list[int]]:
+    """Return the drafts of each row of a step, as many as were planned or fewer; nothing where none were.
+
+    Text that a grammar says must come is taken before what is proposed.
+    """
+    indices = [index for index, row in enumerate(rows) if row.num_draft_tokens]
+    if not indices:
+        return []
+    drafts: list[list[int]] = [[] for _ in rows]
+    draft_rows = []
+    for index in indices:
+        slot = batch.slots[rows[index].request_id]
+        draft_rows.append(DraftRow(slot, int(batch.num_tokens_S[slot]), rows[index].num_draft_tokens))
+    for index, proposed in zip(indices, proposer.propose(batch, draft_rows), strict=True):
+        assert len(proposed) <= rows[index].num_draft_tokens, "KV slots are there for as many as planned"
+        drafts[index] = proposed
+    if batch.num_guided:
+        for index, draft in zip(indices, draft_rows, strict=True):
+            drafts[index] = guided_drafts(batch.sampling_rows[draft.slot], drafts[index], draft.num_drafts)
+    return drafts
+
+
+def num_ready(proposer: Proposer, batch: InputBatch, inputs: StepInputs) -> list[int] | None:
+    """Return how many drafts each sampling row of a step has ready for the next; None: any number."""
+    slots = inputs.sampling_slots
+    num_available = proposer.num_available(batch, slots.tolist(), batch.num_tokens_S[slots].tolist())
+    if num_available is not None and batch.num_guided:
+        return with_forced(inputs.sampling_rows, num_available)
+    return num_available

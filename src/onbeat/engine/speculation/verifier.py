@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,31 +28,11 @@ from onbeat.engine.draw import Logits
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.guided_draw import GuideOutcome
 from onbeat.engine.input_batch import wave_order
-from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, SampledTokens, rows_with_logits
+from onbeat.engine.sampled import INVALID_TOKEN, SampledTokens, TokenSampler, rows_with_logits
 from onbeat.engine.sampling_row import SamplingRow
 
 _NO_DRAFT = INVALID_TOKEN - 1
 """Equals no token."""
-
-
-class TokenSampler(Protocol):
-    """Chooses one token per row of logits."""
-
-    @property
-    def trusts_device(self) -> bool:
-        """Whether a forward pass that chooses tokens may do so for it."""
-
-    def needs_logits(self, rows: list[SamplingRow]) -> bool:
-        """Whether more than each row's most likely token is needed to choose."""
-
-    def sample(
-        self, logits_RV: Logits | None, rows: list[SamplingRow], best: BestTokens | None = None
-    ) -> SampledTokens: ...
-
-    def score(
-        self, logits_RV: Logits | None, token_ids: Sequence[int], num_alternatives: Sequence[int]
-    ) -> list[TokenLogprobs]:
-        """Report tokens of prompts, with their ranks: one for each row of logits that nobody has changed."""
 
 
 @dataclass(slots=True)

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
+from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import AttentionBatch, IntArray, StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.memory import KVCacheSpec
 from onbeat.engine.model_config.architecture import Activation
-from onbeat.engine.sampler import BestTokens
+from onbeat.engine.profiling.products import RowProducts
+from onbeat.engine.sampled import BestTokens
 from onbeat.engine.torch import layer as torch_layer
 from onbeat.engine.torch.kernels import BestBuffers, ChunkRows, Int32Array, LayerSpec, Norm, StepTensors
 from onbeat.engine.torch.kv import LayerKVCache, allocate_kv, allocate_pool, layer_of_pool, region_of, scrub

@@ -24,11 +24,12 @@ from onbeat.core.request import Adapter, Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, GuidedRows, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine import guided_draw
 from onbeat.engine.device import DeviceConfig
-from onbeat.engine.executor import DoneStep, PendingStep
-from onbeat.engine.forward import Computes, RowProducts
+from onbeat.engine.executor import PendingStep, done_step
+from onbeat.engine.forward import Computes
 from onbeat.engine.input_batch import IntArray
 from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.pooling import Embeddings
+from onbeat.engine.profiling.products import RowProducts
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.vllm.faults import failures_end_the_engine, worker_died
 from onbeat.engine.vllm.surface import VllmExecutor
@@ -220,7 +221,7 @@ class VllmRunner:
                 told = [self._translator.told[row.request_id] for row in scheduled.rows]
             is_empty = not scheduled.rows and not step.finished_req_ids
             if is_empty or not self.surface.begin(step):
-                return DoneStep(ModelRunnerOutput([]))
+                return done_step(ModelRunnerOutput([]))
             launched = _LaunchedStep(self, scheduled.rows, told, self._translator.drafts)
             grammar = self._grammar(launched)
             launched.future = self.surface.sample(grammar)
@@ -395,8 +396,7 @@ class _LaunchedStep:
         self._lock = threading.Lock()
         self._output: ModelRunnerOutput | None = None
 
-    @property
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         return self._output is not None
 
     def result(self) -> ModelRunnerOutput:

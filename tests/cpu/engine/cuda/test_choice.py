@@ -25,7 +25,9 @@ from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.guided_draw import begin_guide
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.random_stream import uniform
-from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
+from onbeat.engine.sampled import BestTokens, SampledTokens
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.kernels import BestBuffers, DrawParams
 from onbeat.text.grammar.source import choice_grammar, json_grammar, regex_grammar
 from tests.cpu.engine.cuda.fake_stream import FakeStream

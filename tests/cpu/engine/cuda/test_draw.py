@@ -11,7 +11,8 @@ import torch
 
 from onbeat.core.request import SamplingParams
 from onbeat.engine.random_stream import uniform
-from onbeat.engine.sampler import Sampler, SamplingRow
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch.kernels import BestBuffers, DrawParams
 from tests.cpu.engine.reference_kernels import draw
 from tests.cpu.sampler.reference import distribution, invert
