@@ -307,8 +307,7 @@ class EngineCore:
         update_seconds = self._clock() - now
         stats = self._reporter.stats(step.scheduled, step.planned, start=self._begin(step), end=now)
         stats.schedule_seconds, stats.update_seconds = step.schedule_seconds, update_seconds
-        stats.predicted_seconds, stats.scheduler = step.predicted_seconds, self.scheduler.planner.state()
-        stats.drafts = self.scheduler.results.drafts
+        stats.predicted_seconds = step.predicted_seconds
         if (guided := result.guided) is not None:
             stats.num_guided_tokens, stats.num_redrawn_tokens = guided.num_tokens, guided.num_redrawn
             stats.guide_seconds, stats.num_guide_faults = guided.seconds, len(guided.faults)

@@ -267,7 +267,6 @@ class VirtualReplica(ABC):
             stats = self._reporter.stats(scheduled, step.planned, start=step.start, end=now)
             # Where nothing learns, the device takes what is predicted.
             stats.predicted_seconds = now - step.start if step.predicted is None else step.predicted
-            stats.drafts, stats.scheduler = self.scheduler.results.drafts, self.scheduler.planner.state()
             self._observer.on_step(self._index, stats)
         return finished
 

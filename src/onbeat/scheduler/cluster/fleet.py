@@ -181,8 +181,6 @@ class Fleet:
         is_first = event.num_tokens > 0 and not open_request.has_started
         if is_first:
             open_request.has_started, open_request.refused_by = True, ()
-            replica.num_queued_tokens -= open_request.num_tokens
-            replica.num_streams += 1
             self._router.on_first_token(replica.number, open_request.request)
             self._watcher.on_first_token(open_request.request, event.num_cached_tokens, now)
         if event.num_tokens:
@@ -357,7 +355,7 @@ class Fleet:
         """Have so many replicas, those that stay down started again included."""
         check_count(event.num_replicas)
         self._forgive()
-        if self._scaling is not None and self._scaling.has_begun:
+        if self._scaling is not None and self._scaling.next_time < inf:
             self._scaling.set_bounds(event.num_replicas, event.num_replicas, now)
         self._resize(event.num_replicas, now)
 

@@ -128,10 +128,6 @@ class Replica:
     """By request id, in the order in which they were sent here."""
     num_sent: int = 0
     """Requests that it was sent in this life."""
-    num_queued_tokens: int = 0
-    """Of those that have had no token here."""
-    num_streams: int = 0
-    """Those that have."""
     num_lives: int = 0
     """Times that it got ready."""
     drains_until: float = inf
@@ -141,6 +137,16 @@ class Replica:
     """When its start was asked for; None where nobody asked, or it has started."""
     deaths: deque[float] = field(default_factory=deque)
     """Those within the window."""
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Of the requests that have had no token here."""
+        return sum(each.num_tokens for each in self.open.values() if not each.has_started)
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that have had some."""
+        return sum(each.has_started for each in self.open.values())
 
     @property
     def is_coming(self) -> bool:

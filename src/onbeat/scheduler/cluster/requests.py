@@ -73,10 +73,7 @@ class Requests:
         self.migration.on_end(request.request_id)
         del replica.open[request.request_id]
         open_request.replica = None
-        if open_request.has_started:
-            replica.num_streams -= 1
-        else:
-            replica.num_queued_tokens -= open_request.num_tokens
+        if not open_request.has_started:
             self._router.on_first_token(replica.number, request)
         self._router.on_finish(replica.number, request)
 
@@ -112,7 +109,6 @@ class Requests:
         replica.open[request.request_id] = open_request
         replica.num_sent += 1
         open_request.number = replica.num_sent
-        replica.num_queued_tokens += open_request.num_tokens
         if self._scales:
             self._watcher.on_sent(request, choice.predicted_ttft, now)
         self._members.act(
@@ -147,8 +143,6 @@ class Requests:
         assert open_request.replica is not None
         source, request_id = self._members.replicas[open_request.replica], open_request.request.request_id
         destination.open[request_id] = source.open.pop(request_id)
-        source.num_streams -= 1
-        destination.num_streams += 1
         open_request.replica, open_request.number = destination.replica_id, 0
         self._router.on_finish(source.number, open_request.request)
         self._router.take(destination.number, open_request.request)

@@ -86,11 +86,6 @@ class Scaling:
         """Scale between these from now on, both included."""
         self._bounds, self.next_time = (least, most), now
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has its bounds."""
-        return self._bounds is not None
-
     def look(self, num_open: int, now: float) -> Rescale | None:
         """Return how many replicas there should be, where that is another number than there are.
 

@@ -67,4 +67,6 @@ class StepReporter:
             ],
             budget_seconds=scheduled.budget,
             budget_request_id=scheduled.budget_request_id,
+            scheduler=scheduler.planner.state(),
+            drafts=scheduler.results.drafts,
         )
