@@ -41,8 +41,8 @@ class StepStats:
     """Prompt tokens looked up in the prefix cache in this step."""
     num_prefix_hits: int
     """Of these, tokens found."""
-    schedule_seconds: float
-    update_seconds: float
+    schedule_seconds: float = 0.0
+    update_seconds: float = 0.0
     chunk_request_ids: list[str] = field(default_factory=list)
     """Requests whose prompt had a chunk in this step."""
     predicted_seconds: float | None = None

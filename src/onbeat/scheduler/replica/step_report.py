@@ -57,11 +57,7 @@ class StepReporter:
             num_used_blocks=-(-scheduler.kv.pool.num_used_blocks // scheduler.kv.num_tables),
             num_kept_blocks=len(scheduler.kv.pool.kept.until) // scheduler.kv.num_tables,
             num_kept_states=scheduler.kv.snapshots.num_used,
-            num_preemptions=planned.num_preemptions,
-            num_prefix_queries=planned.num_prefix_queries,
-            num_prefix_hits=planned.num_prefix_hits,
-            schedule_seconds=0.0,
-            update_seconds=0.0,
+            **planned._asdict(),
             chunk_request_ids=[
                 row.request_id for row in rows if row.num_new_tokens > 1 + row.num_draft_tokens
             ],
