@@ -26,6 +26,12 @@ LINGER_SECONDS = 1.0
 """How long what a refused client still sends is thrown away: closing at once would lose the answer."""
 
 
+_KNOCK_SECONDS = 0.02
+"""How soon it is looked again whether a client that sends nothing more is still there."""
+_STILL_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""What any client of HTTP/1.1 passes over, asked for or not."""
+
+
 class Closing(NamedTuple):
     """Why a connection is closed before its request is complete."""
 
@@ -90,7 +96,7 @@ class BodyRoom:
         while self._num_bytes > self._max_bytes:
             oldest = next(iter(self._held))
             self.give_back(oldest)
-            oldest.give_up_body()
+            oldest.refuse(NO_ROOM)
 
     def give_back(self, connection: BoundedConnection) -> None:
         """Count a connection's body no more."""
@@ -132,17 +138,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._refusal = MALFORMED
         self._is_refused = False  # what comes from here on is thrown away
 
-    @property
-    def has_asked(self) -> bool:
-        """Whether a request has come."""
-        return self.cycle is not None
-
     # --- what asyncio calls ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections:
-            self._refuse(TOO_MANY)
+            self.refuse(TOO_MANY)
         else:
             self._watch(self._limits.head_seconds, self._on_head_timeout)
 
@@ -153,6 +154,22 @@ class BoundedConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer a client that has only closed its side; one that has left looks the same."""
+        if self._is_in_body or not self._is_answering():
+            return False  # nothing will come of it
+        if self.scope["http_version"] == "1.0" and not self.cycle.response_started:
+            return False  # it can be told nothing before its answer
+        self.cycle.keep_alive = False
+        self._knock(_KNOCK_SECONDS)
+        return True  # TLS closes all the same
+
+    def _knock(self, seconds: float) -> None:
+        """Write until an answer begins, less and less often: to a client that has left nothing can be."""
+        if not (self.cycle.response_started or self.transport.is_closing()):
+            self.transport.write(_STILL_THERE)
+            self._timer = self.loop.call_later(seconds, self._knock, 2 * seconds)
+
     def data_received(self, data: bytes) -> None:
         if self._is_refused or self.transport.is_closing():
             return
@@ -161,11 +178,11 @@ class BoundedConnection(HttpToolsProtocol):
         try:
             self._feed(data)
         except HttpParserError:
-            self._refuse(self._refusal)
+            self.refuse(self._refusal)
         if self._is_refused or self.transport.is_closing():
             return
         if self._num_loose_bytes > self._limits.max_head_bytes:
-            self._refuse(HEAD_TOO_LARGE)
+            self.refuse(HEAD_TOO_LARGE)
         elif self._is_in_body:
             self._watch(self._limits.body_seconds, self._on_body_timeout)
         elif self._is_in_head or self._num_loose_bytes:
@@ -256,7 +273,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_answering():
             self._watch(self._limits.head_seconds, self._on_head_timeout)
         elif self._is_in_head:
-            self._refuse(SLOW_HEAD)
+            self.refuse(SLOW_HEAD)
         else:
             self.transport.close()  # it never began to ask
 
@@ -267,7 +284,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._num_body_bytes = 0
             self._watch(self._limits.body_seconds, self._on_body_timeout)
         else:
-            self._refuse(SLOW_BODY)
+            self.refuse(SLOW_BODY)
 
     def _is_answering(self) -> bool:
         """Whether an answer is owed to a whole request, or has begun."""
@@ -287,11 +304,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._on_refused("pipelined_request")
         self.cycle.keep_alive = False
 
-    def give_up_body(self) -> None:
-        """Refuse the request that is coming, for want of room."""
-        self._refuse(NO_ROOM)
-
-    def _refuse(self, refusal: Closing) -> None:
+    def refuse(self, refusal: Closing) -> None:
+        """Close the connection, with words for it where no answer has begun."""
         self._unwatch()
         self._bodies.give_back(self)
         self._is_refused = True
@@ -306,12 +320,12 @@ class BoundedConnection(HttpToolsProtocol):
         origin = dict(self.headers or ()).get(b"origin", b"")  # None before the first head
         is_allowed = origin.decode("latin-1") in self._origins
         self.transport.write(_answer(refusal, b"*" if "*" in self._origins else origin * is_allowed))
-        if refusal is TOO_MANY or not self.transport.can_write_eof():
-            self.transport.close()
-        else:
+        if self.transport.can_write_eof():
             self.transport.write_eof()
             self.flow.resume_reading()
-            self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        else:  # TLS, which waits for the client's farewell by itself
+            self.transport.close()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _silence_application(self, refusal: Closing) -> None:
         """Let the application, which may be about to answer or wait for the body, find its client gone."""

@@ -20,8 +20,10 @@ from dataclasses import replace
 from onbeat.core.errors import ConfigError, counted
 from onbeat.server.server_config import ConnectionLimits, ServerConfig
 
-OWN_FILES = 96
-"""Of a server without connections: some 50, those that it has for a moment, and a burst that it refuses."""
+REFUSED_PLACES = 32
+"""For connections above the most that there may be: each hears 503. Further ones wait with the kernel."""
+OWN_FILES = 64 + REFUSED_PLACES
+"""Of a server without connections: some 50, those that it has for a moment, and those that it refuses."""
 REPLICA_FILES = 8
 """Of the server, for each replica."""
 _HINT = "raise the limit (`ulimit -n`, or LimitNOFILE= in a systemd unit)"
@@ -69,6 +71,11 @@ Handler = Callable[[], object]
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
 """Connections that the kernel takes before the server has."""
+HANDSHAKE_SECONDS = 30.0
+"""What a client has to begin TLS."""
+_TAKEN_AT_ONCE = 16
+_FULL_SECONDS = 0.02
+"""How often it is looked whether a place has become free."""
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -90,7 +97,11 @@ def bind(config: ServerConfig) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         _bind_alone(sock, address)
-        _set_keep_alive(sock)
+        # it is noticed within two minutes that a client's machine is gone; connections inherit this
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
     except OSError as error:
         sock.close()
         raise cannot_listen(where, error) from error
@@ -123,14 +134,6 @@ def listen(sock: socket.socket, where: str) -> None:
         sock.listen(BACKLOG)
     except OSError as error:
         raise cannot_listen(where, error) from error
-
-
-def _set_keep_alive(sock: socket.socket) -> None:
-    """Notice within two minutes that a client's machine is gone; connections inherit this."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
 
 def cannot_listen(where: str, error: OSError) -> ConfigError:
@@ -167,6 +170,66 @@ def url_of(config: ServerConfig, sock: socket.socket) -> str:
     scheme = "https" if config.ssl_certfile else "http"
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{scheme}://{host}:{sock.getsockname()[1]}"
+
+
+class Door:
+    """Takes connections while there are places for them; others wait with the kernel, which answers for us.
+
+    A connection has its place from the moment when it is taken: a TLS handshake is work, and a file, before
+    anything knows that there is a connection. libuv would take all, and drop those without a file.
+
+    Parameters
+    ----------
+    sock : listens.
+    make : returns the protocol of a connection.
+    context : of TLS; None without.
+    places : returns how many there are, but for those who shake hands.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        make: Callable[[], asyncio.Protocol],
+        context: ssl.SSLContext | None,
+        places: Callable[[], int],
+    ) -> None:
+        self._sock, self._make, self._context, self._places = sock, make, context, places
+        self._loop = asyncio.get_running_loop()
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._opening = self._loop.call_soon(self._open)
+
+    def close(self) -> None:
+        """Take no further connection."""
+        self._opening.cancel()
+        self._loop.remove_reader(self._sock)
+
+    def _open(self) -> None:
+        self._loop.add_reader(self._sock, self._take)
+
+    def _take(self) -> None:
+        """Take some of those who wait, so that on a busy server none waits for many rounds."""
+        for _ in range(_TAKEN_AT_ONCE):
+            try:
+                connection = self._sock.accept()[0] if len(self._greeting) < self._places() else None
+            except BlockingIOError:
+                return
+            except OSError:  # there are no files, whoever has them
+                connection = None
+            if connection is None:
+                self.close()
+                self._opening = self._loop.call_later(_FULL_SECONDS, self._open)
+                return
+            connection.settimeout(0)
+            task = self._loop.create_task(self._greet(connection))
+            self._greeting.add(task)
+            task.add_done_callback(self._greeting.discard)
+
+    async def _greet(self, connection: socket.socket) -> None:
+        seconds = None if self._context is None else HANDSHAKE_SECONDS
+        with contextlib.suppress(OSError):  # a client that speaks no TLS, is too slow, or has left
+            await self._loop.connect_accepted_socket(
+                self._make, connection, ssl=self._context, ssl_handshake_timeout=seconds
+            )
 
 
 @contextlib.contextmanager

@@ -8,13 +8,12 @@ import ctypes
 import logging
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.datastructures import State
 
 from onbeat.core.errors import counted
 from onbeat.core.fleet import FleetView
@@ -32,6 +31,8 @@ _ABORT_SECONDS = 2.0
 _FIRST_REQUEST_SECONDS = 5
 """Whoever has connected to a server that leaves is about to ask, and is not to be turned away."""
 
+_HANGUP = "SIGHUP changes nothing. With --front-ends 2 it would replace front ends; SIGTERM ends the server"
+
 _READ_SECONDS = 3.0
 """What clients get to read the rest of their answers, once all have been made."""
 
@@ -42,10 +43,6 @@ _M_MMAP_THRESHOLD = -3
 _LEAST_MAPPED_BYTES = 256 * 2**10
 """Pieces of memory from this size on go back to the system when they are freed. glibc would learn from the
 first large body to keep what it frees, and 300 MB of them would stay with an idle server."""
-
-_LISTENERS = 16
-"""Sockets that listen on the one address: libuv accepts one connection of each at a time, between all else
-that is to be done (libuv#3696), so that on a busy server new clients would wait for many rounds."""
 
 
 async def serve(
@@ -79,28 +76,21 @@ async def serve(
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # not every libc has it
         mallopt(_M_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES)
     listening.listen(sock, f"{config.host}:{config.port}")
-    started = partial(on_started, listening.url_of(config, sock))
-    server = _Server(uvicorn_config(app, config), started, app.state.warm_up)
-    stopper = _Stopper(app.state, server, config.shutdown_timeout)
+    server = _Server(app, config, sock, partial(on_started, listening.url_of(config, sock)))
     ends_on = [signal.SIGTERM] if has_others else listening.END_SIGNALS
-    listeners = [sock, *(sock.dup() for _ in range(_LISTENERS - 1))]
     try:
         with (
             settled_memory(),
-            listening.on_signals(ends_on, stopper.on_signal),
-            listening.on_hangup(stopper.on_signal, stopper.on_leave if has_others else _tell_of_hangup),
+            listening.on_signals(ends_on, server.on_signal),
+            listening.on_hangup(
+                server.on_signal, server.on_leave if has_others else partial(logger.warning, _HANGUP)
+            ),
         ):
-            await server.serve(sockets=listeners)
+            await server.serve(sockets=[])
     finally:
-        for each in listeners:
-            each.close()
-        await stopper.close()
-
-
-def _tell_of_hangup() -> None:
-    logger.warning(
-        "SIGHUP changes nothing. With --front-ends 2 it would replace front ends; SIGTERM ends the server"
-    )
+        sock.close()
+        if server.drain is not None:
+            await server.drain
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
@@ -129,17 +119,21 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: the first signal must not stop the listening."""
+    """uvicorn's server, which turns signals into an orderly end: the first one does not stop the listening.
+
+    It takes connections by a `Door`: libuv takes more than there are files for.
+    """
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        on_started: Callable[[], None],
-        warm_up: Callable[[], Coroutine[None, None, None]],
+        self, app: FastAPI, config: ServerConfig, sock: socket.socket, on_started: Callable[[], None]
     ) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-        self._warm_up = warm_up
+        super().__init__(uvicorn_config(app, config))
+        self._state, self._sock, self._on_started = app.state, sock, on_started
+        self._most = config.connections.max_connections + listening.REFUSED_PLACES
+        self._lifecycle: Lifecycle = app.state.lifecycle
+        self._timeout = config.shutdown_timeout
+        self.drain: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -147,10 +141,16 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        config, state = self.config, self.server_state
+        make = partial(  # type: ignore[call-arg]  # the one of `uvicorn_config`
+            config.http_protocol_class, config=config, server_state=state, app_state=self.lifespan.state
+        )
+        self._door = listening.Door(self._sock, make, config.ssl, lambda: self._most - len(state.connections))
         self._on_started()
-        self._warming_up = asyncio.create_task(self._warm_up())
+        self._warming_up = asyncio.create_task(self._state.warm_up())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._door.close()
         closing = asyncio.get_running_loop().call_later(_READ_SECONDS, self._close_unread)
         await super().shutdown(sockets)
         closing.cancel()
@@ -162,48 +162,32 @@ class _Server(uvicorn.Server):
         for connection in left:
             connection.transport.abort()
 
-
-class _Stopper:
-    """Turns signals into an orderly end."""
-
-    def __init__(self, state: State, server: uvicorn.Server, timeout: float) -> None:
-        self._lifecycle: Lifecycle = state.lifecycle
-        self._fleet: FleetView | None = state.fleet
-        self._server = server
-        self._timeout = timeout
-        self._drain: asyncio.Task[None] | None = None
-        self._hurry = asyncio.Event()
-
     def on_signal(self) -> None:
-        if self._drain is None:
+        if self.drain is None:
             num_open = counted(self._lifecycle.num_open, "request")
             logger.info("draining: no new requests; waiting for %s", num_open)
             self._lifecycle.is_draining = True
-            if self._fleet is not None:
-                self._fleet.expect_end()
-            self._drain = asyncio.create_task(self._stop_when_idle())
+            fleet: FleetView | None = self._state.fleet
+            if fleet is not None:
+                fleet.expect_end()
+            self.drain = asyncio.create_task(self._stop_when_idle())
         else:
             logger.info("stopping at once")
             self._hurry.set()
 
     def on_leave(self) -> None:
-        if self._drain is None:
-            for each in self._server.servers:
-                each.close()
-            self._drain = asyncio.create_task(self._leave())
-
-    async def close(self) -> None:
-        if self._drain is not None:
-            await self._drain
+        if self.drain is None:
+            self._door.close()
+            self.drain = asyncio.create_task(self._leave())
 
     async def _leave(self) -> None:
-        connections = cast(set[BoundedConnection], self._server.server_state.connections)
+        connections = cast(set[BoundedConnection], self.server_state.connections)
         for seconds_left in reversed(range(_FIRST_REQUEST_SECONDS)):
             await asyncio.sleep(1)  # some are not known yet
             for connection in list(connections):
-                if connection.has_asked or not seconds_left:
+                if connection.cycle or not seconds_left:
                     connection.shutdown()  # now if it is idle, else with its answer
-            if all(connection.has_asked for connection in connections):
+            if all(connection.cycle for connection in connections):
                 break
         await self._stop_when_idle()
 
@@ -219,4 +203,4 @@ class _Stopper:
             await asyncio.wait({idle}, timeout=_ABORT_SECONDS)
         for task in (idle, hurry):
             task.cancel()
-        self._server.should_exit = True
+        self.should_exit = True

@@ -17,7 +17,7 @@ CHAT = "/v1/chat/completions"
 
 
 async def send(
-    served: Served, body: dict[str, Any], *, times: int = 1
+    served: Served, body: dict[str, Any], *, times: int = 1, version: str = "1.1"
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, port = served.url.removeprefix("http://").split(":")
     sock = socket.socket()
@@ -26,7 +26,7 @@ async def send(
     # a small limit, so that a client that does not read soon stops its connection
     reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
     data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    head = f"POST {CHAT} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
     writer.write((head + b"content-length: %d\r\n\r\n" % len(data) + data) * times)
     await writer.drain()
     return reader, writer
@@ -70,6 +70,45 @@ async def test_leaving_with_a_second_request_under_way_aborts(
     await leave(writer)
     await until(lambda: not slow_engine.running_ids)
     assert len(slow_engine.requests) == 1
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_closes_its_side_gets_its_answer(
+    served: Served, engine: FakeEngine, stream: bool, version: str
+) -> None:
+    engine.script.seconds_per_step = 0.01
+    engine.script.first_delay = 0.2
+    reader, writer = await send(served, {"messages": HELLO, "stream": stream}, version=version)
+    await until(lambda: engine.running_ids)
+    if stream and version == "1.0":
+        await until(lambda: engine.num_steps > 1)
+    writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+    if version == "1.0" and not stream:
+        assert answer == b""  # nothing could tell it from one that has left
+        await until(lambda: engine.aborted)
+        return
+    *interim, _ = answer.split(b"HTTP/1.1 200 OK\r\n")[0].split(b"\r\n\r\n")
+    assert set(interim) == ({b"HTTP/1.1 100 Continue"} if version == "1.1" else set())
+    assert b"connection: close" in answer
+    assert (b"[DONE]" if stream else b"Hello, world!") in answer
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_closes_its_side_and_leaves_later_aborts(
+    served: Served, slow_engine: FakeEngine, stream: bool
+) -> None:
+    slow_engine.script.first_delay = 60 * (not stream)
+    reader, writer = await send(served, {"messages": HELLO, "stream": stream})
+    await until(lambda: slow_engine.running_ids)
+    writer.write_eof()
+    assert (await reader.readline()).startswith(b"HTTP/1.1 ")
+    await asyncio.sleep(0.2)
+    assert slow_engine.running_ids
+    writer.close()  # without a reset of its own
+    await until(lambda: not slow_engine.running_ids)
 
 
 async def test_a_request_before_the_answer_to_the_last_one_ends_the_connection_with_it(

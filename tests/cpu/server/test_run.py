@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -22,7 +23,7 @@ import uvloop
 
 from onbeat.core.errors import ConfigError
 from onbeat.server.connection import BoundedConnection
-from onbeat.server.listening import bind, check_tls, listen
+from onbeat.server.listening import OWN_FILES, REPLICA_FILES, bind, check_tls, listen
 from onbeat.server.run import serve
 from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.fake_app import make_app
@@ -314,6 +315,49 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     command = ("openssl", "req", "-x509", *keys, "-keyout", key, "-out", cert, "-days", "2", *subject)
     subprocess.run(command, check=True, capture_output=True)
     return key, cert
+
+
+@pytest.mark.parametrize("is_tls", [True, False])
+async def test_more_clients_than_there_are_files_all_hear_something(
+    certificate: tuple[Path, Path], is_tls: bool
+) -> None:
+    files: dict[str, Any] = {}
+    if is_tls:
+        files = {"ssl_keyfile": str(certificate[0]), "ssl_certfile": str(certificate[1])}
+    context = ssl.create_default_context(cafile=certificate[1]) if is_tls else None
+    async with server_process(num_files=OWN_FILES + REPLICA_FILES + 16, **files) as server:
+        address = server.url.rpartition("/")[2].split(":")
+        answered = asyncio.Event()
+        statuses: list[bytes] = []
+
+        async def ask() -> None:
+            reader, writer = await asyncio.open_connection(*address, ssl=context)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            statuses.append((await reader.readline()).split()[1])
+            if statuses[-1] == b"200":
+                await answered.wait()
+            writer.close()
+
+        clients = [asyncio.create_task(ask()) for _ in range(150)]
+        await until(lambda: len(statuses) == len(clients))
+        answered.set()
+        await asyncio.gather(*clients)
+        assert (statuses.count(b"200"), statuses.count(b"503")) == (16, 134)
+
+
+async def test_clients_that_never_begin_tls_are_not_waited_for_at_the_end(
+    certificate: tuple[Path, Path],
+) -> None:
+    key, cert = certificate
+    async with server_process(ssl_keyfile=str(key), ssl_certfile=str(cert)) as server:
+        address = server.url.rpartition("/")[2].split(":")
+        silent = [await asyncio.open_connection(*address) for _ in range(3)]
+        silent[0][1].write(b"GET / HTTP/1.1\r\n\r\n")
+        assert await silent[0][0].read() == b""
+        server.send_signal(signal.SIGTERM)
+        assert await server.exit_code() == 0
+        for _, writer in silent:
+            writer.close()
 
 
 def test_tls_files_are_checked_at_the_start(certificate: tuple[Path, Path], tmp_path: Path) -> None:
