@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = parse(build_parser(argv), argv)
             if args.command == "serve":  # what others print is what they are run for, and may wait
+                for number in (signal.SIGUSR1, signal.SIGUSR2):
+                    signal.signal(number, signal.SIG_IGN)  # in all that it starts, too
                 args.output = stack.enter_context(ExitStack())
                 args.output.enter_context(unblocked_output())
             code = int(args.run(args))

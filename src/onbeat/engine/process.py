@@ -124,7 +124,7 @@ STALL_SECONDS = 0.05
 def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
     """Entry point of the process: build the engine, then serve until told to stop or orphaned."""
     # Terminals and service managers signal the whole group; the parent decides when the engine ends.
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if link.cores:
         os.sched_setaffinity(0, link.cores)

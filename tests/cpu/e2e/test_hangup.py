@@ -1,4 +1,4 @@
-"""SIGHUP: a terminal that closes drains a server, whatever else sends it breaks no stream."""
+"""Signals: a terminal that closes drains a server; others, and whoever else sends SIGHUP, break no stream."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ _OPEN = """import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.open(sys.argv[1], os.O_RDWR)
 os.execvp(sys.argv[2], sys.argv[2:])"""
+
+
+def descendants(pid: int) -> set[int]:
+    """Return all processes that a process has started, and those that they have."""
+    children = {
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    }
+    return children.union(*map(descendants, children))
 
 
 @contextmanager
@@ -54,6 +64,22 @@ def test_a_closed_terminal_drains_the_server(tiny_directory: Path, flags: Sequen
         stream.end()
         assert server.exit_code(30) == 0
         assert any("draining" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("flags", [(), ("--front-ends", "2")])
+def test_signals_of_users_end_no_process(tiny_directory: Path, flags: Sequence[str]) -> None:
+    with starting("Llama-3.1-8B", *STAND_IN_FLAGS, "--tokenizer", tiny_directory, *flags) as server:
+        wait_for(lambda: server.lines)  # not even while it loads
+        for pid in {server.process.pid} | descendants(server.process.pid):
+            os.kill(pid, signal.SIGUSR1)
+        server.wait_until_ready()
+        stream, everybody = begun_stream(server), {server.process.pid} | descendants(server.process.pid)
+        assert len(everybody) >= (6 if flags else 2)
+        for pid in everybody:
+            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR2)
+        stream.end()
+        assert everybody <= {server.process.pid} | descendants(server.process.pid)
 
 
 def test_nohup_lets_it_outlive_its_terminal(tiny_directory: Path) -> None:
