@@ -38,7 +38,7 @@ from onbeat.engine.engine_config import EngineConfig
 from onbeat.files import read_text
 from onbeat.hub.files import ModelFiles
 from onbeat.server.server_config import ServerConfig
-from onbeat.server.slo_defaults import ClassesFile, SLODefaults, read_classes_file
+from onbeat.server.slo_defaults import SLODefaults, read_classes_file
 from onbeat.typed import decode
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -288,7 +288,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     ConfigError : an objective is out of range, a class does not exist, or a file is wrong.
     """
     key = os.environ.get(API_KEY_VARIABLE)
-    file = ClassesFile() if args.slo_classes is None else read_classes_file(args.slo_classes, os.environ)
+    file = SLODefaults() if args.slo_classes is None else read_classes_file(args.slo_classes, os.environ)
     return read_options(
         args,
         ServerConfig,

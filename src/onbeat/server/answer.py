@@ -123,11 +123,11 @@ class AnswerResponse(Response):
         context = context_of(scope)
         self._flow, self._caller = scope.get("state", {}).get(FLOW), context.caller
         try:
-            if context.allowance is not None:
+            if context.desk is not None:
                 num_prompt_tokens = answer_report.counts_of(self._choices).prompt
                 max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
-                await context.allowance.take_answers(
-                    num_prompt_tokens, max_tokens, is_stated=self._body.bounds_answer
+                await context.desk.take_answers(
+                    context.number, num_prompt_tokens, max_tokens, is_stated=self._body.bounds_answer
                 )
             with self._services.lifecycle.generation():
                 async with (
@@ -144,7 +144,9 @@ class AnswerResponse(Response):
             if self._is_streamed:
                 await send({"type": "http.response.body", "body": last, "more_body": False})
             else:
-                response = PiecesResponse(pieces, self._services.slow_readers, self._prediction())
+                response = PiecesResponse(
+                    pieces, self._services.slow_readers, prediction_header(self._choices)
+                )
                 await response(scope, receive, send)
         except ClientGone:
             context.finish = "client_gone"
@@ -161,7 +163,7 @@ class AnswerResponse(Response):
     ) -> bytes:
         """Send the events of all deltas and return the last bytes of the stream."""
         first = await anext(deltas)
-        own = {**EVENT_STREAM_HEADERS, **self._prediction()}
+        own = {**EVENT_STREAM_HEADERS, **prediction_header(self._choices)}
         headers = [(name.encode(), value.encode()) for name, value in own.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         turns = Turns()
@@ -233,9 +235,6 @@ class AnswerResponse(Response):
             await asyncio.sleep(PING_SECONDS)
             if before == self._num_sent == self._num_begun:  # else its client has yet to read
                 await send({"type": "http.response.body", "body": self._ping, "more_body": True})
-
-    def _prediction(self) -> Mapping[str, str]:
-        return prediction_header(self._choices)
 
 
 def _check_size(requests: Sequence[Request], max_model_len: int) -> None:

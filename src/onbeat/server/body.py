@@ -128,8 +128,11 @@ async def read_json_object(request: Request) -> dict[str, Any]:
             f"the body is encoded as {encoding[:MAX_QUOTED]!r}; send it without content-encoding",
             code="invalid_content_type",
         )
-    raw = await _read_body(request)
-    context_of(request.scope).num_body_bytes = len(raw)
+    raw = await receive_body(request.headers, request.receive, request.app.state.max_body_bytes)
+    context = context_of(request.scope)
+    context.num_body_bytes = len(raw)
+    if context.desk is not None:
+        await context.desk.take_body(context.number, len(raw))
     turns = Turns()
     # a look that takes little says whether JSON is to be counted
     if num_bytes_of(raw, b"".join(marks for marks, _, _ in _MOST_MARKS)) > MAX_JSON_PARTS:
@@ -181,13 +184,6 @@ async def receive_body(headers: Headers, receive: Receive, most: int) -> bytearr
         more = message.get("more_body", False)
         if len(body) > most:
             raise too_large(most)
-    return body
-
-
-async def _read_body(request: Request) -> bytearray:
-    body = await receive_body(request.headers, request.receive, request.app.state.max_body_bytes)
-    if (allowance := context_of(request.scope).allowance) is not None:
-        await allowance.take_body(len(body))
     return body
 
 

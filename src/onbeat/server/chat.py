@@ -27,7 +27,7 @@ from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes
 from onbeat.server.pen import DONE, AnswerHead, Extras, Head, Part, WholeChoice
 from onbeat.server.pieces import list_of, written
-from onbeat.server.reply import PromptEnd, ReplyPlan, plan_reply
+from onbeat.server.reply import ReplyPlan, plan_reply
 from onbeat.server.reply_fields import ChatFields, ChatMessages, ToolUse
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
@@ -167,9 +167,8 @@ async def chat_requests(
     body.check(services.config, services.info)
     asked = ReplyPlan(body.text_options, grammar_of(body))
     text = await render_chat(body, request, services)
-    place = PromptEnd(text, continued_text(body))
-    hides = body.include_reasoning is False
-    plan = plan_reply(services.reply_style, asked, body.tool_use, place, drops_reasoning=hides)
+    hides, continued = body.include_reasoning is False, continued_text(body)
+    plan = plan_reply(services.reply_style, asked, body.tool_use, text, continued, drops_reasoning=hides)
     async with cancelled_on_disconnect(request.receive):
         await services.grammars.take(plan.constraint, context_of(request.scope))
     return await engine_requests(body, [text], request, services), plan.options

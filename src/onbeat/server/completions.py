@@ -16,7 +16,6 @@ from starlette.responses import Response
 from onbeat.core.errors import InvalidRequest, counted, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import TokenLogprobs
-from onbeat.core.tokenizer import Tokenizer
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_report import SLOReport, Usage
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
@@ -37,7 +36,7 @@ from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes
 from onbeat.server.pen import DONE, AnswerHead, Extras, Head, WholeChoice
 from onbeat.server.pieces import Piece, encode, json_inside, list_of, written
-from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
+from onbeat.server.prompts import TOKEN_ID_SCHEMA, PromptInput
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.structured import grammar_of
@@ -164,12 +163,7 @@ def completion_routes(services: Services) -> Routes:
         prompts = [each.prompt_token_ids for each in requests[:: body.num_choices]]
         echoes = [Echo("")] * len(prompts)
         if body.echo:
-            echo = partial(
-                _echo,
-                options=body.prompt_options(services.info.limits.max_model_len),
-                tokenizer=services.tokenizer,
-                has_offsets=body.logprobs is not None,
-            )
+            echo = partial(_echo, body, services)
             async with cancelled_on_disconnect(request.receive):
                 echoes = await services.encoder.off_loop(
                     context.caller, sum(map(len, prompts)), lambda: list(map(echo, body.prompt, prompts))
@@ -182,20 +176,15 @@ def completion_routes(services: Services) -> Routes:
     return router
 
 
-def _echo(
-    prompt: PromptInput,
-    token_ids: Sequence[int],
-    *,
-    options: EncodeOptions,
-    tokenizer: Tokenizer,
-    has_offsets: bool,
-) -> Echo:
+def _echo(body: CompletionRequest, services: Services, prompt: PromptInput, token_ids: Sequence[int]) -> Echo:
     """Return the prompt that the model sees: what truncation left of it."""
-    may_be_cut = options.truncate_to is not None and len(token_ids) >= options.truncate_to
+    tokenizer, most = services.tokenizer, body.prompt_options(services.info.limits.max_model_len).truncate_to
+    may_be_cut = most is not None and len(token_ids) >= most
     if isinstance(prompt, str) and not may_be_cut:
         text = prompt
     else:  # of token ids, special ones too: the caller wrote them
         text = tokenizer.decode(token_ids, skip_special_tokens=isinstance(prompt, str))
+    has_offsets = body.logprobs is not None
     return Echo(text, token_ids, token_offsets(token_ids, text, tokenizer) if has_offsets else ())
 
 

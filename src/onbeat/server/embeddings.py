@@ -71,12 +71,6 @@ class Embedded:
     slo: SLOReport | UnsetType
     """How the objectives were kept, by the worst text; unset without any."""
 
-    def vectors(
-        self, *, dimensions: int | None = None, normalize: bool = True
-    ) -> Iterator[NDArray[np.float32]]:
-        """Yield the embeddings, cut to their first numbers and of length 1 where that is wanted."""
-        return (vector_of(choice.embedding, dimensions, normalize=normalize) for choice in self.choices)
-
 
 def check_texts(texts: Sequence[PromptInput], param: str) -> None:
     """Refuse more texts than one request may hold, and empty ones.
@@ -137,8 +131,10 @@ async def embed(
             async with cancelled_on_disconnect(http.receive):
                 prompts = await services.encoder.encode_all(texts, options, context.caller)
                 _check_lengths(prompts, services.info.limits.max_model_len, options, names)
-                if context.allowance is not None:
-                    await context.allowance.take_answers(sum(map(len, prompts)))
+                if context.desk is not None:
+                    await context.desk.take_answers(
+                        context.number, sum(map(len, prompts)), (), is_stated=True
+                    )
                 turns = Turns()
                 for request in _requests(body, prompts, objectives, services, context):
                     index = len(choices)
@@ -314,8 +310,9 @@ async def _embedded(body: EmbeddingRequest, request: HttpRequest, services: Serv
 def _listed(embedded: Embedded, body: EmbeddingRequest, head: AnswerHead) -> EmbeddingList:
     """Return the answer, in pieces, one for each embedding."""
     write = _base64 if body.encoding_format == "base64" else _numbers
-    vectors = enumerate(embedded.vectors(dimensions=body.dimensions, normalize=body.normalize is not False))
-    data = list_of(Embedding(index, written(write(vector))) for index, vector in vectors)
+    scale = body.normalize is not False
+    vectors = (vector_of(each.embedding, body.dimensions, normalize=scale) for each in embedded.choices)
+    data = list_of(Embedding(index, written(write(vector))) for index, vector in enumerate(vectors))
     about = head.completion_id, head.model, embedded.usage, embedded.slo
     return EmbeddingList(*about, created=head.created, data=data)
 

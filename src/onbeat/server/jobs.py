@@ -22,7 +22,7 @@ from onbeat.server.answer_report import JobState, SLOReport, unjudged_report
 from onbeat.server.choices import Choice
 from onbeat.server.errors import milliseconds
 from onbeat.server.fields import NUMBER, WHOLE, Closed, validated
-from onbeat.server.shared import CallEnd, Desk, OpenedCall
+from onbeat.server.shared import CallEnd, Desk
 
 LONGEST_ID = 128
 MOST_CALLS_LEFT = 10_000
@@ -108,34 +108,10 @@ def stated_by_headers(model: type[_Model], names: Mapping[str, str], headers: He
 class CallTicket:
     """A call of a job from its opening to its end."""
 
-    def __init__(self, shared: Desk, opened: OpenedCall, choices: Sequence[Choice]) -> None:
-        self._shared, self._number, self._choices = shared, opened.number, choices
+    def __init__(self, shared: Desk, number: int, choices: Sequence[Choice]) -> None:
+        self._shared, self._number, self._choices = shared, number, choices
         self._is_open = True
         self._report: JobReport | None = None
-
-    @classmethod
-    async def open(cls, shared: Desk, call: JobCall, choices: Sequence[Choice]) -> CallTicket:
-        """Give choices the objectives that their call has by its job.
-
-        Raises
-        ------
-        InvalidRequest, Overloaded : see `JobTable.open`.
-        ApiError : the job is predicted to be late, and its caller prefers to hear so at once (429).
-        """
-        first = choices[0].request
-        prompts = {choice.prompt_index: len(choice.request.prompt_token_ids) for choice in choices}
-        opened = await shared.open_call(
-            call,
-            first.arrival,
-            sum(prompts.values()),
-            max(choice.request.sampling.max_tokens for choice in choices),
-            refuses=first.shed is ShedMode.REJECT,
-        )
-        share = opened.share
-        for choice in choices:
-            request = choice.request
-            choice.request = replace(request, slo=share.objectives(request.slo), kept_for=share.kept_for)
-        return cls(shared, opened, choices)
 
     def _end(self, failed: JobEnd | None = None) -> CallEnd:
         self._is_open = False
@@ -187,11 +163,32 @@ class CallTicket:
 async def opened_call(
     shared: Desk, call: JobCall | None, choices: Sequence[Choice]
 ) -> AsyncIterator[CallTicket | None]:
-    """Open a call of a job while the block runs, see `CallTicket.open`; yields None for a call of no job."""
+    """Open a call of a job while the block runs, and give choices the objectives that they have by it.
+
+    Yields None for a call of no job.
+
+    Raises
+    ------
+    InvalidRequest, Overloaded : see `JobTable.open`.
+    ApiError : the job is predicted to be late, and its caller prefers to hear so at once (429).
+    """
     if call is None:
         yield None
         return
-    ticket = await CallTicket.open(shared, call, choices)
+    first = choices[0].request
+    prompts = {choice.prompt_index: len(choice.request.prompt_token_ids) for choice in choices}
+    opened = await shared.open_call(
+        call,
+        first.arrival,
+        sum(prompts.values()),
+        max(choice.request.sampling.max_tokens for choice in choices),
+        refuses=first.shed is ShedMode.REJECT,
+    )
+    share = opened.share
+    for choice in choices:
+        request = choice.request
+        choice.request = replace(request, slo=share.objectives(request.slo), kept_for=share.kept_for)
+    ticket = CallTicket(shared, opened.number, choices)
     try:
         yield ticket
     except BaseException as error:

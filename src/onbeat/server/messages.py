@@ -200,18 +200,14 @@ def _text(block: Any, where: str) -> str:
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
-    match choice.get("type"):
-        case None | "auto" | "none" as kind:
-            return kind
-        case "any":
-            return "required"
-        case "tool":
-            return {"type": "function", "function": {"name": choice.get("name")}}
-        case kind:
-            raise unsupported(
-                f"tool_choice.type is {quoted(kind)}; it should be auto, any, tool or none",
-                "tool_choice.type",
-            )
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in (None, "auto", "none", "any"):
+        raise unsupported(
+            f"tool_choice.type is {quoted(kind)}; it should be auto, any, tool or none", "tool_choice.type"
+        )
+    return "required" if kind == "any" else kind
 
 
 def _response_format(given: Any) -> dict[str, Any] | None:

@@ -63,8 +63,10 @@ class HttpContext:
     started: float = field(default_factory=time.monotonic)
     key_digest: str | None = None
     """SHA-256 of the API key that let it in, hexadecimal; None where none was asked for."""
-    allowance: KeyedRequest | None = None
-    """None of keys without limits."""
+    desk: Desk | None = None
+    """Where what it takes of its key's limits is counted; None of keys without limits."""
+    number: int = 0
+    """Of the request there."""
     status: int = 0
     num_body_bytes: int = 0
     """Of what has been read of it: nothing in it takes more than in proportion."""
@@ -157,7 +159,9 @@ class RequestLog:
             await self.app(scope, receive, send)
             return
         address, _ = scope.get("client") or ("", 0)
-        context = HttpContext(_request_id(scope), self._endpoint(scope["path"]), address)
+        given = Headers(scope=scope).get(_REQUEST_ID, "")
+        request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+        context = HttpContext(request_id, self._endpoint(scope["path"]), address)
         scope[_CONTEXT] = context
 
         async def send_named(message: Message) -> None:
@@ -206,11 +210,6 @@ class RequestLog:
             logger.log(
                 logging.DEBUG if is_routine else logging.INFO, "%s", _access_line(scope["method"], context)
             )
-
-
-def _request_id(scope: Scope) -> str:
-    given = Headers(scope=scope).get(_REQUEST_ID, "")
-    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _access_line(method: str, context: HttpContext) -> str:
@@ -295,12 +294,9 @@ def check_key(scope: Scope, *, keys: Sequence[str]) -> None:
     ------
     ApiError : there is no key, or a wrong one (401).
     """
-    if not _is_open(scope["path"]):
+    path = scope["path"]
+    if path not in OPEN_PATHS and not path.startswith(f"{DOCS_FILES}/"):
         context_of(scope).key_digest = key_digest(bearer_key(Headers(scope=scope), keys, name="API key"))
-
-
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(f"{DOCS_FILES}/")
 
 
 def bearer_key(headers: Headers, keys: Sequence[str], *, name: str) -> str:
@@ -330,29 +326,6 @@ def bearer_key(headers: Headers, keys: Sequence[str], *, name: str) -> str:
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
-
-
-class KeyedRequest:
-    """What one request has of its key's limits, from the door to its end; see `KeyAllowance`."""
-
-    def __init__(self, shared: Desk, number: int) -> None:
-        self._shared, self._number = shared, number
-
-    async def take_body(self, num_bytes: int) -> None:
-        """Take the tokens of a body by its length."""
-        await self._shared.take_body(self._number, num_bytes)
-
-    async def take_answers(
-        self, num_prompt_tokens: int, max_tokens: Sequence[int] = (), *, is_stated: bool = True
-    ) -> None:
-        """Take what a request may need, before anything runs."""
-        await self._shared.take_answers(self._number, num_prompt_tokens, max_tokens, is_stated=is_stated)
-
-    def end(self, context: HttpContext) -> None:
-        """Settle."""
-        self._shared.end_key(
-            self._number, context.status, context.num_prompt_tokens, context.num_output_tokens
-        )
 
 
 class RateLimits:
@@ -388,13 +361,17 @@ class RateLimits:
         length = Headers(scope=scope).get("content-length", "")
         try:
             announced = int(length) if length.isdecimal() else 0
-            number = await self._shared.begin_key(key, announced)
+            context.number = await self._shared.begin_key(key, announced)
         except errors.ApiError as error:
             context.error_code = error.code
             await errors.error_response(error, scope["path"])(scope, receive, send_told)
             return
-        allowance = context.allowance = KeyedRequest(self._shared, number)
+        context.desk = self._shared
         try:
             await self._app(scope, receive, send_told)
         finally:
-            context.at_end(partial(allowance.end, context))
+            context.at_end(partial(self._end, context))
+
+    def _end(self, context: HttpContext) -> None:
+        used = context.num_prompt_tokens, context.num_output_tokens
+        self._shared.end_key(context.number, context.status, *used)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -62,17 +62,16 @@ class Routes(APIRouter):
         error: type[Struct] = ErrorBody,
     ) -> dict[str, Any]:
         """Return the description of an endpoint that generates, as arguments of FastAPI's route."""
-        about = self.taking(body, answer, error, tag="generation", statuses=_ALL_ERRORS)
+        about = self.embedding(body, answer, error=error, tag="generation")
         self.answers.append(event)
         told = about["responses"][200]
         told["description"] = "The whole answer, or with `stream` server-sent events"
         told["content"]["text/event-stream"] = {"schema": _STREAM}
-        about["openapi_extra"]["parameters"] = _slo_headers()
         return about
 
-    def embedding(self, body: type[BaseModel], answer: type[Struct]) -> dict[str, Any]:
+    def embedding(self, body: type[BaseModel], answer: type[Struct], **how: Any) -> dict[str, Any]:
         """Return the same of one that embeds texts."""
-        about = self.taking(body, answer, tag="embeddings", statuses=_ALL_ERRORS)
+        about = self.taking(body, answer, **{"tag": "embeddings", "statuses": _ALL_ERRORS, **how})
         about["openapi_extra"]["parameters"] = _slo_headers()
         return about
 
@@ -108,22 +107,17 @@ def _slo_headers() -> list[dict[str, Any]]:
         (TTFT_HEADER, "TTFT objective, milliseconds", objective),
         (TBT_HEADER, "TBT objective, milliseconds", objective),
         (TENANT_HEADER, "Who shares the server fairly with others", tenant),
-        *_job_headers(),
     ]
-    return [
-        {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
-        for name, text, schema in described
-    ]
-
-
-def _job_headers() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the headers that say a request's job: a name, what it means, and its schema."""
     for header, name in JOB_HEADERS.items():
         # a header is there or not: it is never null
         field = _JOB_SCHEMAS[name]
         stated = next(iter(field.get("anyOf", ())), field)
         schema = {key: value for key, value in stated.items() if key not in {"title", "default"}}
-        yield header, f"The same as slo.job.{name}; the body counts before it", schema
+        described.append((header, f"The same as slo.job.{name}; the body counts before it", schema))
+    return [
+        {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
+        for name, text, schema in described
+    ]
 
 
 def describe(app: FastAPI, routes: Sequence[Routes], *, vocab_size: int, needs_key: bool) -> None:

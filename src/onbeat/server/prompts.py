@@ -111,11 +111,6 @@ class PromptEncoder:
         for threads in (self._threads, self._render_thread):
             threads.close()
 
-    async def encode(self, prompt: PromptInput, options: EncodeOptions, caller: str) -> list[int]:
-        """Return the token ids of a prompt; raise as `encode_all` does."""
-        (token_ids,) = await self.encode_all([prompt], options, caller)
-        return token_ids
-
     async def encode_all(
         self, prompts: Sequence[PromptInput], options: EncodeOptions, caller: str
     ) -> list[list[int]]:

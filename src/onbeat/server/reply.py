@@ -67,7 +67,13 @@ class ReplyPlan(NamedTuple):
 
 
 def plan_reply(
-    style: ReplyStyle, asked: ReplyPlan, use: ToolUse | None, place: PromptEnd, *, drops_reasoning: bool
+    style: ReplyStyle,
+    asked: ReplyPlan,
+    use: ToolUse | None,
+    prompt: str,
+    continued: str | None,
+    *,
+    drops_reasoning: bool,
 ) -> ReplyPlan:
     """Return how a chat's answers are made, so that their parts are told apart where they have any.
 
@@ -76,7 +82,8 @@ def plan_reply(
     style : of the model.
     asked : how the caller wants its text, and what the text must match.
     use : what the model may call; None where it may call nothing.
-    place : where the answer begins.
+    prompt : as the template has rendered it.
+    continued : the final message, if the answer goes on with it.
     drops_reasoning : whether the caller does not want to see it.
 
     Raises
@@ -90,11 +97,11 @@ def plan_reply(
     if use is None and style.reasoning is None:
         return asked
     options, constraint = asked
-    opens = opens_in_reasoning(place.prompt, style.reasoning, place.continued)
-    must_call = use is not None and (use.is_required or use.has_strict)
+    opens = opens_in_reasoning(prompt, style.reasoning, continued)
+    calls = None if use is None else use.wanted
+    must_call = calls is not None and bool(calls.is_required or calls.strict)
     if is_guided := must_call or constraint is not None:
         style = style.guided
-        calls = None if use is None else use.wanted
         make = partial(_grammar, style, calls, constraint, opens_in_reasoning=opens)
         field = "tools" if use is not None or constraint is None else constraint.field
         constraint = Constraint(field, make)
@@ -114,15 +121,6 @@ def _grammar(
 ) -> Grammar:
     given = None if text is None else text.make()
     return answer_grammar(style, calls, given, opens_in_reasoning=opens_in_reasoning)
-
-
-class PromptEnd(NamedTuple):
-    """Where an answer begins."""
-
-    prompt: str
-    """As the template has rendered it."""
-    continued: str | None
-    """The final message, if the answer goes on with it."""
 
 
 def _long_id() -> str:

@@ -172,10 +172,6 @@ def text_of(message: ChatMessage, where: str) -> str:
     content = message.refusal if message.content is None else message.content
     if content is None and (message.role == "tool" or any(other not in (None, []) for other in others)):
         return ""
-    return _content_text(content, where)
-
-
-def _content_text(content: str | list[str | dict[str, Any]] | None, where: str) -> str:
     if content is None:
         raise InvalidRequest("{field} is missing; send text", param=where)
     if isinstance(content, str):
@@ -279,11 +275,6 @@ class ToolUse:
     """The one that it must call, once."""
     is_single: bool
     """Whether it may call no more than one."""
-
-    @property
-    def has_strict(self) -> bool:
-        """Whether arguments of any must keep to its schema."""
-        return any(tool.function.strict for tool in self.tools)
 
     @property
     def wanted(self) -> WantedCalls:

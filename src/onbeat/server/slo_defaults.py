@@ -145,17 +145,8 @@ def key_digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassesFile:
-    """What such a file says, the built-in classes included."""
-
-    classes: Mapping[str, ClassDefaults] = field(default_factory=built_in_classes)
-    keys: Mapping[str, KeyDefaults] = field(default_factory=dict)
-    """SHA-256 of an API key, hexadecimal -> what its requests get."""
-
-
-def read_classes_file(path: Path, environment: Mapping[str, str]) -> ClassesFile:
-    """Return the classes and keys of a file.
+def read_classes_file(path: Path, environment: Mapping[str, str]) -> SLODefaults:
+    """Return the classes and keys of a file, the built-in classes included.
 
     Either list may be left out. The built-in classes stay unless a class of the file has their name; one that
     gives no objectives keeps those built in. A key is named by its hash or by the environment variable that
@@ -182,7 +173,7 @@ def read_classes_file(path: Path, environment: Mapping[str, str]) -> ClassesFile
     if file.classes is None and file.api_keys is None:
         raise ConfigError(f"{path} has neither 'classes:' nor 'api_keys:'; give one of them, or both")
     try:
-        return ClassesFile(
+        return SLODefaults(
             classes=built_in_classes() | _classes(file.classes or ()),
             keys=_keys(file.api_keys or (), environment),
         )
@@ -250,7 +241,14 @@ def _keys(entries: Sequence[_Key], environment: Mapping[str, str]) -> dict[str, 
     keys: dict[str, KeyDefaults] = {}
     for number, entry in enumerate(entries):
         where = f"api_keys[{number}]"
-        digest = _digest(where, entry, environment)
+        if (entry.key_sha256 is None) == (entry.key_env is None):
+            raise ConfigError(f"{where} must have either key_sha256 or key_env")
+        key = environment.get(entry.key_env or "")
+        if entry.key_sha256 is None and not key:
+            raise ConfigError(
+                f"key_env of {where} names no environment variable that is set; set it to the key"
+            )
+        digest = (entry.key_sha256 or key_digest(key or "")).lower()
         if digest in keys:
             raise ConfigError(f"{where} is the same API key as an entry before; name each key once")
         limits = KeyLimits(**{name: getattr(entry, name) for name in _LIMITS})
@@ -266,15 +264,3 @@ def _keys(entries: Sequence[_Key], environment: Mapping[str, str]) -> dict[str, 
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
     return keys
-
-
-def _digest(where: str, entry: _Key, environment: Mapping[str, str]) -> str:
-    """Return the hash of the key that an entry names."""
-    if (entry.key_sha256 is None) == (entry.key_env is None):
-        raise ConfigError(f"{where} must have either key_sha256 or key_env")
-    if entry.key_sha256 is not None:
-        return entry.key_sha256.lower()
-    key = environment.get(entry.key_env or "")
-    if not key:
-        raise ConfigError(f"key_env of {where} names no environment variable that is set; set it to the key")
-    return key_digest(key)

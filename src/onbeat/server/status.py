@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any, Literal
 
@@ -97,7 +98,7 @@ class ModelList(Struct, tag_field="object", tag="list"):
 
 def health_routes(services: Services) -> Routes:
     """Return the routes of health, readiness, load and version."""
-    router = Routes(tags=["health"])
+    router, fleet = Routes(tags=["health"]), services.fleet
     empty: dict[int | str, dict[str, Any]] = {200: {"description": "Yes; no body"}, **error_answers(503)}
 
     async def health() -> Response:
@@ -105,7 +106,10 @@ def health_routes(services: Services) -> Routes:
 
         What restarts a server that fails here ends its other engines, and the streams that wait for one.
         """
-        _check_goes_on(services)
+        if not services.engine.is_alive and (fleet is None or fleet.seconds_to_ready is None):
+            raise _all_down(fleet)
+        if fleet is None and services.watch.hang is not None:  # a fleet replaces an engine that hangs
+            raise engine_hangs(services.watch.hang)
         return Response()
 
     async def ready() -> Response:
@@ -129,14 +133,6 @@ def health_routes(services: Services) -> Routes:
     router.add_api_route("/load", load, methods=["GET"], responses=router.telling(EngineLoad))
     router.add_api_route("/version", version, methods=["GET"], responses=router.telling(VersionInfo))
     return router
-
-
-def _check_goes_on(services: Services) -> None:
-    fleet = services.fleet
-    if not services.engine.is_alive and (fleet is None or fleet.seconds_to_ready is None):
-        raise _all_down(fleet)
-    if fleet is None and services.watch.hang is not None:  # a fleet replaces an engine that hangs
-        raise engine_hangs(services.watch.hang)
 
 
 def _check_ready(services: Services) -> None:
@@ -270,6 +266,12 @@ def adapter_routes(fleet: FleetView, config: ServerConfig, taken: Sequence[str])
     """
     router = _keyed_routes(config, prefix="/v1")
 
+    def taking(body: type[Closed]) -> dict[str, Any]:
+        about = router.taking(body, FleetState, tag="adapters", statuses=(400, 401, 403, 404, 413))
+        about["responses"][200] = {"description": "Done", "content": {"text/plain": {}}}
+        return {**about, "response_class": PlainTextResponse}
+
+    @router.post("/load_lora_adapter", **taking(LoadLoRAAdapter))
     async def load(request: Request) -> Response:
         """Load a LoRA adapter on every replica."""
         body = await read_body(request, LoadLoRAAdapter)
@@ -281,6 +283,7 @@ def adapter_routes(fleet: FleetView, config: ServerConfig, taken: Sequence[str])
         await fleet.load_adapter(name, body.lora_path, in_place=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
+    @router.post("/unload_lora_adapter", **taking(UnloadLoRAAdapter))
     async def unload(request: Request) -> Response:
         """Let no further request ask for a LoRA adapter."""
         body = await read_body(request, UnloadLoRAAdapter)
@@ -295,30 +298,27 @@ def adapter_routes(fleet: FleetView, config: ServerConfig, taken: Sequence[str])
         await fleet.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    for path, endpoint, body in (
-        ("/load_lora_adapter", load, LoadLoRAAdapter),
-        ("/unload_lora_adapter", unload, UnloadLoRAAdapter),
-    ):
-        about = router.taking(body, FleetState, tag="adapters", statuses=(400, 401, 403, 404, 413))
-        about["responses"][200] = {"description": "Done", "content": {"text/plain": {}}}
-        router.add_api_route(path, endpoint, methods=["POST"], response_class=PlainTextResponse, **about)
     return router
 
 
 def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
     """Return the routes under /fleet."""
     router = _keyed_routes(config, prefix="/fleet")
+    taking = partial(router.taking, answer=FleetState, tag="fleet", statuses=(400, 401, 403, 413))
 
+    @router.get("", tags=["fleet"], responses=router.telling(FleetState, 401, 403))
     async def show() -> Response:
         """Return how each replica stands."""
         return _state(fleet)
 
+    @router.post("/drain", **taking(DrainRequest))
     async def drain(request: Request) -> Response:
         """Let a replica end: it takes nothing new, and what waits there goes elsewhere."""
         body = await read_body(request, DrainRequest)
         await fleet.drain(body.replica, seconds=body.timeout, restarts=body.restart)
         return _state(fleet)
 
+    @router.post("/scale", **taking(ScaleRequest))
     async def scale(request: Request) -> Response:
         """Start replicas, or let some end, until there are so many."""
         body = await read_body(request, ScaleRequest)
@@ -334,21 +334,13 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
             )
         return _state(fleet)
 
+    @router.post("/restart", **taking(RestartRequest))
     async def restart(request: Request) -> Response:
         """Start all replicas again, one after another, without loss; or the keeper."""
         body = await read_body(request, RestartRequest)
         await fleet.restart(keeper=body.keeper)
         return _state(fleet)
 
-    shown = router.telling(FleetState, 401, 403)
-    router.add_api_route("", show, methods=["GET"], tags=["fleet"], responses=shown)
-    for path, endpoint, body in (
-        ("/drain", drain, DrainRequest),
-        ("/scale", scale, ScaleRequest),
-        ("/restart", restart, RestartRequest),
-    ):
-        about = router.taking(body, FleetState, tag="fleet", statuses=(400, 401, 403, 413))
-        router.add_api_route(path, endpoint, methods=["POST"], **about)
     return router
 
 

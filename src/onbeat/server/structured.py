@@ -96,10 +96,12 @@ def grammar_of(body: StructureFields) -> Constraint | None:
     ------
     InvalidRequest : several fields say so, or one of them wrongly.
     """
+    older = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    style = source.JsonStyle(white_space=body.guided_whitespace_pattern or source.WHITE_SPACE)
     found = [
         *_of_response_format(body.response_format),
         *_of_structured_outputs(body),
-        *_of_older_names(body),
+        *_named({name: getattr(body, name) for name in older}, "", style),
     ]
     if len(found) > 1:
         first, second, *_ = found
@@ -148,12 +150,6 @@ def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
             param=name,
         )
     yield from found
-
-
-def _of_older_names(body: StructureFields) -> Iterator[Constraint]:
-    names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    style = source.JsonStyle(white_space=body.guided_whitespace_pattern or source.WHITE_SPACE)
-    return _named({name: getattr(body, name) for name in names}, "", style)
 
 
 def _named(

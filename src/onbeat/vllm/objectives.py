@@ -33,7 +33,7 @@ from onbeat.server.objectives import (
     metadata_objectives,
     request_objectives,
 )
-from onbeat.server.slo_defaults import NO_LIMITS, ClassesFile, SLODefaults, read_classes_file
+from onbeat.server.slo_defaults import NO_LIMITS, SLODefaults, read_classes_file
 from onbeat.typed import Size, Text, convert
 from onbeat.workload.slo_classes import Objectives
 
@@ -87,7 +87,7 @@ class PluginConfig(Objectives, kw_only=True):
         ------
         ConfigError : no such class, or a classes file that is wrong.
         """
-        file = ClassesFile()
+        file = SLODefaults()
         if self.classes is not None:
             file = read_classes_file(Path(self.classes), environment)
             if any(its.limits != NO_LIMITS for its in file.keys.values()):

@@ -48,8 +48,8 @@ def encoder(tokenizer: WatchedTokenizer) -> Iterator[PromptEncoder]:
 async def test_long_texts_are_tokenized_off_the_event_loop(
     encoder: PromptEncoder, tokenizer: WatchedTokenizer
 ) -> None:
-    await encoder.encode("short", PLAIN, CALLER)
-    await encoder.encode("long" * 10_000, PLAIN, CALLER)
+    await encoder.encode_all(["short"], PLAIN, CALLER)
+    await encoder.encode_all(["long" * 10_000], PLAIN, CALLER)
     assert tokenizer.threads[0] == threading.current_thread().name
     assert tokenizer.threads[1].startswith("onbeat-encode")
 
@@ -58,11 +58,11 @@ async def test_texts_that_cannot_fit_are_not_tokenized(
     encoder: PromptEncoder, tokenizer: WatchedTokenizer
 ) -> None:
     with pytest.raises(PromptTooLong):
-        await encoder.encode("x" * 300_000, PLAIN, CALLER)
+        await encoder.encode_all(["x" * 300_000], PLAIN, CALLER)
     assert tokenizer.threads == []
     cut = EncodeOptions(add_special_tokens=False, truncate_to=7)
     for text in ("x" * 300_000, "x" * 200_000):
-        assert len(await encoder.encode(text + "y", cut, CALLER)) == 7
+        assert list(map(len, await encoder.encode_all([text + "y"], cut, CALLER))) == [7]
     assert tokenizer.longest < 210_000, "what is cut off is not tokenized"
 
 
@@ -73,8 +73,8 @@ async def test_a_text_whose_tokens_the_model_lacks_is_refused(tokenizer: Watched
         InvalidRequest,
         match=r" id 257, .*\b257 tokens",
     ):
-        await encoder.encode("text", EncodeOptions(add_special_tokens=True), CALLER)
-    assert await encoder.encode("ab", PLAIN, CALLER) == [97, 98]
+        await encoder.encode_all(["text"], EncodeOptions(add_special_tokens=True), CALLER)
+    assert await encoder.encode_all(["ab"], PLAIN, CALLER) == [[97, 98]]
     encoder.close()
 
 

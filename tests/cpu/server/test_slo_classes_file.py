@@ -10,9 +10,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
 from onbeat.server.slo_defaults import (
     ClassDefaults,
-    ClassesFile,
     KeyDefaults,
     KeyLimits,
+    SLODefaults,
     key_digest,
     read_classes_file,
 )
@@ -20,7 +20,7 @@ from onbeat.server.slo_defaults import (
 DIGEST = key_digest("team-b")
 
 
-def read(tmp_path: Path, text: str, **environment: str) -> ClassesFile:
+def read(tmp_path: Path, text: str, **environment: str) -> SLODefaults:
     path = tmp_path / "classes.yaml"
     path.write_text(text)
     return read_classes_file(path, environment)
