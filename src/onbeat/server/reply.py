@@ -102,9 +102,14 @@ def plan_reply(
     must_call = calls is not None and bool(calls.is_required or calls.strict)
     if is_guided := must_call or constraint is not None:
         style = style.guided
-        make = partial(_grammar, style, calls, constraint, opens_in_reasoning=opens)
+        make = partial(_grammar, style, text=constraint, opens_in_reasoning=opens)
+        parts = [] if constraint is None else [constraint]
+        if calls is not None:
+            for name, schema in calls.schemas.items():
+                alone = partial(make, replace(calls, schemas={name: schema}), text=None)
+                parts.append(Constraint("tools", alone, whose=f", the function {name!r}"))
         field = "tools" if use is not None or constraint is None else constraint.field
-        constraint = Constraint(field, make)
+        constraint = Constraint(field, partial(make, calls), parts)
     reply = ReplyOptions(
         tools={} if use is None else use.schemas,
         new_call_id=_short_id if style.family is not None and style.family.has_short_ids else _long_id,
@@ -117,7 +122,7 @@ def plan_reply(
 
 
 def _grammar(
-    style: ReplyStyle, calls: WantedCalls | None, text: Constraint | None, *, opens_in_reasoning: bool
+    style: ReplyStyle, calls: WantedCalls | None, *, text: Constraint | None, opens_in_reasoning: bool
 ) -> Grammar:
     given = None if text is None else text.make()
     return answer_grammar(style, calls, given, opens_in_reasoning=opens_in_reasoning)

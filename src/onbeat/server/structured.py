@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -87,6 +87,10 @@ class Constraint(NamedTuple):
     field: str
     """Where the caller says so."""
     make: Callable[[], Grammar]
+    parts: Sequence[Constraint] = ()
+    """What it is made of: where it cannot be enforced, one of them is at fault."""
+    whose: str = ""
+    """What of the field a part is."""
 
 
 def grammar_of(body: StructureFields) -> Constraint | None:
@@ -240,25 +244,27 @@ class GrammarChecks:
             await self._take(constraint, context)
         except InvalidRequest as error:
             self._counts.refuse(error.code)
+            for part in constraint.parts:
+                await self._take(part, context)
             raise
 
     async def _take(self, constraint: Constraint, context: HttpContext) -> None:
-        caller, field = context.caller, constraint.field
+        caller, field, where = context.caller, constraint.field, f"{{field}}{constraint.whose}"
         try:
             grammar = await self._threads.run(caller, 1, constraint.make)
         except RecursionError as error:
             raise InvalidRequest(
-                f"{{field}}: the schema is nested deeper than {MOST_LEVELS} levels; flatten it",
+                f"{where}: the schema is nested deeper than {MOST_LEVELS} levels; flatten it",
                 param=field,
                 code="grammar_too_complex",
             ) from error
         except RequestRejected as error:
-            raise InvalidRequest(f"{{field}}: {error}", param=field, code=error.code) from error
+            raise InvalidRequest(f"{where}: {error}", param=field, code=error.code) from error
         verdict = self._guard.known(grammar)
         if verdict is None:
             size = MOST_SHORT_WORK + len(grammar.text)
             verdict = await self._threads.run(caller, size, lambda: self._guard.check(grammar))
         if verdict.problem is not None:
-            raise InvalidRequest(f"{{field}}: {verdict.problem}", param=field, code=verdict.code)
+            raise InvalidRequest(f"{where}: {verdict.problem}", param=field, code=verdict.code)
         context.ignored_fields += [f"{field}.{keyword}" for keyword in verdict.ignored]
         context.grammar = replace(grammar, field=field, seconds=verdict.seconds)

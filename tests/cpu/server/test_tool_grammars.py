@@ -140,6 +140,23 @@ async def test_schemas_that_cannot_be_enforced(served: Served) -> None:
     assert "uniqueItems" in check(answer, 400, "unsupported_schema", "tools")
 
 
+async def test_the_tool_whose_schema_cannot_be_enforced_is_named(served: Served) -> None:
+    bad = {"name": "bad", "parameters": {"type": "objekt"}}
+    tools = [WEATHER, {"type": "function", "function": bad}]
+    body = {"messages": HELLO, "tools": tools, "tool_choice": "required"}
+    wrong = "the grammar cannot be enforced: Invalid type: objekt"
+    message = check(await served.post(CHAT, body), 400, "unsupported_schema", "tools")
+    assert message == f"tools, the function 'bad': {wrong}"
+    listed = [{"type": "function", **WEATHER["function"]}, {"type": "function", **bad}]  # type: ignore[dict-item]
+    answer = await served.post("/v1/responses", {"input": "hi", "tools": listed, "tool_choice": "required"})
+    assert check(answer, 400, "unsupported_schema", "tools") == message
+    schema = {"name": "answer", "schema": {"type": "objekt"}}
+    body |= {"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": schema}}
+    answer = await served.post(CHAT, {**body, "tool_choice": "auto"})
+    where = "response_format.json_schema.schema"
+    assert check(answer, 400, "unsupported_schema", where) == f"{where}: {wrong}"
+
+
 async def test_the_other_apis_of_chats_call_and_reason_too(served: Served, engine: FakeEngine) -> None:
     engine.script.text = f"<think>Hm.</think>I look.{PARIS}"
     schema = WEATHER["function"]["parameters"]  # type: ignore[index]
