@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import multiprocessing
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
@@ -45,6 +44,7 @@ from onbeat.engine.messages import (
     encode,
 )
 from onbeat.engine.process import run_engine_process
+from tests.forking import forking
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -129,8 +129,7 @@ class ProcessEngineClient:
         self._socket.set_hwm(0)
         self._socket.linger = 0
         self._socket.bind(link.endpoint)
-        # spawn: a forked child would inherit the event loop and its sockets
-        self._process = multiprocessing.get_context("spawn").Process(
+        self._process = forking().Process(
             target=run_engine_process, args=(self._build, link), name="onbeat-engine", daemon=True
         )
         with terminal_ignored():

@@ -17,7 +17,6 @@ import zmq
 from onbeat.cluster.client import FleetClient
 from onbeat.cluster.controller import FleetController
 from onbeat.cluster.launcher import Launcher, ReplicaPlace, ReplicaSpec
-from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.link import BuildEngine, CurveKeys
@@ -26,13 +25,14 @@ from onbeat.scheduler.cluster.membership import FleetRules
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from tests.fake_runner import build_fake_engine
+from tests.forking import QuickLauncher
 from tests.waiting import at_most
 
-make_launcher: Callable[[], Launcher] = LocalLauncher
+make_launcher: Callable[[], Launcher] = QuickLauncher
 """Of fleets for which a test names none."""
 
 
-class RemoteLauncher(LocalLauncher):
+class RemoteLauncher(QuickLauncher):
     """Starts processes that connect as those of other machines do: by tcp, encrypted."""
 
     async def open(self, folder: Path) -> str:
