@@ -5,7 +5,6 @@ The file of a result, read again.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -155,9 +154,9 @@ class Row:
     higher_is_better: bool
 
     @property
-    def ratio(self) -> float:
-        """Candidate / baseline; NaN where the baseline is 0."""
-        return self.candidate / self.baseline if self.baseline else math.nan
+    def ratio(self) -> float | None:
+        """Candidate / baseline; None where the baseline is 0."""
+        return self.candidate / self.baseline if self.baseline else None
 
     @property
     def verdict(self) -> Difference:

@@ -262,7 +262,7 @@ def _sweep_sections(runs: Sequence[AnyRun]) -> list[Section]:
         figures = [charts.tradeoff_figure(members, each, title) for each, title in TRADEOFFS.items()]
         kept = [charts.kept_figure(members), charts.goodput_figure(members)]
         title = f"Latency against throughput: {load}"
-        sections.append(Section(title, [Plots(kept, per_row=2), Plots(figures)]))
+        sections.append(Section(title, [Plots(kept, per_row=2), Plots(figures, per_row=2)]))
     lines = []
     for run in runs:
         own = [*filter(None, [worst_decile_line(run.summary.breakdown)]), *run.lines]

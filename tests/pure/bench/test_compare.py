@@ -37,6 +37,7 @@ def test_a_slower_run_is_found_worse(tmp_path: Path) -> None:
 
     row = rows["mean_tpot_ms"]
     assert row.ratio == pytest.approx(1.5, rel=0.1)
+    assert row.ratio is not None
     assert row.interval is not None
     assert row.interval[0] < row.ratio < row.interval[1]
     assert row.verdict == "worse"
@@ -55,6 +56,12 @@ def test_without_details_there_is_a_ratio_but_no_verdict(tmp_path: Path) -> None
     row = rows_of(runs, runs)["mean_ttft_ms"]
 
     assert (row.ratio, row.interval, row.verdict) == (1.0, None, "")
+
+
+def test_what_was_0_has_no_ratio() -> None:
+    row = Row("attainment", 0.0, 0.5, None, higher_is_better=True)
+    table = comparison_table(Comparison("", (row,), ()), ("a", "b"))
+    assert table.cells == [["attainment", "0.00", "0.50", "-", "-", ""]]
 
 
 def test_failed_requests_are_left_out_of_the_intervals(tmp_path: Path) -> None:

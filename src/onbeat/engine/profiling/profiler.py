@@ -105,7 +105,7 @@ def profile_model(
     if len(fitted_steps) < MIN_DISTINCT_SHAPES:
         raise ConfigError(
             f"only {len(fitted_steps)} batches could be measured in {settings.seconds:g} s, too few for a "
-            "fit; give it more time"
+            "fit; give it more time (`onbeat profile --seconds`)"
         )
     again = limits_of(loaded, key.device, precision.compute)
     if limits is not None and again is not None:  # a minute ago the machine may have been busy
