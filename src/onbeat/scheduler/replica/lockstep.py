@@ -377,8 +377,8 @@ class LockstepPlan(StepPlan):
         if any(tbt <= view.tightest and due - end > num_tokens * tbt for tbt, due in dues):
             self.tell_apart(view)
 
-    def has_expendable_beside(self) -> bool:
-        """Whether one of them has no objective, and was never preempted."""
+    def has_expendable(self) -> bool:
+        """Whether one of those in lockstep has no objective, and was never preempted."""
         return any(map(is_expendable, self._lockstep.peers[inf].states))
 
     def decode_beside(self) -> None:

@@ -377,8 +377,8 @@ class StepPlan:
     def look_for_slack(self, view: Any, end: float, num_tokens: int) -> None:
         """Tell those in lockstep apart if anybody may have the slack of so many tokens at a time."""
 
-    def has_expendable_beside(self) -> bool:
-        """Whether one of them has no objective, and was never preempted."""
+    def has_expendable(self) -> bool:
+        """Whether one of those in lockstep has no objective, and was never preempted."""
         return False
 
     def decode_beside(self) -> None:

@@ -180,8 +180,7 @@ class StepRules:
 
 def _waits_since(state: RequestState) -> float:
     """Return when its wait as best effort has begun: at its arrival, or when its objective passed."""
-    deadline = state.slo.ttft_deadline
-    return state.request.arrival if deadline == inf else deadline
+    return state.request.arrival if state.slo.ttft_deadline == inf else state.slo.ttft_deadline
 
 
 MOST_BEST_EFFORT = 32
@@ -190,8 +189,7 @@ MOST_BEST_EFFORT = 32
 
 def _nearly_all_paced(jobs: Jobs) -> bool:
     """Whether few of the prompts with deadlines have TTFT objectives of their own."""
-    with_ttft = sum(job.state.slo.objective_deadline < inf for job in jobs)
-    return with_ttft <= MOST_WITH_TTFT * len(jobs)
+    return sum(job.state.slo.objective_deadline < inf for job in jobs) <= MOST_WITH_TTFT * len(jobs)
 
 
 def _best_effort(plan: StepPlan, view: RunningView, left_over: list[RequestState]) -> list[RequestState]:
@@ -365,13 +363,16 @@ class SLOComposer(Composer):
         chunk, num_kept = self.cost_model.efficient_chunk, 0
         if jobs:
             prefill = rules.prefill_share(view.shape, limit, jobs)
+            plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
+            may_preempt = any(map(is_expendable, [*view.best_effort_decodes, *rest])) or plan.has_expendable()
+        if jobs and (may_preempt or view.prefills or plan.num_slots_left > 0):  # else none can be served
             kept, left_behind = rules.split(jobs, prefill, plan.now)
             # Time that the others leave is theirs before it is best effort's.
             ordered, num_kept = [job.state for job in kept + left_behind], len(kept)
             chunk, due = prefill.chunk, kept if rules.ends_in_time else []
             ends_by = {job.state.request_id: job.deadline - plan.now for job in due}
-            plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
-            self._preempt_for(plan, view, rest, kept, prefill)
+            if may_preempt:
+                self._preempt_for(plan, view, rest, kept, prefill)
             if plan.victims:
                 view.keep([state for state in view.decodes if state not in plan.victims])
             if left_behind and _can_admit_all(plan, jobs):
@@ -412,7 +413,6 @@ class SLOComposer(Composer):
         first = next((job.state for job in kept if not job.state.block_ids), None)
         if (
             first is not None
-            and (any(map(is_expendable, [*view.best_effort_decodes, *rest])) or plan.has_expendable_beside())
             and self.rules.is_late_if_it_waits(kept, prefill, plan.now)
             and not (plan.num_slots_left > 0 and plan.has_blocks_for(first))
         ):
