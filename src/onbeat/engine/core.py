@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NoReturn
 
-from onbeat.core.errors import EngineDead, InvalidRequest, Overloaded, SLOUnattainable
+from onbeat.core.errors import EngineDead, Overloaded, SLOUnattainable
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.protocols import EnginePulse, StepOutputs
 from onbeat.core.request import Request, RequestOutput
@@ -91,7 +90,7 @@ class EngineCore:
         self._last_end = 0.0
         self._is_busy_for_long = False
         self._kv_memory = kv_memory
-        self.grammars = grammars or GrammarPort(_no_compiler)
+        self.grammars = grammars or GrammarPort()
         self.kv: KVHandover | None = None
 
     @property
@@ -319,10 +318,6 @@ class EngineCore:
             seconds = stats.end - stats.start
             self._recorder.update(step.scheduled, result, outputs, now=now, seconds=seconds)
         return StepOutputs(now, outputs, stats, self._load(now))
-
-
-def _no_compiler() -> NoReturn:
-    raise InvalidRequest("this engine enforces no grammars; send the request without one")
 
 
 def _failed_step(scheduled: SchedulerOutput, message: str) -> ModelRunnerOutput:

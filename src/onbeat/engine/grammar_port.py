@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from onbeat.core.errors import EngineError, Overloaded
+from onbeat.core.errors import EngineError, InvalidRequest, Overloaded
 from onbeat.core.request import Grammar
 from onbeat.engine.container import usable_cores
 from onbeat.engine.messages import AddRequest
@@ -28,15 +28,19 @@ MOST_MASK_THREADS = 4
 """That find masks: each has a lexer of its own of each grammar that is asked for again."""
 
 
+def _no_compiler() -> NoReturn:
+    raise InvalidRequest("this engine enforces no grammars; send the request without one")
+
+
 class GrammarPort:
     """Guides of a model's grammars; what these need is made by `warm_up`, or with the first one.
 
     Parameters
     ----------
-    load : makes the compiler.
+    load : makes the compiler; by itself a port has none, and refuses.
     """
 
-    def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
+    def __init__(self, load: Callable[[], GrammarCompiler] = _no_compiler) -> None:
         self._load = load
         self._compiler: GrammarCompiler | None = None
         self._worker: ThreadPoolExecutor | None = None
