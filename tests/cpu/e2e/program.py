@@ -20,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.waiting import wait_for
 
 START_SECONDS = 60.0
+MODEL = "Llama-3.1-8B"
+"""Of stand-ins."""
 _FLEET_KEY = "of the tests"
 
 

@@ -7,10 +7,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,23 +17,9 @@ import openai
 import pytest
 from openai.resources.responses import Responses
 
-from tests.cpu.e2e.program import ServerProgram, connections, is_running, serving
-from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, replicas, text_of
+from tests.cpu.e2e.program import MODEL, ServerProgram, connections, is_running
+from tests.cpu.e2e.test_death import Stream, replicas, text_of
 from tests.waiting import wait_for
-
-MODEL = "Llama-3.1-8B"
-"""Gives 170 tokens a second: to pass them on is little work."""
-
-
-@pytest.fixture(scope="module")
-def flags(smollm2_gguf: Path) -> Sequence[str | Path]:
-    return (MODEL, "--tokenizer", smollm2_gguf, *STAND_IN_FLAGS, "--front-ends", "2")
-
-
-@pytest.fixture(scope="module")
-def server(flags: Sequence[str | Path]) -> Iterator[ServerProgram]:
-    with serving(*flags, "--replicas", "2") as program:
-        yield program
 
 
 def front_ends(server: ServerProgram) -> list[int]:
@@ -59,7 +44,7 @@ def streams_on_both(server: ServerProgram, **fields: object) -> list[Stream]:
 
 
 def test_a_front_ends_death_breaks_its_own_streams_alone(server: ServerProgram) -> None:
-    asked = {"max_tokens": 1000, "temperature": 0}
+    asked = {"max_tokens": 350, "temperature": 0}
     expected = text_of(Stream(server.url, **asked).end(60))
     streams = streams_on_both(server, **asked)
     victim, other = front_ends(server)
@@ -96,7 +81,7 @@ def responses_of(server: ServerProgram, pid: int) -> Iterator[Responses]:
 
 RESPONSE: dict[str, Any] = {
     "model": MODEL,
-    "max_output_tokens": 200,
+    "max_output_tokens": 120,
     "extra_body": {"ignore_eos": True},
 }
 
@@ -142,7 +127,7 @@ def test_what_a_dead_front_end_was_making_is_gone_and_counted(server: ServerProg
         kept = client.create(input="a", **RESPONSE)
     before = settled(server)["onbeat_requests_total{abort}"]  # a front end tells its ends every second
     with responses_of(server, victim) as client:
-        lost = client.create(input="a", background=True, **RESPONSE | {"max_output_tokens": 3500})
+        lost = client.create(input="a", background=True, **RESPONSE | {"max_output_tokens": 1200})
     wait_for(lambda: any(httpx.get(f"{server.url}/state").json()["replica_outstanding"].values()), 30)
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: len(set(front_ends(server)) - {victim}) == 2, 30)
@@ -186,7 +171,7 @@ def test_any_front_end_shows_the_numbers_of_all(server: ServerProgram) -> None:
 
 def test_front_ends_are_replaced_without_a_refused_connection(server: ServerProgram) -> None:
     old = front_ends(server)
-    streams = [Stream(server.url, max_tokens=600) for _ in range(8)]
+    streams = [Stream(server.url, max_tokens=200) for _ in range(8)]
     for stream in streams:
         stream.wait_until_flowing()
     stop, statuses = threading.Event(), list[int]()
@@ -212,14 +197,14 @@ def test_front_ends_are_replaced_without_a_refused_connection(server: ServerProg
 def test_a_front_end_that_is_replaced_makes_its_responses_before_it_ends(server: ServerProgram) -> None:
     old = front_ends(server)
     with responses_of(server, old[0]) as client:
-        begun = client.create(input="a", background=True, **RESPONSE | {"max_output_tokens": 800})
+        begun = client.create(input="a", background=True, **RESPONSE | {"max_output_tokens": 270})
     server.send_signal(signal.SIGHUP)
     wait_for(lambda: not set(old) & set(front_ends(server)), 60)
     with responses_of(server, front_ends(server)[0]) as client:
         made = client.retrieve(begun.id)
     assert made.status == "incomplete"
     assert made.usage is not None
-    assert made.usage.output_tokens == 800
+    assert made.usage.output_tokens == 270
 
 
 def test_the_fleet_can_be_changed_by_any_front_end(server: ServerProgram) -> None:

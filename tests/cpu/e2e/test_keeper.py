@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.cpu.e2e.program import ServerProgram, is_running, serving, starting
-from tests.cpu.e2e.test_death import STAND_IN_FLAGS, Stream, replicas, text_of
+from tests.cpu.e2e.test_death import Stream, replicas, text_of
 from tests.cpu.e2e.test_front_ends import front_ends, streams_on_both
 from tests.waiting import wait_for
 
@@ -23,19 +23,8 @@ CLASSES = """
 api_keys:
   - {key_env: LIMITED, max_open_requests: 3}
 """
-ASKED = {"max_tokens": 1500, "temperature": 0}
+ASKED = {"max_tokens": 500, "temperature": 0}
 """Of the model here: 10 s of one, so few tokens that they are little work for those who pass them on."""
-
-
-@pytest.fixture(scope="module")
-def flags(smollm2_gguf: Path) -> Sequence[str | Path]:
-    return ("Llama-3.1-8B", "--tokenizer", smollm2_gguf, *STAND_IN_FLAGS, "--front-ends", "2")
-
-
-@pytest.fixture(scope="module")
-def server(flags: Sequence[str | Path]) -> Iterator[ServerProgram]:
-    with serving(*flags, "--replicas", "2") as program:
-        yield program
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +104,7 @@ def test_requests_that_come_while_there_is_no_keeper_are_served(server: ServerPr
     [keeper] = server.keepers
     os.kill(keeper, signal.SIGSTOP)  # or a quick machine has another before they are asked
     with ThreadPoolExecutor(8) as pool:
-        asked = {"prompt": "a", "ignore_eos": True, **ASKED, "max_tokens": 300}
+        asked = {"prompt": "a", "ignore_eos": True, **ASKED, "max_tokens": 120}
         answers = [
             pool.submit(httpx.post, f"{server.url}/v1/completions", json=asked, timeout=60) for _ in range(8)
         ]
@@ -124,7 +113,7 @@ def test_requests_that_come_while_there_is_no_keeper_are_served(server: ServerPr
         for answer in answers:
             text = answer.result().json()["choices"][0]["text"]
             assert whole.startswith(text.rstrip("\ufffd"))  # the last token may end within a character
-            assert len(text) > 300
+            assert len(text) > 40  # a character may take several tokens
 
 
 def test_a_keeper_that_stands_still_for_a_second_loses_nothing(server: ServerProgram, whole: str) -> None:
@@ -191,7 +180,7 @@ def test_front_ends_that_are_being_replaced_are_so_after_the_death_of_the_keeper
 
 
 def test_limits_of_a_key_hold_over_all_front_ends(limited: ServerProgram) -> None:
-    streams = [Stream(limited.url, HEADERS, max_tokens=4000) for _ in range(12)]
+    streams = [Stream(limited.url, HEADERS, max_tokens=1300) for _ in range(12)]
     wait_for(lambda: sum(stream.error is not None for stream in streams) == 9)
     assert all("429" in str(stream.error) for stream in streams if stream.error)
     for stream in streams:
@@ -203,7 +192,7 @@ def test_limits_of_a_key_hold_over_all_front_ends(limited: ServerProgram) -> Non
 
 
 def test_what_a_key_has_open_counts_at_the_next_keeper(limited: ServerProgram) -> None:
-    taken = [Stream(limited.url, HEADERS, max_tokens=4000) for _ in range(3)]
+    taken = [Stream(limited.url, HEADERS, max_tokens=1300) for _ in range(3)]
     wait_for(lambda: replicas(limited)[0]["num_streaming"] == 3)
     assert ask_with_the_key(limited) == 429
     with ThreadPoolExecutor(1) as other:
