@@ -171,7 +171,7 @@ def test_a_context_says_whether_flag_model_or_memory_binds_it(
 def test_a_search_for_hardware_that_is_too_small_ends_as_infeasible(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load = "--dtype fp8 --random-input-len 12000 --random-output-len 1000 --num-prompts 20"
+    load = "--dtype fp8 --random-input-len 12000 --random-output-len 1000 --num-prompts 60"
     objective = "--slo-ttft-ms 5000 --slo-tbt-ms 200"
 
     assert (

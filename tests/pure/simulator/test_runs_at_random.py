@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.replica import lockstep
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.scheduler.scheduler_config import SpeculationConfig
+from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import FleetChange, KVLink, SimulationConfig
 from onbeat.simulator.speculation import Acceptance
@@ -28,7 +28,7 @@ from tests.examples import examples
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
 
 OBJECTIVES = (
-    *(None, SLO(ttft=0.5, tbt=0.05), SLO(ttft=2.0, tbt=0.02), SLO(tbt=0.009), SLO(ttft=0.1)),
+    *(SLO(), SLO(ttft=0.5, tbt=0.05), SLO(ttft=2.0, tbt=0.02), SLO(tbt=0.009), SLO(ttft=0.1)),
     *(SLO(e2e=3.0), SLO(ttft=0.3, tbt=0.03, e2e=1.5), SLO(ttft=1.0, tbt=0.2)),
 )
 LONGEST = 240
@@ -80,7 +80,8 @@ def random_fleet(draw: Random, limits: dict[str, Any]) -> dict[str, Any]:
         parts = [text.split() for text in texts]
         fleet["fleet_changes"] = tuple(FleetChange(float(a), b, int(c)) for a, b, c in parts)  # type: ignore[arg-type]
     elif draw.random() < 0.15:
-        length = draw.choice(["fixed", "adaptive"])
+        lengths: tuple[DraftLength, ...] = ("fixed", "adaptive")
+        length = draw.choice(lengths)
         limits["speculation"] = SpeculationConfig(num_speculative_tokens=3, draft_length=length)
         fleet["acceptance"] = Acceptance(rate=draw.choice([0.3, 0.9]))
     return fleet
