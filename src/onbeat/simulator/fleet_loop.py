@@ -132,12 +132,8 @@ class FleetLoop:
     def _arrive(self, now: float) -> None:
         if now != self._next_arrival:
             return  # another request was due sooner, and came then
-        clients = self.clients
-        offered = clients.send(now)
-        self._next_arrival = when = clients.next_time
-        if when < inf:
-            self.num_events += 1
-            heappush(self.events, (when, ARRIVE, 0, self.num_events, self._arrive))
+        offered = self.clients.send(now)
+        self._expect_arrival()
         self._collector.on_request(offered)
         self._front_end.arrive(offered, now)
 
@@ -164,22 +160,18 @@ class Member:
     def call(self, now: float) -> None:
         """Let it plan at this instant, after all else."""
         if self._planned != now:
-            self._planned, loop = now, self._loop
-            loop.num_events += 1
-            heappush(loop.events, (now, PLAN, self.number, loop.num_events, self._plan))
+            self._planned = now
+            self._loop.at(now, PLAN, self._plan, self.number)
 
     def _end(self, now: float) -> None:
         """Take what its step, or run of steps, has brought."""
-        replica, loop, front_end = self.replica, self._loop, self._front_end
+        replica, front_end = self.replica, self._front_end
         if self._due == now:
             self._due = inf
         if replica.next_time != now or self.is_gone:
             return  # out of date
         finished = replica.end(now)
-        if self._planned != now:
-            self._planned = now
-            loop.num_events += 1
-            heappush(loop.events, (now, PLAN, self.number, loop.num_events, self._plan))
+        self.call(now)
         if finished or replica.started or front_end.hears_all:
             front_end.on_step(self, finished, now)
 
@@ -200,8 +192,7 @@ class Member:
         when = replica.next_time
         if when != self._due and when < inf:
             self._due = when
-            loop.num_events += 1
-            heappush(loop.events, (when, STEP, self.number, loop.num_events, self._end))
+            loop.at(when, STEP, self._end, self.number)
 
 
 class OnlyReplica(FrontEnd):

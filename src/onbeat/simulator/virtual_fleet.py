@@ -70,7 +70,7 @@ class VirtualFleet(FrontEnd):
         self.hears_news = router.reads_reports and not (wants_all or config.is_of_one)
         self._fleet = Fleet(router, config.fleet_rules, on_decision=on_decision)
         self._dispatcher = events.EventDispatcher(self._fleet.on_event, self)
-        looks = router.reads_reports or decides or bool(config.fleet_changes)
+        looks = decides or bool(config.fleet_changes)
         self._kinds, self._around = kinds, Around(observer, is_watched=wants_all, looks_at_streams=looks)
         self._counters: dict[int, ReplicaCounters] = {}
         """Of replicas that have lived, by number."""

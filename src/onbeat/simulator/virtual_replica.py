@@ -48,7 +48,7 @@ class Around(NamedTuple):
     is_watched: bool = False
     """Whether somebody asks for its load after each step."""
     looks_at_streams: bool = False
-    """Whether somebody asks how it stands, or takes requests from it that run."""
+    """Whether somebody takes requests from it that run, or wants to know of single ones."""
 
 
 class VirtualReplica(ABC):

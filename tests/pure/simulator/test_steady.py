@@ -97,10 +97,11 @@ OBJECTIVES = st.sampled_from(
     max_num_seqs=st.integers(1, 8),
     steps_ahead=st.integers(0, 1),
     num_replicas=st.integers(1, 3),
+    router=st.sampled_from(["least-outstanding", "slo"]),
 )
 @examples(80)
 def test_streams_in_lockstep_equal_single_rows(
-    load, policy, num_blocks, max_num_seqs, steps_ahead, num_replicas
+    load, policy, num_blocks, max_num_seqs, steps_ahead, num_replicas, router
 ):
     """Steps with prompts among them, and streams that end, fill blocks and are preempted.
 
@@ -114,7 +115,7 @@ def test_streams_in_lockstep_equal_single_rows(
         max_concurrency=5 if is_closed else None,
         steps_ahead=steps_ahead,
         replicas=num_replicas,
-        router="least-outstanding",
+        router=router,
     )
     check_runs_equal_single_steps(offered, config, linear_time())
 
@@ -136,10 +137,11 @@ def test_streams_in_lockstep_equal_single_rows(
     noise=st.sampled_from([0.0, 0.3, 2.0]),
     steps_ahead=st.integers(0, 1),
     num_replicas=st.integers(1, 2),
+    router=st.sampled_from(["least-outstanding", "slo"]),
 )
 @examples(60)
 def test_streams_with_deadlines_in_lockstep_equal_single_rows(
-    seed, rate, slos, has_tenants, shed, limits, noise, steps_ahead, num_replicas
+    seed, rate, slos, has_tenants, shed, limits, noise, steps_ahead, num_replicas, router
 ):
     """Streams that are late, sit out or are preempted, beside others that have no deadline or a pace."""
     classes = tuple(
@@ -155,7 +157,7 @@ def test_streams_with_deadlines_in_lockstep_equal_single_rows(
         steps_ahead=steps_ahead,
         shed=ShedMode(shed),
         replicas=num_replicas,
-        router="least-outstanding",
+        router=router,
     )
     with mock.patch.object(lockstep, "LEAST", 1):
         check_runs_equal_single_steps(load, config, linear_time())
@@ -220,11 +222,15 @@ def test_runs_equal_single_steps_where_step_times_are_learnt(
     check_runs_equal_single_steps(offered, config, model)
 
 
-def test_a_router_hears_of_runs_what_it_would_of_single_steps():
-    """How replicas stand, to the last digit, when they plan anything but one more token for each."""
+@pytest.mark.parametrize("policy", ["sarathi", "slo"])
+def test_a_router_hears_of_runs_what_it_would_of_single_steps(policy):
+    """How replicas stand, to the last digit, when they plan anything but one more token for each.
+
+    Streams are in lockstep where steps are taken at once.
+    """
     classes = (SLOClass(name="chat", slo=SLO(ttft=2.0, tbt=0.05), share=1.0),)
     load = random_load(30, rate=6, seed=3, prompt=100, output=120).with_classes(classes, seed=1)
-    config = make_config("slo", scheduler={"num_blocks": 400}, replicas=3, router="slo", step_noise=0.3)
+    config = make_config(policy, scheduler={"num_blocks": 400}, replicas=3, router="slo", step_noise=0.3)
     of_runs, of_steps, steps = [], [], StepByStep()
     for heard, observer in ((of_runs, None), (of_steps, steps)):
 
@@ -232,9 +238,10 @@ def test_a_router_hears_of_runs_what_it_would_of_single_steps():
             if isinstance(event, Reported):
                 heard.append((event.replica, now, event.load))
 
-        simulate(load, config, linear_time(), observer=observer, on_decision=hear)
+        with mock.patch.object(lockstep, "LEAST", 1):
+            simulate(load, config, linear_time(), observer=observer, on_decision=hear)
     assert of_runs == of_steps
-    assert len(of_runs) < len(steps.steps) / 2
+    assert policy == "sarathi" or len(of_runs) < len(steps.steps) / 2
 
 
 @pytest.mark.parametrize("policy", sorted(name for name in POLICIES if not POLICIES[name].needs_step_time))

@@ -58,9 +58,10 @@ class LoadReporter:
             cost_model.count()
         running, waiting, kv = table.running, table.waiting, table.kv
         num_waiting = waiting.length
-        num_decodes = num_context = 0
         num_free = kv.pool.num_free_blocks
-        tightest, shortest = inf, 0.0 if cost_model is None else cost_model.shortest_tbt
+        shortest = 0.0 if cost_model is None else cost_model.shortest_tbt
+        num_decodes, num_context, tightest = self._in_lockstep(shortest)
+        num_running = len(running) + num_decodes
         prefills: list[RequestState] = []
         for state in running:
             num_tokens = state.num_tokens
@@ -97,7 +98,7 @@ class LoadReporter:
             time=now,
             num_taken=num_taken,
             busy=busy,
-            num_running=len(running),
+            num_running=num_running,
             num_waiting=num_waiting,
             num_kept_slots=table.num_slots_kept,
             num_free_blocks=num_free,
@@ -115,6 +116,14 @@ class LoadReporter:
             best_effort_work=best_effort,
             costs=None if cost_model is None else cost_model.costs,
         )
+
+    def _in_lockstep(self, shortest: float) -> tuple[int, int, float]:
+        """Return how many streams are in lockstep, the tokens of their contexts, and their tightest TBT."""
+        lockstep = self._table.lockstep
+        if lockstep is None or not lockstep.num_rows:
+            return 0, 0, inf
+        tightest = min([tbt for tbt in lockstep.tbts if tbt >= shortest], default=inf)
+        return lockstep.num_rows, lockstep.context, tightest
 
     def _prompts(
         self, cost_model: CostModel, prefills: list[RequestState], now: float, busy: float

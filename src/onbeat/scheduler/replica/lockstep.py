@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -84,7 +84,6 @@ class Lockstep:
     Attributes
     ----------
     max_steps : as of `SteadyRun`, for which it stands where no deadlines are followed.
-    has_planned_others : since the policy has last heard of a step of theirs alone.
     num_rows : how many they are.
     context : tokens that their next step reads.
     num_begun, num_steps : steps of theirs that were planned, and those of them that have come back.
@@ -92,15 +91,14 @@ class Lockstep:
 
     def __init__(self, planner: Planner, kv: KVCacheManager, token_id: int) -> None:
         self._planner, self._kv, self._tokens = planner, kv, [token_id]
-        make = planner.new_plan
+        make = self._plan_of_rows = planner.new_plan
         self._nothing = make(0.0)
         self._running, self._waiting = self._nothing.running, self._nothing.waiting
-        make_plan: Callable[..., StepPlan] = LockstepPlan
-        planner.new_plan = partial(make_plan, *make.args, lockstep=self, **make.keywords)
+        self._plan_beside = partial(LockstepPlan, *make.args, lockstep=self, **make.keywords)
+        planner.new_plan = partial(self._new_plan)
         slo = planner.policy.slo
         self._tracker = None if slo is None else slo.tracker
         self._is_gap_mode = planner.config.slo_mode == "gap"
-        self.has_planned_others = False
         self.num_rows = self.context = self.num_begun = self.num_steps = self._rests_until = 0
         self._ends: array[float] = array("d")
         """Of all steps that have come back, seconds."""
@@ -112,6 +110,11 @@ class Lockstep:
         """Where the policy follows deadlines: by the seconds between them, infinite for those without."""
         self._left: list[RequestState] = []
         """Who has left while a step is under way that gives each a token."""
+
+    def _new_plan(self, now: float) -> StepPlan:
+        """See `Planner.new_plan`."""
+        num_growing = self.gather()
+        return self._plan_beside(now, num_growing=num_growing) if self.num_rows else self._plan_of_rows(now)
 
     def plan(self, now: float) -> SchedulerOutput | None:
         """Return the next step where it has a row of each of these and no other; else None.
@@ -129,9 +132,7 @@ class Lockstep:
             return None
         in_flight, shape = planner.in_flight, BatchShape()
         step_id, in_flight.last_plan = in_flight.num_planned, now
-        if self.has_planned_others:
-            self.has_planned_others = False
-            planner.policy.composer.commit(self._nothing)
+        planner.policy.composer.commit(self._nothing)
         self.begin_step(shape)
         in_flight.append(new_tuple(StepInFlight, (step_id, [], (), now, 0.0, 0.0)))
         in_flight.num_planned += 1
@@ -154,6 +155,11 @@ class Lockstep:
         planner.in_flight.last_plan = planner.last_end = ends[-1]
 
     @property
+    def tbts(self) -> list[float]:
+        """The seconds between two tokens of one, of each kind; none where no deadlines are followed."""
+        return [tbt for tbt, peers in self.peers.items() if peers.states]
+
+    @property
     def num_plain_steps(self) -> int:
         """How often the step under way may run; with the last somebody leaves."""
         return self._due[0][0] - self.num_steps + 1
@@ -164,12 +170,11 @@ class Lockstep:
         Where blocks are so few that somebody may be preempted, all go on in rows of their own.
         """
         tracker, in_flight = self._tracker, self._planner.in_flight
-        if in_flight:
+        are_few = tracker is not None and len(self._running) + self.num_rows < LEAST
+        if in_flight or (are_few and not self.num_rows):
             return 0
         if tracker is None or (
-            len(self._running) + self.num_rows >= LEAST
-            and in_flight.num_planned >= self._rests_until
-            and not tracker.tenants.are_several
+            not are_few and in_flight.num_planned >= self._rests_until and not tracker.tenants.are_several
         ):
             for state in self._running.copy():
                 if state.plain_until and not state.is_guided and (tracker is None or _is_even(state.slo)):
@@ -344,9 +349,8 @@ def _is_even(slo: SLOState) -> bool:
 class LockstepPlan(StepPlan):
     """A plan in which streams in lockstep stand beside the others, one row each."""
 
-    def __init__(self, *args: Any, lockstep: Lockstep, **kwargs: Any) -> None:
-        self._lockstep, lockstep.has_planned_others = lockstep, True
-        self._num_growing, self._shortest = lockstep.gather(), 0.0
+    def __init__(self, *args: Any, lockstep: Lockstep, num_growing: int, **kwargs: Any) -> None:
+        self._lockstep, self._num_growing, self._shortest = lockstep, num_growing, 0.0
         super().__init__(*args, **kwargs)
         self.num_running += lockstep.num_rows
         self.max_num_seqs -= lockstep.num_rows

@@ -53,7 +53,7 @@ def begin_run(scheduler: Scheduler, scheduled: SchedulerOutput, token_id: int) -
     if (costs := scheduler.planner.cost_model) is not None:
         tbts = [state.slo.tbt_objective for state in scheduler.running]
         if lockstep is not None:
-            tbts += [tbt for tbt, peers in lockstep.peers.items() if peers.states]
+            tbts += lockstep.tbts
         if min(tbts) < costs.shortest_tbt:  # it binds no step, but may once costs are taken anew
             max_steps = min(max_steps, costs.num_left)
     return None if max_steps <= 1 else SteadyRun(scheduler, scheduled, states, limit, max_steps, token_id)
@@ -69,7 +69,7 @@ def begin_lockstep(scheduler: Scheduler, token_id: int) -> None:
     """
     table, config, planner = scheduler.table, scheduler.config, scheduler.planner
     # A composer of a study may look at any.
-    is_known = planner.model is None or type(scheduler.policy.composer) is SLOComposer
+    is_known = not scheduler.policy.known.needs_step_time or type(scheduler.policy.composer) is SLOComposer
     if (
         is_known
         and not (table.makes_rows or config.scheduling_policy == "priority")
