@@ -101,21 +101,6 @@ async def read_body(request: Request, model: type[_Model], *, unused: Collection
     ClientGone : the connection closed before the body was complete.
     """
     context = context_of(request.scope)
-    body = await read_json_object(request)
-    context.arrival = time.monotonic()
-    if issubclass(model, Closed):
-        kept = body
-    else:
-        kept, ignored = check_fields(body, model.model_fields, unused)
-        context.ignored_fields += ignored
-    turns = Turns()
-    checked = validated(model, kept, context.ignored_fields)
-    await turns.rest()
-    return checked
-
-
-async def read_json_object(request: Request) -> dict[str, Any]:
-    """Return the body of a request, a JSON object; raise as `read_body` does."""
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -129,7 +114,6 @@ async def read_json_object(request: Request) -> dict[str, Any]:
             code="invalid_content_type",
         )
     raw = await receive_body(request.headers, request.receive, request.app.state.max_body_bytes)
-    context = context_of(request.scope)
     context.num_body_bytes = len(raw)
     if context.desk is not None:
         await context.desk.take_body(context.number, len(raw))
@@ -151,7 +135,15 @@ async def read_json_object(request: Request) -> dict[str, Any]:
             f"the body is nested deeper than {MAX_JSON_LEVELS} levels; flatten it", code="invalid_json"
         )
     await turns.rest()
-    return body
+    context.arrival = time.monotonic()
+    if issubclass(model, Closed):
+        kept = body
+    else:
+        kept, ignored = check_fields(body, model.model_fields, unused)
+        context.ignored_fields += ignored
+    checked = validated(model, kept, context.ignored_fields)
+    await turns.rest()
+    return checked
 
 
 def is_nested_too_deep(value: dict[str, Any]) -> bool:

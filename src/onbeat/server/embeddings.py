@@ -8,9 +8,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from itertools import cycle
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import orjson
@@ -36,7 +35,6 @@ from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.objectives import RequestObjectives, request_objectives
 from onbeat.server.openapi import Routes
 from onbeat.server.paths import RERANK_PATHS, SCORE_PATHS
-from onbeat.server.pen import AnswerHead
 from onbeat.server.pieces import PiecesResponse, gathered, list_of, written
 from onbeat.server.prompts import EncodeOptions, PromptInput
 from onbeat.server.reply_fields import TemplateFields
@@ -61,8 +59,7 @@ class TextsAnswer(Struct):
     slo: SLOReport | UnsetType = UNSET
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Embedded:
+class Embedded(NamedTuple):
     """Texts that have become vectors."""
 
     choices: Sequence[Choice]
@@ -158,11 +155,7 @@ async def embed(
         reports += filter(None, [slo_report(choice, services.config.slo.mode)])
         await turns.rest()
     num_tokens = sum(map(len, prompts))
-    return Embedded(
-        choices=choices,
-        usage=EmbeddingUsage(num_tokens, num_tokens),
-        slo=worst_report(reports) or UNSET,
-    )
+    return Embedded(choices, EmbeddingUsage(num_tokens, num_tokens), worst_report(reports) or UNSET)
 
 
 def encode_options(
@@ -279,42 +272,28 @@ def embedding_routes(services: Services) -> Routes:
     async def embeddings(request: HttpRequest) -> Response:
         """Make vectors of texts."""
         body, head = await read_request(request, EmbeddingRequest, services, "embd")
-        embedded = await _embedded(body, request, services)
-        return await _answer(_listed(embedded, body, head), embedded, services)
+        info, fields = services.info, ("input", "messages")
+        if body.dimensions is not None and body.dimensions > info.embedding_size:
+            raise InvalidRequest(
+                f"dimensions is {body.dimensions}; embeddings of this model have {info.embedding_size} "
+                "numbers. Ask for at most as many",
+                param="dimensions",
+            )
+        texts, param = body.input, only_one(body, fields, context_of(request.scope).ignored_fields)
+        if texts is None:
+            texts = [await render_chat(body, request, services)]
+        check_texts(texts, param)
+        options = encode_options(body, info.limits.max_model_len, param=param, special=param == "input")
+        embedded = await embed(services, request, body, texts, options)
+        write = _base64 if body.encoding_format == "base64" else _numbers
+        scale = body.normalize is not False
+        vectors = (vector_of(each.embedding, body.dimensions, normalize=scale) for each in embedded.choices)
+        data = list_of(Embedding(index, written(write(vector))) for index, vector in enumerate(vectors))
+        about = head.completion_id, head.model, embedded.usage, embedded.slo
+        listed = EmbeddingList(*about, created=head.created, data=data)
+        return await _answer(listed, embedded, services)
 
     return router
-
-
-async def _embedded(body: EmbeddingRequest, request: HttpRequest, services: Services) -> Embedded:
-    """Return the embeddings that a request asks for.
-
-    Raises
-    ------
-    OnbeatError : it is refused, or fails.
-    """
-    info = services.info
-    if body.dimensions is not None and body.dimensions > info.embedding_size:
-        raise InvalidRequest(
-            f"dimensions is {body.dimensions}; embeddings of this model have {info.embedding_size} numbers. "
-            "Ask for at most as many",
-            param="dimensions",
-        )
-    texts, param = body.input, only_one(body, ("input", "messages"), context_of(request.scope).ignored_fields)
-    if texts is None:
-        texts = [await render_chat(body, request, services)]
-    check_texts(texts, param)
-    options = encode_options(body, info.limits.max_model_len, param=param, special=param == "input")
-    return await embed(services, request, body, texts, options)
-
-
-def _listed(embedded: Embedded, body: EmbeddingRequest, head: AnswerHead) -> EmbeddingList:
-    """Return the answer, in pieces, one for each embedding."""
-    write = _base64 if body.encoding_format == "base64" else _numbers
-    scale = body.normalize is not False
-    vectors = (vector_of(each.embedding, body.dimensions, normalize=scale) for each in embedded.choices)
-    data = list_of(Embedding(index, written(write(vector))) for index, vector in enumerate(vectors))
-    about = head.completion_id, head.model, embedded.usage, embedded.slo
-    return EmbeddingList(*about, created=head.created, data=data)
 
 
 def _numbers(vector: NDArray[np.float32]) -> bytes:
@@ -404,10 +383,16 @@ def score_routes(services: Services) -> Routes:
         """Tell how near texts are to one another."""
         body, head = await read_request(request, ScoreRequest, services, "score")
         sides = body.sides(context_of(request.scope).ignored_fields)
-        num_first = _num_first(sides)
+        (name, first), (other, second) = sides.items()
+        if len(first) not in (1, len(second)):
+            raise InvalidRequest(
+                f"{name} holds {len(first)} texts and {other} {len(second)}; give one, or as many as {other} "
+                "has",
+                param=name,
+            )
         embedded = await _embed(services, request, body, sides)
         about = head.completion_id, head.model, embedded.usage, embedded.slo
-        data = list_of(Score(*each) for each in enumerate(await _cosines(embedded, num_first)))
+        data = list_of(Score(*each) for each in enumerate(await _cosines(embedded, len(first))))
         return await _answer(ScoreList(*about, created=head.created, data=data), embedded, services)
 
     for path in RERANK_PATHS:
@@ -428,22 +413,6 @@ async def _embed(
     names = [f"{param}[{index}]" for param, texts in fields.items() for index in range(len(texts))]
     options = encode_options(body, services.info.limits.max_model_len, param=last)
     return await embed(services, request, body, together, options, names)
-
-
-def _num_first(sides: dict[str, list[str]]) -> int:
-    """Return how many texts the first side has: one, or as many as the other.
-
-    Raises
-    ------
-    InvalidRequest : it has another number of them.
-    """
-    (name, first), (other, second) = sides.items()
-    if len(first) not in (1, len(second)):
-        raise InvalidRequest(
-            f"{name} holds {len(first)} texts and {other} {len(second)}; give one, or as many as {other} has",
-            param=name,
-        )
-    return len(first)
 
 
 async def _cosines(embedded: Embedded, num_first: int) -> list[float]:

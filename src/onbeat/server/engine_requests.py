@@ -82,10 +82,9 @@ async def engine_requests(
         for choice in range(body.num_choices):
             # choice i of seed s is choice 0 of seed s + i
             seed = (sampling.seed + choice) & _SEED_MASK
+            number = "" if whole is None else f"-{len(requests)}"
             request = Request(
-                request_id=context.completion_id
-                if whole is None
-                else f"{context.completion_id}-{len(requests)}",
+                request_id=context.completion_id + number,
                 prompt_token_ids=prompt_token_ids,
                 sampling=replace(sampling, seed=seed) if choice else sampling,
                 arrival=context.arrival,

@@ -193,8 +193,8 @@ class RequestLog:
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
         if path.startswith("/v1/responses/") and path not in self.endpoints:
-            cancels = path.endswith("/cancel")
-            return f"/v1/responses/{{response_id}}{'/cancel' * cancels}"
+            kept = f"/v1/responses/{{response_id}}/{path.rpartition('/')[2]}"
+            return kept if kept in self.endpoints else "/v1/responses/{response_id}"
         if path.startswith("/docs/"):  # scripts and styles of the page
             return "/docs"
         return path if path in self.endpoints else "unmatched"
@@ -342,16 +342,12 @@ class RateLimits:
         self._app, self._keys, self._shared = app, keys, shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            context = context_of(scope)
-            if context.key_digest in self._keys:
-                await self._metered(context.key_digest or "", context, scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        context = context_of(scope) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if context is None or context.key_digest not in self._keys:
+            await self._app(scope, receive, send)
+            return
+        key = context.key_digest or ""
 
-    async def _metered(
-        self, key: str, context: HttpContext, scope: Scope, receive: Receive, send: Send
-    ) -> None:
         async def send_told(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)

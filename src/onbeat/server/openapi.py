@@ -109,15 +109,24 @@ def _slo_headers() -> list[dict[str, Any]]:
         (TENANT_HEADER, "Who shares the server fairly with others", tenant),
     ]
     for header, name in JOB_HEADERS.items():
-        # a header is there or not: it is never null
-        field = _JOB_SCHEMAS[name]
-        stated = next(iter(field.get("anyOf", ())), field)
-        schema = {key: value for key, value in stated.items() if key not in {"title", "default"}}
+        schema = _stated(_JOB_SCHEMAS[name])
         described.append((header, f"The same as slo.job.{name}; the body counts before it", schema))
     return [
         {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
         for name, text, schema in described
     ]
+
+
+def _stated(field: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of what is there or not: it is never null."""
+    stated = next(iter(field.get("anyOf", ())), field)
+    return {key: value for key, value in stated.items() if key not in {"title", "default"}}
+
+
+def query_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of a query by the model of its parameters."""
+    fields = model.model_json_schema()["properties"].items()
+    return {"parameters": [{"name": name, "in": "query", "schema": _stated(each)} for name, each in fields]}
 
 
 def describe(app: FastAPI, routes: Sequence[Routes], *, vocab_size: int, needs_key: bool) -> None:
@@ -151,7 +160,12 @@ def describe(app: FastAPI, routes: Sequence[Routes], *, vocab_size: int, needs_k
         _bound_numbers(schemas, vocab_size)
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)  # FastAPI's 422, which this server never sends
-        _finish_operations(schema, needs_key=needs_key)
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                if (needs_key and path not in OPEN_PATHS) or path.startswith("/fleet"):
+                    operation["security"] = [{"ApiKey": []}]
+        schema["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
         app.openapi_schema = schema
         return schema
 
@@ -187,15 +201,6 @@ def _bound_numbers(node: Any, vocab_size: int) -> None:
     elif isinstance(node, dict | list):
         for each in node.values() if isinstance(node, dict) else node:
             _bound_numbers(each, vocab_size)
-
-
-def _finish_operations(schema: dict[str, Any], *, needs_key: bool) -> None:
-    for path, operations in schema["paths"].items():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-            if (needs_key and path not in OPEN_PATHS) or path.startswith("/fleet"):
-                operation["security"] = [{"ApiKey": []}]
-    schema["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
 
 
 _MEANINGS = {

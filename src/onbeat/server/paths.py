@@ -14,7 +14,8 @@ SCORE_PATHS = ("/score", "/v1/score")
 ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
-    *("/v1/responses/{response_id}/cancel", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/v1/embeddings", *RERANK_PATHS, *SCORE_PATHS),

@@ -112,7 +112,7 @@ def plan_reply(
         constraint = Constraint(field, partial(make, calls), parts)
     reply = ReplyOptions(
         tools={} if use is None else use.schemas,
-        new_call_id=_short_id if style.family is not None and style.family.has_short_ids else _long_id,
+        new_call_id=partial(_call_id, is_short=style.family is not None and style.family.has_short_ids),
         opens_in_reasoning=opens,
         is_single=use is not None and use.is_single,
         drops_reasoning=drops_reasoning,
@@ -128,10 +128,8 @@ def _grammar(
     return answer_grammar(style, calls, given, opens_in_reasoning=opens_in_reasoning)
 
 
-def _long_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-def _short_id() -> str:
-    """Return an id as Mistral's templates want it."""
-    return "".join(secrets.choice(_SHORT_ID) for _ in range(9))
+def _call_id(*, is_short: bool) -> str:
+    """Return the id of a call; short ones are as Mistral's templates want them."""
+    return (
+        "".join(secrets.choice(_SHORT_ID) for _ in range(9)) if is_short else f"call_{secrets.token_hex(12)}"
+    )

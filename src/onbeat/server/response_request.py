@@ -158,6 +158,15 @@ def items_of(given: str | Items) -> Items:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
+def listed_item(item: dict[str, Any], item_id: str) -> dict[str, Any]:
+    """Return an item as lists have it, with an id, a type, and parts for its content."""
+    given = {name: value for name, value in item.items() if value is not None}
+    if isinstance(content := given.get("content"), str):
+        kind = "output_text" if given.get("role") == "assistant" else "input_text"
+        given["content"] = [{"type": kind, "text": content}]
+    return {"id": item_id, "type": "message", "status": "completed", **given}
+
+
 def messages_of(given: str | Items, instructions: str | None, before: Items = ()) -> PlacedMessages:
     """Return the items of a response's input, and those before them, as the messages of a chat.
 

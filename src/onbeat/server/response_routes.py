@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import orjson
 from msgspec import Raw, Struct
-from starlette.datastructures import QueryParams
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -22,13 +22,14 @@ from onbeat.server.answer import EVENT_STREAM_HEADERS, AnswerResponse
 from onbeat.server.body import read_body
 from onbeat.server.chat import chat_prompt, chat_requests
 from onbeat.server.errors import ApiError, ErrorBody, error_reply
+from onbeat.server.fields import WHOLE, Flag, validated
 from onbeat.server.generation_request import read_request
 from onbeat.server.kept_answers import AnswerShelf, KeptAnswer
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import Routes
+from onbeat.server.openapi import Routes, query_of
 from onbeat.server.pen import event_bytes
-from onbeat.server.pieces import json_response
-from onbeat.server.response_request import ResponseRequest, chat_of, items_of
+from onbeat.server.pieces import encode, json_response
+from onbeat.server.response_request import ResponseRequest, chat_of, items_of, listed_item
 from onbeat.server.responses import ModelResponse, ResponseEvent, ResponsePen
 from onbeat.server.services import Services
 
@@ -47,6 +48,13 @@ class DeletedResponse(Struct):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+
+
+class ItemList(Struct, tag_field="object", tag="list"):
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class _Told(Struct):
@@ -163,32 +171,44 @@ async def _items_before(body: ResponseRequest, request: Request, services: Servi
     return await services.encoder.off_loop(context_of(request.scope).caller, size, read)
 
 
-def _first_number(params: QueryParams) -> int | None:
-    """Return the number of the first event that is asked for; None where the response is.
+class ReadQuery(BaseModel):
+    stream: Flag | None = None
+    starting_after: Annotated[int, Field(ge=0, lt=10**9), WHOLE] | None = None
 
-    Raises
-    ------
-    InvalidRequest : a parameter of the query is wrong.
-    """
-    after = params.get("starting_after")
-    stream = params.get("stream", "false" if after is None else "true").lower()
-    if stream not in ("true", "false"):
-        raise InvalidRequest(f"stream is {quoted(stream)}; it should be true or false", param="stream")
-    if after is not None and (stream == "false" or not after.isdecimal() or len(after) > 9):
-        raise InvalidRequest(
-            f"starting_after is {quoted(after)}; send the sequence_number of an event, and stream=true",
-            param="starting_after",
-        )
-    return None if stream == "false" else 0 if after is None else int(after) + 1
+    def first_number(self) -> int | None:
+        """Return the number of the first event that is asked for; None where the response is.
+
+        Raises
+        ------
+        InvalidRequest : no events are asked for, and yet those behind a number.
+        """
+        if self.starting_after is None:
+            return 0 if self.stream else None
+        if self.stream is False:
+            raise InvalidRequest("starting_after is of a stream; send stream=true", param="starting_after")
+        return self.starting_after + 1
 
 
-_QUERY = {
-    "stream": {"type": "boolean"},
-    "starting_after": {"type": "integer", "minimum": 0, "maximum": 10**9 - 1},
-}
-_READING = {
-    "parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in _QUERY.items()],
-}
+class ItemsQuery(BaseModel):
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=100), WHOLE] = 20
+
+    def page(self, kept: KeptAnswer, response_id: str) -> bytes:
+        """Return some of the items before a response, as JSON.
+
+        Raises
+        ------
+        InvalidRequest : none of them has the id that is named.
+        """
+        items = [listed_item(each, f"{response_id}_{n}") for n, each in enumerate(orjson.loads(kept.items))]
+        items = items[:: 1 if self.order == "asc" else -1]
+        start = next((n for n, each in enumerate(items, 1) if each["id"] == self.after), 0)
+        if self.after is not None and not start:
+            raise InvalidRequest(f"after is {quoted(self.after)}, which no item has", param="after")
+        page = items[start : start + self.limit]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        return encode(ItemList(page, first, last, start + len(page) < len(items)))
 
 
 def response_routes(services: Services) -> Routes:
@@ -229,24 +249,24 @@ def response_routes(services: Services) -> Routes:
             num_tokens = len(await chat_prompt(chat, request, services))
         return json_response(InputTokens(num_tokens))
 
-    _add_kept(router, shelf)
+    _add_kept(router, services)
     return router
 
 
-def _add_kept(router: Routes, shelf: AnswerShelf) -> None:
+def _add_kept(router: Routes, services: Services) -> None:
     """Add the routes of responses that are kept."""
-    path = "/v1/responses/{response_id}"
+    path, shelf = "/v1/responses/{response_id}", services.shared.answers
 
     def described(answer: type[Struct], *statuses: int) -> dict[str, Any]:
         return {"tags": ["generation"], "responses": router.telling(answer, 400, 401, 404, *statuses)}
 
-    @router.get(path, **described(ModelResponse), openapi_extra=_READING)
+    @router.get(path, **described(ModelResponse), openapi_extra=query_of(ReadQuery))
     async def read(response_id: str, request: Request) -> Response:
         """Return a response that is kept, or with `stream` its events, as they come."""
         if response_id == "input_tokens":
             raise HTTPException(405, headers={"Allow": "POST"})
         owner = owner_of(request.scope)
-        number = _first_number(request.query_params)
+        number = validated(ReadQuery, dict(request.query_params), []).first_number()
         kept = await shelf.get(response_id, owner, number or 0)
         if number is None:
             return Response(kept.response, media_type="application/json")
@@ -256,6 +276,15 @@ def _add_kept(router: Routes, shelf: AnswerShelf) -> None:
                 param="stream",
             )
         return _kept_events(shelf, response_id, owner, number)
+
+    @router.get(f"{path}/input_items", **described(ItemList), openapi_extra=query_of(ItemsQuery))
+    async def input_items(response_id: str, request: Request) -> Response:
+        """Return what a response that is kept goes on from: its input, and the conversation before that."""
+        query, context = validated(ItemsQuery, dict(request.query_params), []), context_of(request.scope)
+        kept = await shelf.get(response_id, owner_of(request.scope))
+        page, size = partial(query.page, kept, response_id), len(kept.items) // _BYTES_A_CHARACTER
+        listed = await services.encoder.off_loop(context.caller, size, page)
+        return Response(listed, media_type="application/json")
 
     @router.delete(path, **described(DeletedResponse))
     async def delete(response_id: str, request: Request) -> Response:

@@ -252,14 +252,10 @@ class GrammarChecks:
         caller, field, where = context.caller, constraint.field, f"{{field}}{constraint.whose}"
         try:
             grammar = await self._threads.run(caller, 1, constraint.make)
-        except RecursionError as error:
-            raise InvalidRequest(
-                f"{where}: the schema is nested deeper than {MOST_LEVELS} levels; flatten it",
-                param=field,
-                code="grammar_too_complex",
-            ) from error
-        except RequestRejected as error:
-            raise InvalidRequest(f"{where}: {error}", param=field, code=error.code) from error
+        except (RecursionError, RequestRejected) as error:
+            deep = TooComplex(f"the schema is nested deeper than {MOST_LEVELS} levels; flatten it")
+            known = error if isinstance(error, RequestRejected) else deep
+            raise InvalidRequest(f"{where}: {known}", param=field, code=known.code) from error
         verdict = self._guard.known(grammar)
         if verdict is None:
             size = MOST_SHORT_WORK + len(grammar.text)

@@ -103,6 +103,43 @@ async def test_a_stream_goes_on_after_a_break(served: Served, engine: FakeEngine
     assert [event.model_dump() async for event in again] == [event.model_dump() for event in read]
 
 
+async def test_what_a_response_goes_on_from_is_listed(served: Served) -> None:
+    responses = served.client.responses
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
+    said = {"role": "assistant", "content": "I look.", "id": "msg_1"}
+    given: Any = [{"role": "user", "content": "hi"}, said, call, result]
+    first = await responses.create(model="fake/model", input=given)
+    listed = await responses.input_items.list(first.id, order="asc")
+    assert [item.type for item in listed.data] == [
+        "message",
+        "message",
+        "function_call",
+        "function_call_output",
+    ]
+    question, answer, *_ = (item.model_dump() for item in listed.data)
+    (part,) = question["content"]
+    assert (question["role"], part["type"], part["text"]) == ("user", "input_text", "hi")
+    assert (answer["id"], answer["content"][0]["text"]) == ("msg_1", "I look.")
+    assert len({item.id for item in listed.data}) == 4
+    second = await responses.create(model="fake/model", input="And then?", previous_response_id=first.id)
+    read = [item async for item in responses.input_items.list(second.id, limit=2)]
+    assert [item.type for item in read] == [
+        "message",
+        "message",
+        *reversed([item.type for item in listed.data]),
+    ]
+    texts = [item.model_dump()["content"][0]["text"] for item in read[:2]]
+    assert texts == ["And then?", first.output_text]
+    page = await responses.input_items.list(second.id, after=read[4].id, order="desc")
+    assert [item.id for item in page.data] == [read[5].id]
+    for wrong in ({"order": "up"}, {"limit": 0}, {"limit": 101}, {"after": "none"}):
+        refused = await served.get(f"{RESPONSES}/{first.id}/input_items", params=wrong)
+        assert (refused.status, refused.error["param"]) == (400, *wrong)
+    with pytest.raises(openai.NotFoundError):
+        await responses.input_items.list("resp_none")
+
+
 async def test_without_background_a_break_aborts_the_stream(served: Served, engine: FakeEngine) -> None:
     engine.script.seconds_per_step = 0.01
     stream = await served.client.responses.create(
@@ -207,7 +244,7 @@ async def test_what_is_being_made_is_not_gone_on_from(served: Served, engine: Fa
         ("GET", "resp_1?stream=true&starting_after=3", 404, "response_not_found"),
         ("DELETE", "resp_1", 404, "response_not_found"),
         ("POST", "resp_1/cancel", 404, "response_not_found"),
-        ("GET", "resp_1/input_items", 404, "not_found"),
+        ("GET", "resp_1/input_items", 404, "response_not_found"),
         ("GET", "input_tokens", 405, "method_not_allowed"),
     ],
 )
