@@ -18,7 +18,7 @@ from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights.checkpoint import Checkpoint
 from onbeat.engine.weights.parameters import find_rows, parameter_shapes
 from tests.cpu.engine.engines import NativeEngine, RoundedTorchEngine
-from tests.cpu.engine.forwards import on_native, on_torch
+from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.test_golden_tiny import assert_equals_reference
 from tests.cpu.engine.tiny_models import random_prompt
@@ -342,6 +342,7 @@ def interleave(values: np.ndarray, num_heads: int) -> np.ndarray:
 def check_tokens(checkpoint: Checkpoint, name: str, library: NativeLibrary | None) -> None:
     """Check a file's tokens and logits, on torch or with the library of the native engine."""
     engine: Any = RoundedTorchEngine()
+    make: MakeForward
     if library is not None:
         engine, make = NativeEngine(library), on_native(library, checkpoint)
     else:
