@@ -165,13 +165,16 @@ class Member:
 
     def _end(self, now: float) -> None:
         """Take what its step, or run of steps, has brought."""
-        replica, front_end = self.replica, self._front_end
+        replica, loop, front_end = self.replica, self._loop, self._front_end
         if self._due == now:
             self._due = inf
         if replica.next_time != now or self.is_gone:
             return  # out of date
         finished = replica.end(now)
-        self.call(now)
+        if self._planned != now:
+            self._planned = now
+            loop.num_events += 1
+            heappush(loop.events, (now, PLAN, self.number, loop.num_events, self._plan))
         if finished or replica.started or front_end.hears_all:
             front_end.on_step(self, finished, now)
 
@@ -192,7 +195,8 @@ class Member:
         when = replica.next_time
         if when != self._due and when < inf:
             self._due = when
-            loop.at(when, STEP, self._end, self.number)
+            loop.num_events += 1
+            heappush(loop.events, (when, STEP, self.number, loop.num_events, self._end))
 
 
 class OnlyReplica(FrontEnd):

@@ -122,8 +122,8 @@ class LoadReporter:
         lockstep = self._table.lockstep
         if lockstep is None or not lockstep.num_rows:
             return 0, 0, inf
-        tightest = min([tbt for tbt in lockstep.tbts if tbt >= shortest], default=inf)
-        return lockstep.num_rows, lockstep.context, tightest
+        tbts = [tbt for tbt, peers in lockstep.peers.items() if peers.states and tbt >= shortest]
+        return lockstep.num_rows, lockstep.context, min(tbts, default=inf)
 
     def _prompts(
         self, cost_model: CostModel, prefills: list[RequestState], now: float, busy: float

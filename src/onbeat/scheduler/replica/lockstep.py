@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -91,11 +91,11 @@ class Lockstep:
 
     def __init__(self, planner: Planner, kv: KVCacheManager, token_id: int) -> None:
         self._planner, self._kv, self._tokens = planner, kv, [token_id]
-        make = self._plan_of_rows = planner.new_plan
+        make = planner.new_plan
         self._nothing = make(0.0)
         self._running, self._waiting = self._nothing.running, self._nothing.waiting
-        self._plan_beside = partial(LockstepPlan, *make.args, lockstep=self, **make.keywords)
-        planner.new_plan = partial(self._new_plan)
+        make_plan: Callable[..., StepPlan] = LockstepPlan
+        planner.new_plan = partial(make_plan, *make.args, lockstep=self, **make.keywords)
         slo = planner.policy.slo
         self._tracker = None if slo is None else slo.tracker
         self._is_gap_mode = planner.config.slo_mode == "gap"
@@ -110,11 +110,6 @@ class Lockstep:
         """Where the policy follows deadlines: by the seconds between them, infinite for those without."""
         self._left: list[RequestState] = []
         """Who has left while a step is under way that gives each a token."""
-
-    def _new_plan(self, now: float) -> StepPlan:
-        """See `Planner.new_plan`."""
-        num_growing = self.gather()
-        return self._plan_beside(now, num_growing=num_growing) if self.num_rows else self._plan_of_rows(now)
 
     def plan(self, now: float) -> SchedulerOutput | None:
         """Return the next step where it has a row of each of these and no other; else None.
@@ -153,11 +148,6 @@ class Lockstep:
         self._shape.decode_context_tokens += num_steps * self.num_rows
         planner.in_flight.num_planned += num_steps
         planner.in_flight.last_plan = planner.last_end = ends[-1]
-
-    @property
-    def tbts(self) -> list[float]:
-        """The seconds between two tokens of one, of each kind; none where no deadlines are followed."""
-        return [tbt for tbt, peers in self.peers.items() if peers.states]
 
     @property
     def num_plain_steps(self) -> int:
@@ -349,14 +339,16 @@ def _is_even(slo: SLOState) -> bool:
 class LockstepPlan(StepPlan):
     """A plan in which streams in lockstep stand beside the others, one row each."""
 
-    def __init__(self, *args: Any, lockstep: Lockstep, num_growing: int, **kwargs: Any) -> None:
-        self._lockstep, self._num_growing, self._shortest = lockstep, num_growing, 0.0
+    def __init__(self, *args: Any, lockstep: Lockstep, **kwargs: Any) -> None:
+        self._lockstep, self._num_growing, self._shortest = lockstep, lockstep.gather(), 0.0
         super().__init__(*args, **kwargs)
         self.num_running += lockstep.num_rows
         self.max_num_seqs -= lockstep.num_rows
 
     def look_beside(self, view: RunningView, shortest: float) -> None:
         """Let a view hold those in lockstep, too: how many, and who is due first."""
+        if not self._lockstep.num_rows:
+            return
         self._shortest = shortest
         self._lockstep.count(view.shape)
         for tbt, peers in self._lockstep.peers.items():

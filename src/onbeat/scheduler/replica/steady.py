@@ -53,7 +53,7 @@ def begin_run(scheduler: Scheduler, scheduled: SchedulerOutput, token_id: int) -
     if (costs := scheduler.planner.cost_model) is not None:
         tbts = [state.slo.tbt_objective for state in scheduler.running]
         if lockstep is not None:
-            tbts += lockstep.tbts
+            tbts += [tbt for tbt, peers in lockstep.peers.items() if peers.states]
         if min(tbts) < costs.shortest_tbt:  # it binds no step, but may once costs are taken anew
             max_steps = min(max_steps, costs.num_left)
     return None if max_steps <= 1 else SteadyRun(scheduler, scheduled, states, limit, max_steps, token_id)
