@@ -15,7 +15,7 @@ from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler import triage
 from onbeat.scheduler.cluster.events import RoutingRequest
-from onbeat.scheduler.cluster.slo_router import LoadView, SLORouter
+from onbeat.scheduler.cluster.slo_router import LoadView, SLORouter, _about
 from onbeat.scheduler.replica import admission
 from onbeat.scheduler.triage import CostModel, PrefillShare
 from tests.pure.scheduler.test_prefix_memory import held
@@ -420,3 +420,61 @@ def test_a_replica_that_left_is_forgotten():
     assert place(router, request("next", blocks=blocks)) == 1
     router.on_report(0, load(), 1.0)  # late
     router.on_finish(0, request("first"))
+
+
+TIGHT = load(num_decodes=9, tightest_tbt=0.03, full_seconds=0.0291, prefill_share=0.5, best_effort_work=9.0)
+
+
+def chosen_after_a_minute(
+    work: dict[float | None, float], *reports: ReplicaLoad, of: float | None
+) -> set[int]:
+    """Return where requests of a TBT objective go, once so many seconds of prefill a second came of each."""
+    router = router_of(*(reports or [TIGHT] * 4))
+
+    def send(tbt: float | None, seconds: float, now: float) -> int:
+        tokens = int(seconds / COSTS.token)
+        return place(router, replace(request(num_tokens=tokens), slo=SLO(ttft=5.0, tbt=tbt)), now)
+
+    for second in range(61):
+        for tbt, seconds in work.items():
+            send(tbt, seconds, float(second))
+    for number, each in enumerate(reports or [TIGHT] * 4):
+        router.on_report(number, replace(each, time=61.0, num_taken=1000), 61.0)
+    return {send(of, 0.01, 61.0) for _ in range(40)}
+
+
+@pytest.mark.parametrize(
+    ("work", "of", "expected"),
+    [
+        ({0.03: 0.9, 0.5: 2.1}, 0.03, {0, 1}),  # 0.9 of work fills two replicas, of which half is prefill
+        ({0.03: 0.9, 0.5: 2.1}, 0.5, {0, 1, 2, 3}),
+        ({0.03: 0.9, None: 2.1}, 0.03, {0, 1}),
+        ({0.03: 0.3, 0.02: 0.3, 0.5: 2.1}, 0.02, {0}),
+        ({0.03: 0.3, 0.02: 0.3, 0.5: 2.1}, 0.03, {0, 1}),
+        ({0.03: 0.3, 0.1: 0.3, 0.5: 2.1}, 0.1, {0, 1, 2, 3}),  # it makes no step short
+        ({0.03: 0.7, 0.5: 1.7}, 0.03, {0, 1, 2, 3}),  # nearly all is served in short steps
+        ({0.03: 3.0}, 0.03, {0, 1, 2, 3}),  # nobody would gain
+    ],
+)
+def test_tight_classes_share_replicas_where_short_steps_cannot_serve_what_comes(work, of, expected):
+    assert chosen_after_a_minute(work, of=of) == expected
+
+
+def test_classes_are_not_kept_apart_where_no_objective_makes_steps_short_or_nothing_is_left_behind():
+    work = {0.03: 0.9, 0.5: 2.1}
+    for changes in ({"tightest_tbt": inf}, {"full_seconds": 0.02}, {"best_effort_work": 0.0}):
+        assert chosen_after_a_minute(work, *[replace(TIGHT, **changes)] * 4, of=0.03) == {0, 1, 2, 3}
+
+
+def test_a_tight_stream_goes_elsewhere_where_its_replicas_may_not_be_chosen():
+    router = router_of(*[TIGHT] * 4)
+    asked = replace(request(), slo=SLO(tbt=0.03))
+    router._tiers.closed[_about(asked.slo)] = [2, 3]
+    assert place(router, asked, excluded={0}) == 1
+    assert place(router, asked, excluded={0, 1}) in (2, 3)
+
+
+def test_a_minute_of_any_objectives_is_counted_by_few():
+    assert len({_about(SLO(tbt=1e-3 * 1.002**step)) for step in range(9_000)}) < 110
+    assert _about(SLO(ttft=1.0)) == _about(None) == inf
+    assert all(0.84 * tbt < _about(SLO(tbt=tbt)) <= tbt for tbt in (0.001, 0.03, 0.25, 1.0, 7.0))

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from math import inf, sqrt
+from itertools import accumulate, islice
+from math import floor, inf, log2, sqrt
 from operator import itemgetter
+from statistics import fmean
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
+from onbeat.core.slo import SLO
 from onbeat.scheduler import triage
 from onbeat.scheduler.cluster import routing
 from onbeat.scheduler.cluster.events import RoutingRequest
@@ -236,6 +238,13 @@ _MOST_HOLDERS = _MOST_IDLE = 4
 least to do: there a slow replica has no less to do than a fast one."""
 _A_REQUEST = 1e-3
 """Seconds that a request counts as beside prefill work, where those with the least to do are looked for."""
+_TIER_SECONDS = 60.0
+"""Between two looks at which classes have replicas of their own."""
+_TIER_PAYS = 1.25
+"""Prefill work that comes, over what steps can do that are as short as the tightest class asks, from which on
+classes are kept together: below, they lose more by having fewer replicas than others gain."""
+_BINDS = 0.95
+"""Of the tightest TBT objective: a step that is shorter is not so because of it."""
 _UNKNOWN_COSTS = PrefillCosts(token=5e-5, pair=0.0, step=0.01, decode=1e-4)
 """Of replicas that predict nothing: what is compared is work, in the unit of this guess."""
 
@@ -268,6 +277,56 @@ class _Bid(NamedTuple):
     """Tokens of the prompt that the replica holds."""
 
 
+def _about(slo: SLO | None) -> float:
+    """Return a TBT objective, rounded down to a quarter of an octave so that there are few; inf for none."""
+    return inf if slo is None or slo.tbt is None else 2 ** (floor(4 * log2(slo.tbt)) / 4)
+
+
+class _Tiers:
+    """Which replicas are to have no streams of a class, where work is short.
+
+    The tightest TBT objective of a replica's streams makes all of its steps short, and prompts get less of
+    the time. Where more prompts come than such steps can serve, each class whose objective binds goes to as
+    few replicas as its prompts and those of tighter ones fill, in the order of their numbers.
+    """
+
+    def __init__(self) -> None:
+        self.closed: dict[float, list[int]] = {}
+        """About which TBT objective -> replicas that are to have no stream with it."""
+        self._asked: defaultdict[float, float] = defaultdict(float)
+        """About which TBT objective -> seconds of prefill work that came since the last look."""
+        self._looked = inf
+
+    def count(
+        self, tbt: float, work: float, loads: Callable[[], Mapping[int, ReplicaLoad]], now: float
+    ) -> None:
+        """Count the prefill work of a request, and look at the classes again if it is time."""
+        self._asked[tbt] += work
+        self._looked = min(self._looked, now)
+        if now - self._looked >= _TIER_SECONDS:
+            self._look(loads(), now - self._looked)
+            self._asked.clear()
+            self._looked = now
+
+    def _look(self, loads: Mapping[int, ReplicaLoad], seconds: float) -> None:
+        self.closed = {}
+        tightest = min(load.tightest_tbt for load in loads.values())
+        share = fmean(load.prefill_share for load in loads.values() if load.tightest_tbt == tightest)
+        is_short = sum(self._asked.values()) > _TIER_PAYS * share * len(loads) * seconds
+        if not is_short or not any(load.best_effort_work for load in loads.values()):
+            return
+        bound = [
+            each.tightest_tbt for each in loads.values() if each.full_seconds > _BINDS * each.tightest_tbt
+        ]
+        work = 0.0
+        for tbt in sorted(self._asked)[:-1]:  # of the loosest nobody would gain
+            work += self._asked[tbt] / seconds
+            if tbt > max(bound, default=0.0):
+                break
+            kept = accumulate((load.prefill_share for load in loads.values()), initial=0.0)
+            self.closed[tbt] = [each for each, held in zip(loads, kept, strict=False) if held >= work]
+
+
 class SLORouter(routing.Router):
     """The replica where a request costs the fleet least: uncached prefill, and its wait at a price.
 
@@ -287,18 +346,25 @@ class SLORouter(routing.Router):
         self._num_choices = 0
         self._last_choices: dict[int, int] = {}
         self._prefixes = routing.PrefixMemory()
+        self._tiers = _Tiers()
 
     def route(
         self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = routing.NONE_EXCLUDED
     ) -> routing.RoutingChoice | None:
         """Return the cheapest replica."""
-        best = self._best(request, now, excluded)
+        tbt = _about(request.slo)
+        closed = self._tiers.closed.get(tbt)
+        best = self._best(request, now, {*excluded, *closed}) if closed else None
+        best = best or self._best(request, now, excluded)
         if best is None:
             return None
         number, bid, first_token = best.number, best.bid, best.first_token
         self._last_choices[number] = self._num_choices = self._num_choices + 1
         self._views[number].send(request.ttft_deadline, bid.seconds, bid.num_blocks, request.request_id)
         self._weigh(number, now)
+        self._tiers.count(
+            tbt, bid.work, lambda: {each: self._views[each].load for each in self._members}, now
+        )
         if request.block_hashes:
             self._prefixes.send(number, request.block_hashes)
         likely = None if first_token is None else first_token.likely
