@@ -292,10 +292,7 @@ def main() -> None:
     )
     shared = os.environ.get("ONBEAT_SHARED")
     parser.add_argument("--shared", type=Path, default=shared, required=shared is None)
-    policies = [name for name in POLICIES if name != "slo"]
-    parser.add_argument(
-        "--policies", nargs="+", choices=POLICIES, default=policies, help="default: all but slo"
-    )
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--cases", nargs="+", choices=(*CASES, "calls"), default=(*CASES, "calls"))
     args = parser.parse_args()
     traces = {
