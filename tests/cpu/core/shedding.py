@@ -21,6 +21,10 @@ class SheddingScheduler(Scheduler):
 
     num_rejected = 0
 
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.planner.state = self._how_it_stands  # type: ignore[method-assign]
+
     def add(self, request, now=None):
         assert now is not None
         if request.shed is ShedMode.REJECT and request.slo.ttft < 0.05:
@@ -42,7 +46,7 @@ class SheddingScheduler(Scheduler):
                 self.table.drop(state)
         return super().schedule(now)
 
-    def state(self):
+    def _how_it_stands(self) -> SchedulerState:
         return SchedulerState(num_rejected={"slo_unattainable": self.num_rejected}, decode_slacks=[0.5])
 
 
