@@ -220,3 +220,22 @@ async def test_scores_of_prompts_come_in_parts_of_which_none_is_long_and_count_f
     assert [output.request_id for output in delivered] == ["a", "b", "c"]
     for output in delivered:
         assert (output.prompt_logprobs, output.new_token_ids) == (given[output.request_id], [5])
+
+
+def test_what_a_replica_still_tells_of_a_stream_that_was_taken_up_twice_is_none_of_its_tokens() -> None:
+    """A gate's connection breaks twice soon: the replica has not yet heard that the first attempt is over."""
+    streams, gate = Streams(lambda _: None), Mock()
+    life = cast(Life, SimpleNamespace(replica="r0", replica_number=0))
+    resumed = Request(request_id="a", prompt_token_ids=range(9), resumed_token_ids=(1, 2, 3))
+    names = []
+    for _ in range(2):
+        streams.end("a")
+        streams.begin(resumed, gate)
+        names.append(streams.open["a"].next_attempt("r0").request_id)
+        streams.on_sent(streams.open["a"])
+    late = RequestOutput(names[0], [5], num_previous_tokens=7)
+    right = RequestOutput(names[1], [4], num_previous_tokens=3)
+    streams.on_stepped(life, StepOutputs(1.0, [late, right]))
+    assert not gate.refuse.called
+    [call] = gate.deliver.call_args_list
+    assert [(output.request_id, output.new_token_ids) for output in call.args[1]] == [("a", [4])]

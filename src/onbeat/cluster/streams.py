@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import NamedTuple
 
 from onbeat.cluster.gate import GatePort, id_in_use
@@ -52,6 +53,8 @@ class OpenRequest:
     has_begun: bool = False
     """Whether this replica, or one that it was moved from, has delivered tokens since it was sent."""
     num_sent: int = 0
+    mark: str = ""
+    """In its names, where a keeper, perhaps this one, has had it before under others."""
     num_unreported: int = 0
     """Tokens of which the fleet has not been told."""
     sent_time: float = 0.0
@@ -95,7 +98,7 @@ class OpenRequest:
     def _new_name(self) -> str:
         self.num_sent += 1
         request_id = self.request.request_id
-        return request_id if self.num_sent == 1 else f"{request_id}~{self.num_sent}"
+        return request_id if self.num_sent == 1 else f"{request_id}{self.mark}~{self.num_sent}"
 
     def move_to(self, replica: ReplicaId, name: str) -> None:
         """Take tokens from another replica, which goes on with it under another name."""
@@ -214,6 +217,7 @@ class Streams:
         self.by_name: dict[str, OpenRequest] = {}
         """Requests by the names under which replicas have them."""
         self.counts = FleetCounts()
+        self._marks = count(1)
 
     def begin(self, request: Request, gate: GatePort) -> None:
         """Take in a request that a gate asks for.
@@ -228,6 +232,8 @@ class Streams:
         if request.resumed_token_ids:  # another keeper had it
             open_request.token_ids = list(request.resumed_token_ids)
             open_request.first_token_time, open_request.num_sent = request.first_token_time, 1
+            # where a connection breaks twice, what a replica still tells of the first time is none of this
+            open_request.mark = f"~{next(self._marks)}"
 
     def end(self, request_id: str) -> None:
         """Forget a request; nothing happens where that is done."""

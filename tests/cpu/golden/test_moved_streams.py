@@ -124,7 +124,7 @@ def test_windows_that_give_kv_back(
 
 @each_case("sampling", SAMPLINGS)
 def test_every_way_to_sample(native_library: Any, sampling: str) -> None:
-    check_moves(invariant(native_library), make_requests(**SAMPLINGS[sampling]))
+    check_moves(invariant(native_library), make_requests(**SAMPLINGS[sampling]), share=0.4)
 
 
 def test_all_ways_to_sample_beside_one_another() -> None:
