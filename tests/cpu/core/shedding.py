@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.protocols import EngineInfo
@@ -21,8 +22,8 @@ class SheddingScheduler(Scheduler):
 
     num_rejected = 0
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.planner.state = self._how_it_stands  # type: ignore[method-assign]
 
     def add(self, request, now=None):
