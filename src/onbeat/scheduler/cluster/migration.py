@@ -7,6 +7,7 @@ into trouble lets streams go, and no other does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -176,11 +177,13 @@ class Mending:
         num_blocks = self._migration.moves.num_blocks_to(replica.replica_id) + num_blocks_of(
             open_request, replica
         )
-        num_blocks += limits.num_blocks_for(replica.num_queued_tokens)  # which its report may not show
         slo, step = open_request.request.slo, load.decode_step(num_coming + 1)
-        if slo is not None and slo.tbt is not None and step is not None and step > slo.tbt:
+        is_slow = slo is not None and slo.tbt is not None and step is not None and step > slo.tbt
+        has_room = partial(has_spare_capacity, load, limits, num_more=num_coming + 1)
+        if is_slow or not has_room(num_blocks=num_blocks):
             return False
-        return has_spare_capacity(load, limits, num_blocks=num_blocks, num_more=num_coming + 1)
+        # What its report may not show is summed over its requests: only where there is room without it.
+        return has_room(num_blocks=num_blocks + limits.num_blocks_for(replica.num_queued_tokens))
 
 
 def _steps_to_an_end(source: Replica, open_request: RoutedRequest) -> int:

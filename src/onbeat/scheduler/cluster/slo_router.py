@@ -244,7 +244,7 @@ _TIER_PAYS = 1.25
 """Prefill work that comes, over what steps can do that are as short as the tightest class asks, from which on
 classes are kept together: below, they lose more by having fewer replicas than others gain."""
 _BINDS = 0.95
-"""Of the tightest TBT objective: a step that is shorter is not so because of it."""
+"""Of the tightest TBT, of which streams that earn slack leave 31/32: no shorter step is so because of it."""
 _UNKNOWN_COSTS = PrefillCosts(token=5e-5, pair=0.0, step=0.01, decode=1e-4)
 """Of replicas that predict nothing: what is compared is work, in the unit of this guess."""
 
